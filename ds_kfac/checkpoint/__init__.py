@@ -1,1 +1,1 @@
-"""K-FAC's files: what is saved, checked and loaded."""
+"""Save, check and load K-FAC's part of a checkpoint."""

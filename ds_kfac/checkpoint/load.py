@@ -1,20 +1,25 @@
-"""The state that ``save`` wrote, whatever world size, ZeRO stage, pipeline stages or
-expert-parallel ranks wrote it. Whatever is wrong with a file is found on all ranks before anything
-is changed."""
+"""Load the state that ``save`` wrote, whatever world size, ZeRO stage, pipeline stages or
+expert-parallel ranks wrote it. All ranks know of everything that is wrong with a file before
+anything is changed."""
 
 import inspect
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
 from ds_kfac.checkpoint import files
 from ds_kfac.checkpoint.files import CheckpointError
 from ds_kfac.checkpoint.moving import load_any, take_adamws
 from ds_kfac.checkpoint.order import check_order, order_of
+from ds_kfac.checkpoint.records import FactorFile, Header, LayerFile, LayerRecord, checked
+from ds_kfac.checkpoint.universal import Values
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.curvature.factor import KroneckerFactor, Side
-from ds_kfac.curvature.methods import METHODS
+from ds_kfac.curvature.methods import METHODS, Method
 from ds_kfac.log import logger
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Observations
@@ -22,142 +27,205 @@ from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.update.state import LayerState
 
+Groups = tuple[tuple[str, ...], ...]
+"""Groups of layers that share one A, by name."""
+
 
 def load(
     job: Job, tag_directory: Path, save_id: str | None = None, origin: str | None = None
 ) -> None:
     """Restore state written by :func:`save`. Collective.
 
-    Layers that it lacks start empty, and factors of another kind (``fisher``, ``weight_sharing``),
-    with a warning.
+    Layers that the save lacks start empty, and so do factors of another kind (``fisher``,
+    ``weight_sharing``), with a warning.
 
     Args:
-        save_id: of the save to load; None takes the tag's last finished one.
+        save_id: None for the tag's last finished save.
         origin: the tag's folder when it was saved, if it may have been converted since.
 
     Raises:
         CheckpointError: on every rank, if files are missing, damaged or do not fit the model.
             Nothing is changed then.
     """
-    found, folder, header = [], tag_directory, {"save_id": ""}
+    group = job.channel.group
     headline = f"ds_kfac: the K-FAC state of {tag_directory} cannot be loaded"
-    with failing_together(headline, job.channel.group, CheckpointError):
+    header: Header | None = None
+    with failing_together(headline, group, CheckpointError):
         folder = files.find(tag_directory, save_id, origin)
         header = files.read_header(folder)
-    ids = gathered(header["save_id"], job.channel.group)
-    with failing_together(headline, job.channel.group, CheckpointError) as problems:
+    assert header is not None
+    ids = gathered(header.save_id, group)
+    states: list[dict[str, Any]] = []
+    warnings: list[list[str]] = []
+    with failing_together(headline, group, CheckpointError) as problems:
         if len(set(ids)) > 1:
             raise ValueError(
                 f"the ranks see different saves ({ids} in rank order): they do not see the same "
-                f"folder"
+                "folder"
             )
         for kfac in job.preconditioners:
-            found.append(_read(kfac, folder, header, problems))
-    for kfac, (state, warnings) in zip(job.preconditioners, found, strict=True):
-        for text in warnings if kfac.rank == 0 else ():
-            logger.warning(f"ds_kfac: WARNING: {folder}: {text}")
-        kfac.load_state_dict(state, decompose=header["method"] != kfac.config.preconditioner.method)
+            state, texts = _read(kfac, folder, header, problems)
+            states.append(state)
+            warnings.append(texts)
+    for kfac, state, texts in zip(job.preconditioners, states, warnings, strict=True):
+        if kfac.rank == 0:
+            for text in texts:
+                logger.warning(f"ds_kfac: WARNING: {folder}: {text}")
+        other_method = header.method != kfac.config.preconditioner.method
+        kfac.load_state_dict(state, decompose=other_method)
 
 
 def _read(
-    kfac: KFACPreconditioner, folder: Path, header: Mapping[str, Any], problems: list[str]
+    kfac: KFACPreconditioner, folder: Path, header: Header, problems: list[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """What this rank's part of a domain continues from, for ``KFACPreconditioner.load_state_dict``,
-    and what does not continue, in words. What is wrong with a file is added to ``problems``."""
-    groups, names, timetable = _groups_here(kfac, header), kfac.names, header["timetable"]
+    """Read this rank's part of a domain.
+
+    Args:
+        problems: receives what is wrong with files.
+
+    Returns the state for ``KFACPreconditioner.load_state_dict``, and a text for everything that
+    does not continue.
+    """
+    groups = _groups_here(kfac, header)
     plan = kfac.plan if groups == kfac.observations.groups else kfac.plan.sharing(groups or ())
     specs = plan.assignment.work.factors
     saved_keys, restarted = _keys_of(kfac, header, specs)
-    factors: dict[str, KroneckerFactor] = {}
-    states: dict[str, LayerState] = {}
-    for spec in specs:
-        if kfac.plan.assignment.eigen_workers[spec.key] == kfac.rank and spec.key in saved_keys:
-            try:
-                factors[spec.key] = _load_factor(kfac, folder, header, saved_keys[spec.key], spec)
-            except (OSError, ValueError) as error:
-                problems.append(str(error))
-    for layer in kfac.owned:
-        if names[layer.name] in header["layers"]:
-            try:
-                states[layer.name] = _load_layer(kfac, folder, header, names[layer.name], layer)
-            except (OSError, ValueError) as error:
-                problems.append(str(error))
-    # partners of a factor that begins empty are decomposed with it, as soon as it has data
-    incomplete = {
-        spec.key
-        for sides in (factors_by_layer(specs) if restarted else {}).values()
-        if any(spec.key in restarted for spec in sides.values())
-        for spec in sides.values()
-    }
-
-    def here(saved: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            key: saved[name]
-            for key, name in saved_keys.items()
-            if key not in incomplete and name in saved
-        }
-
-    captured, skipped = timetable["domains"].get(kfac.engine_view.domain.name, (0, 0))
-    rows = {name: header["rows"][saved] for name, saved in names.items() if saved in header["rows"]}
-    if header["ranks"].get(kfac.engine_view.domain.name) != kfac.channel.world:
-        rows = {}  # another number of ranks has others; the next captured step shows them
     state = {
-        "steps": header["steps"],
-        "peak_lr": {int(group): lr for group, lr in header["peak_lr"].items()},
-        "observations": Observations(groups, rows or None),
-        "layers": states,
+        "steps": header.steps,
+        "peak_lr": {int(group): lr for group, lr in header.peak_lr.items()},
+        "observations": Observations(groups, _rows_here(kfac, header)),
+        "layers": _read_layers(kfac, folder, header, problems),
         "factors": {
-            "factors": factors,
-            "ready": here(dict.fromkeys(header["ready"])),
-            "schedule": {
-                "captured": captured,
-                "skipped": skipped,
-                "factors": here(timetable["factors"]),
-            },
+            "factors": _read_factors(kfac, folder, header, specs, saved_keys, problems),
+            **_timetable_here(kfac, header, specs, saved_keys, restarted),
         },
     }
     return state, _warnings(kfac, header, restarted)
 
 
-def _groups_here(
-    kfac: KFACPreconditioner, header: Mapping[str, Any]
-) -> tuple[tuple[str, ...], ...] | None:
-    """Groups of the saved run that this one may have too; those of this run, which go on being
-    checked, if the saved one did not know any yet; None if they are still to be found."""
-    if header["shared"] is None or kfac.curvature.paired:  # then each has an A of its own
+def _read_factors(
+    kfac: KFACPreconditioner,
+    folder: Path,
+    header: Header,
+    specs: Sequence[FactorSpec],
+    saved_keys: Mapping[str, str],
+    problems: list[str],
+) -> dict[str, KroneckerFactor]:
+    """Return the factors that this rank owns and the save has, by key."""
+    owners = kfac.plan.assignment.eigen_workers
+    factors = {}
+    for spec in specs:
+        if owners[spec.key] == kfac.rank and spec.key in saved_keys:
+            try:
+                factors[spec.key] = _load_factor(kfac, folder, header, saved_keys[spec.key], spec)
+            except (OSError, ValueError) as error:
+                problems.append(str(error))
+    return factors
+
+
+def _read_layers(
+    kfac: KFACPreconditioner, folder: Path, header: Header, problems: list[str]
+) -> dict[str, LayerState]:
+    """Return the layers that this rank preconditions and the save has, by name."""
+    layers = {}
+    for layer in kfac.owned:
+        saved_name = kfac.names[layer.name]
+        if saved_name in header.layers:
+            try:
+                layers[layer.name] = _load_layer(kfac, folder, header, saved_name, layer)
+            except (OSError, ValueError) as error:
+                problems.append(str(error))
+    return layers
+
+
+def _rows_here(kfac: KFACPreconditioner, header: Header) -> dict[str, float] | None:
+    """Return layer -> rows of a rank in a step; None if the next captured step has to show them."""
+    if header.ranks.get(kfac.engine_view.domain.name) != kfac.channel.world:
+        return None  # ranks of another number have other rows
+    rows = {name: header.rows[saved] for name, saved in kfac.names.items() if saved in header.rows}
+    return rows or None
+
+
+def _timetable_here(
+    kfac: KFACPreconditioner,
+    header: Header,
+    specs: Sequence[FactorSpec],
+    saved_keys: Mapping[str, str],
+    restarted: Sequence[str],
+) -> dict[str, Any]:
+    """Return which factors are ready, and the adaptive rule's state, as ``load_state_dict`` takes
+    them."""
+    # the partner of a factor that starts empty is decomposed with it, as soon as it has data
+    incomplete = set[str]()
+    for sides in factors_by_layer(specs).values():
+        keys = {spec.key for spec in sides.values()}
+        if not keys.isdisjoint(restarted):
+            incomplete |= keys
+    continuing = {key: saved for key, saved in saved_keys.items() if key not in incomplete}
+    saved_clocks = header.timetable.factors
+    saved_ready = set(header.ready)
+    captures = header.timetable.domains.get(kfac.engine_view.domain.name)
+    return {
+        "ready": {key for key, saved in continuing.items() if saved in saved_ready},
+        "schedule": {
+            "captured": 0 if captures is None else captures.captured,
+            "skipped": 0 if captures is None else captures.skipped,
+            "factors": {
+                key: saved_clocks[saved]
+                for key, saved in continuing.items()
+                if saved in saved_clocks
+            },
+        },
+    }
+
+
+def _groups_here(kfac: KFACPreconditioner, header: Header) -> Groups | None:
+    """Return the groups of layers that continue with one A.
+
+    Groups of the saved run are taken if this run may have them too. If the saved run did not know
+    its groups yet, those of this run stay, and go on being checked. None: they are still to be
+    found.
+    """
+    if header.shared is None or kfac.curvature.paired:  # paired: each layer has an A of its own
         return kfac.observations.groups
     here = {saved: name for name, saved in kfac.names.items()}
-    groups = tuple(
-        tuple(here[name] for name in group if name in here) for group in header["shared"]
-    )
+    groups = tuple(tuple(here[name] for name in group if name in here) for group in header.shared)
     if groups == kfac.observations.groups:
         return groups
-    alike = kfac.plan.sharing_candidates
-    groups = tuple(tuple(name for name in group if name in alike) for group in groups)
+    candidates = kfac.plan.sharing_candidates  # layers with equal values may share
+    groups = tuple(tuple(name for name in group if name in candidates) for group in groups)
     return tuple(
-        group for group in groups if len(group) > 1 and len({alike[name] for name in group}) == 1
+        group
+        for group in groups
+        if len(group) > 1 and len({candidates[name] for name in group}) == 1
     )
 
 
 def _keys_of(
-    kfac: KFACPreconditioner, header: Mapping[str, Any], specs: Sequence[FactorSpec]
+    kfac: KFACPreconditioner, header: Header, specs: Sequence[FactorSpec]
 ) -> tuple[dict[str, str], list[str]]:
-    """Factor -> what it is called in the save, of those that continue; and those of layers in the
-    save that start empty. The same on all ranks of the domain."""
-    leader = {name: group[0] for group in header["shared"] or () for name in group}
+    """Match the factors of this run with those of the save.
+
+    Returns factor key -> its key in the save, for factors that continue; and the keys of factors
+    that start empty although their layers are in the save. The same on all ranks of the domain.
+    """
+    leader = {name: group[0] for group in header.shared or () for name in group}
     stacked = {
         layer.shares or layer.name for layer in kfac.layers if layer.product and layer.part[1] > 1
     }
     kinds = files.kinds_of(kfac.config)
-    keys, restarted = {}, []
+    keys: dict[str, str] = {}
+    restarted: list[str] = []
     for spec in specs:
-        name, side = kfac.names[spec.layers[0]], spec.key[-1]
-        if name not in header["layers"]:
+        name = kfac.names[spec.layers[0]]
+        side = spec.key[-1]
+        if name not in header.layers:
             continue
         saved = f"{leader.get(name, name) if side == 'A' else name}/{side}"
         if side == "A" and spec.key[:-2] in stacked:
-            saved = _of_stack(saved, header["factors"])
-        if saved in header["factors"] and header["kinds"][side] == kinds[side]:
+            saved = _of_stack(saved, header.factors)
+        same_kind = getattr(header.kinds, side) == getattr(kinds, side)
+        if saved in header.factors and same_kind:
             keys[spec.key] = saved
         else:
             restarted.append(spec.key)
@@ -165,37 +233,45 @@ def _keys_of(
 
 
 def _of_stack(key: str, saved: Container[str]) -> str:
-    """The saved A for experts of a stack: its own, or that of the nearest expert before it, where
-    the saved run had one for all, or this rank has another part of the mixture: the tokens that
-    enter are of one kind. ``key``: where there is none."""
+    """Return the saved key of an A for experts of a stack.
+
+    It is the expert's own, or that of the nearest expert before it: the saved run may have had one
+    A for all experts, or this rank has another part of the mixture. The tokens that enter are of
+    one kind. Without any it is ``key``.
+    """
     stack, _, number = key[:-2].rpartition(".")
     numbers = range(int(number), -1, -1) if number.isdigit() else ()
-    return next((other for n in numbers if (other := f"{stack}.{n}/A") in saved), key)
+    candidates = (f"{stack}.{n}/A" for n in numbers)
+    return next((candidate for candidate in candidates if candidate in saved), key)
 
 
-def _warnings(
-    kfac: KFACPreconditioner, header: Mapping[str, Any], restarted: Sequence[str]
-) -> list[str]:
-    """What is not continued."""
-    texts, then, now = [], header["kinds"], files.kinds_of(kfac.config)
-    if unknown := [name for name in kfac.names.values() if name not in header["layers"]]:
-        texts.append(f"has no state for {', '.join(unknown)}; these layers start empty")
+def _warnings(kfac: KFACPreconditioner, header: Header, restarted: Sequence[str]) -> list[str]:
+    """Return a text for everything that does not continue."""
+    texts = []
+    kinds = files.kinds_of(kfac.config)
+    new_layers = [name for name in kfac.names.values() if name not in header.layers]
+    if new_layers:
+        texts.append(f"has no state for {', '.join(new_layers)}; these layers start empty")
     for side in "AG":
-        if keys := [key for key in restarted if key[-1] == side]:
-            why = (
-                "the saved run kept none"
-                if then[side] == now[side]
-                else f"saved: {then[side]}; now: {now[side]}"
-            )
-            stays = "until their first batch arrives the saved eigenbases stay in use"
-            texts.append(f"{', '.join(keys)} start empty ({why}); {stays}")
-    if kfac.moments is not None and header["moments"] != kfac.moments.NAME:
+        keys = [key for key in restarted if key[-1] == side]
+        if not keys:
+            continue
+        then, now = getattr(header.kinds, side), getattr(kinds, side)
+        why = "the saved run kept none" if then == now else f"saved: {then}; now: {now}"
+        texts.append(
+            f"{', '.join(keys)} start empty ({why}); until their first batch arrives the saved "
+            "eigenbases stay in use"
+        )
+    if kfac.moments is not None and header.moments != kfac.moments.NAME:
         texts.append(
             f"has no {kfac.moments.NAME} moments; they start at zero: expect some steps to recover"
         )
-    if header["method"] != (method := kfac.config.preconditioner.method):
-        was = f'saved with preconditioner.method "{header["method"]}", now "{method}"'
-        texts.append(f"{was}; factors are decomposed again")
+    method = kfac.config.preconditioner.method
+    if header.method != method:
+        texts.append(
+            f'saved with preconditioner.method "{header.method}", now "{method}"; factors are '
+            "decomposed again"
+        )
     return texts
 
 
@@ -204,68 +280,91 @@ def _described(side: Side) -> str:
 
 
 def _load_factor(
-    kfac: KFACPreconditioner, folder: Path, header: Mapping[str, Any], key: str, spec: FactorSpec
+    kfac: KFACPreconditioner, folder: Path, header: Header, key: str, spec: FactorSpec
 ) -> KroneckerFactor:
-    """A factor that the save has, as ``key``. Raises ValueError if it is not what was saved, or not
-    a factor of this model and config."""
-    path, saved = folder / files.factor_file(key), Side(*header["factors"][key])
+    """Read a factor, whose key in the save is ``key``. Raises ValueError if the file is not what
+    was saved, or is not a factor of this model and config."""
+    path = folder / files.factor_file(key)
+    saved = header.factors[key].side
     if saved != spec.side:
         raise ValueError(
             f"{path}: {saved.numel} elements ({_described(saved)}), factor {spec.key} of this "
-            f"model and config "
-            f"({_described(spec.side)}) needs {spec.side.numel}"
+            f"model and config ({_described(spec.side)}) needs {spec.side.numel}"
         )
-    payload = files.read_payload(path, key, header["files"].get(path.name))
-    diagonal = saved.diagonal_of(payload["packed"])
-    if bool((diagonal < 0).any()):
+    content = checked(FactorFile, files.read_payload(path, key, header.files.get(path.name)), path)
+    if bool((saved.diagonal_of(content.packed) < 0).any()):
         raise ValueError(f"{path}: the average of factor {key} has a negative diagonal")
-    had = payload["history"] or {}
-    return kfac.curvature.factor(
-        saved, payload["packed"], payload["updates"], had.get("last"), had.get("before")
-    )
+    last = before = None
+    if content.history is not None:
+        last, before = content.history.last, content.history.before
+    return kfac.curvature.factor(saved, content.packed, content.updates, last, before)
 
 
 def _load_layer(
-    kfac: KFACPreconditioner, folder: Path, header: Mapping[str, Any], name: str, layer: LayerSpec
+    kfac: KFACPreconditioner, folder: Path, header: Header, name: str, layer: LayerSpec
 ) -> LayerState:
-    """A layer that the save has, as ``name``. A side that is the identity now, or was it then,
-    keeps no eigenvectors. Raises ValueError if it is not what was saved, or not a layer of this
-    model and config."""
-    path, then, device = folder / files.layer_file(name), header["layers"][name], kfac.device
-    saved, method = METHODS[header["method"]], METHODS[kfac.config.preconditioner.method]
-    sides, here = {which: Side(*then[which]) for which in "AG"}, {"A": layer.A, "G": layer.G}
-    for which, now in here.items():
-        was = sides[which]
-        if (
-            was.dim != now.dim
-            or (was.block != now.block and was.block and now.block)
-            or then["groups"] != layer.groups
-        ):
-            raise ValueError(
-                f"{path}: side {which} of {layer.name} was {_described(was)}, of this model and "
-                f"config it is "
-                f"{_described(now)}"
-            )
-    payload = files.read_payload(path, name, header["files"].get(path.name))
-    moments = None
-    if kfac.moments is not None and header["moments"] == kfac.moments.NAME:
-        moments = kfac.moments(
-            **{part: tensor.to(device) for part, tensor in payload["moments"].items()}
-        )
-    elif kfac.moments is not None:
-        moments = kfac.moments.empty(layer.shape, device)
-    kept, left = {}, {}  # moments leave the eigenbases that are not kept
-    for which, side in sides.items():
-        flats = payload[which] and [payload[which][part.kind].to(device) for part in saved.parts]
-        then_kept = None if flats is None else saved.joined(side, *flats)
-        if saved is method and here[which].block:
-            kept[which] = then_kept
+    """Read a layer, whose name in the save is ``name``. A side that is the identity now, or was it
+    then, keeps no eigenvectors. Raises ValueError if the file is not what was saved, or is not a
+    layer of this model and config."""
+    path = folder / files.layer_file(name)
+    saved = header.layers[name]
+    _check_sides(saved, layer, path)
+    content = checked(LayerFile, files.read_payload(path, name, header.files.get(path.name)), path)
+    moments = _load_moments(kfac, header, content, layer, path)
+    saved_method = METHODS[header.method]
+    method = METHODS[kfac.config.preconditioner.method]
+    kept: dict[str, Any] = {}
+    dropped: dict[str, Any] = {}  # moments are rotated out of these eigenbases
+    for which, now in (("A", layer.A), ("G", layer.G)):
+        then: Side = getattr(saved, which).side
+        flat_parts = getattr(content, which)
+        decomposition = _joined(saved_method, then, flat_parts, kfac.device)
+        if saved_method is method and now.block:
+            kept[which] = decomposition
             continue
-        kept[which] = None if here[which].block else method.identity(here[which], device)
-        if side.block:
-            left[which] = then_kept
-    state = LayerState(payload["terms"].to(device), method, kept["A"], kept["G"], moments)
-    return state.without(A=left.get("A"), G=left.get("G")) if left else state
+        kept[which] = None if now.block else method.identity(now, kfac.device)
+        if then.block:
+            dropped[which] = decomposition
+    state = LayerState(content.terms.to(kfac.device), method, kept["A"], kept["G"], moments)
+    return state.without(A=dropped.get("A"), G=dropped.get("G")) if dropped else state
+
+
+def _check_sides(saved: LayerRecord, layer: LayerSpec, path: Path) -> None:
+    """Raise ValueError if a saved layer has another shape than this model's."""
+    for which, now in (("A", layer.A), ("G", layer.G)):
+        then: Side = getattr(saved, which).side
+        one_is_identity = then.block == 0 or now.block == 0
+        same_blocks = then.block == now.block or one_is_identity
+        if then.dim != now.dim or not same_blocks or saved.groups != layer.groups:
+            raise ValueError(
+                f"{path}: side {which} of {layer.name} was {_described(then)}, of this model and "
+                f"config it is {_described(now)}"
+            )
+
+
+def _load_moments(
+    kfac: KFACPreconditioner, header: Header, content: LayerFile, layer: LayerSpec, path: Path
+) -> Any:
+    """Return a layer's moments: the saved ones, or zeros if the save has those of another rule.
+    None if this run's rule keeps none."""
+    if kfac.moments is None:
+        return None
+    if header.moments != kfac.moments.NAME:
+        return kfac.moments.empty(layer.shape, kfac.device)
+    if content.moments is None:
+        raise ValueError(f"{path}: has no moments, the header says {header.moments}")
+    return kfac.moments(
+        **{part: tensor.to(kfac.device) for part, tensor in content.moments.items()}
+    )
+
+
+def _joined(
+    method: Method, side: Side, flat_parts: Mapping[str, Tensor] | None, device: torch.device
+) -> Any:
+    """Return a side's decomposition from its saved tensors; None if it had none."""
+    if flat_parts is None:
+        return None
+    return method.joined(side, *(flat_parts[part.kind].to(device) for part in method.parts))
 
 
 # the engine's own load
@@ -280,8 +379,12 @@ def load_checkpoint(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Around an engine's ``load_checkpoint``: DeepSpeed's load, then ours. What goes wrong with
-    ours is said after it. ``groups``: of :func:`ds_kfac.checkpoint.order.groups_of`.
+    """Load DeepSpeed's state and then K-FAC's, in place of an engine's ``load_checkpoint``.
+
+    Args:
+        groups: parameter name -> number of its optimizer group, from
+            :func:`ds_kfac.checkpoint.order.groups_of`.
+        original: DeepSpeed's function, whose arguments are the others.
 
     Raises:
         CheckpointError: on every rank, after DeepSpeed's load: ranks have loaded different saves,
@@ -289,64 +392,80 @@ def load_checkpoint(
             ``checkpoint.on_missing`` "error"); or the optimizer's state is another optimizer's.
     """
     arguments = inspect.signature(original).bind(load_dir, *args, **kwargs).arguments
-    # which groups are K-FAC's is this engine's matter: a universal checkpoint's first one is copied
-    # over all others at stage 3, and their raw gradients would be stepped along as if they were
-    # directions
-    names, own_groups = job.preconditioners[0].rule.marks, engine.basic_optimizer.param_groups
-    marks = [{name: bool(group.get(name)) for name in names} for group in own_groups]
+    # This engine decides which parameter groups are K-FAC's. DeepSpeed copies the first group of a
+    # universal checkpoint over all others at stage 3, and then raw gradients of the others would be
+    # stepped along as if they were directions.
+    mark_names = job.preconditioners[0].rule.marks
+    marks = [
+        {name: bool(group.get(name)) for name in mark_names}
+        for group in engine.basic_optimizer.param_groups
+    ]
     engine.kfac.by_hand = False
     try:
-        path, client_state, moved = load_any(engine, original, load_dir, *args, **kwargs)
+        path, client_state, other_values = load_any(engine, original, load_dir, *args, **kwargs)
     finally:
         engine.kfac.by_hand = True
-        for group, own in zip(
-            engine.basic_optimizer.param_groups, marks if names else (), strict=bool(names)
-        ):
-            group.update(own)
+        if mark_names:
+            for group, mark in zip(engine.basic_optimizer.param_groups, marks, strict=True):
+                group.update(mark)
     entry = client_state.pop(files.CLIENT_KEY, None) if client_state else None
-    # DeepSpeed's files decide; what lies in the folder may be of another save.
+    # DeepSpeed's files decide which save is loaded: the folder may hold another one.
     _check_one_save(job, load_dir, path is not None, entry)
     if path is None:
         return path, client_state
-    tag_directory, anew = Path(path).parent, None
+    tag_directory = Path(path).parent
     _check_schedule(engine.lr_scheduler, tag_directory)
-    for argument, default in (("load_module_only", False), ("load_optimizer_states", True)):
-        if anew is None and bool(arguments.get(argument, default)) != default:
-            does = "K-FAC starts afresh; engine.kfac.load_state loads the state of"
-            anew = f"{argument}={not default}: {does} {tag_directory}"
-    if anew is None and moved is None and not engine.load_universal_checkpoint():
-        _check_groups(groups, tag_directory, entry)
-        check_order(order_of(engine), (entry or {}).get("order", ()), tag_directory)
-    if anew is None and entry is not None:
-        anew = _loaded(engine, job, tag_directory, entry)
-    elif anew is None:
-        also = (
-            ""
-            if moved is None
-            else "; weights, scheduler, step and AdamW's moments of all parameters go on"
-        )
-        anew = (
-            f"WARNING: {tag_directory} has no K-FAC state, K-FAC starts afresh{also}: expect "
-            f"some steps to recover"
-        )
-    if anew is not None:
+    reason = _left_out(arguments, tag_directory)
+    if reason is None:
+        if other_values is None and not engine.load_universal_checkpoint():
+            _check_groups(groups, tag_directory, entry)
+            check_order(order_of(engine), (entry or {}).get("order", ()), tag_directory)
+        if entry is not None:
+            reason = _loaded(engine, job, tag_directory, entry)
+        else:
+            reason = _without_state(tag_directory, other_values)
+    if reason is not None:
         job.reset()
-        if moved is not None and entry is None:
-            take_adamws(job, moved)
+        if other_values is not None and entry is None:
+            take_adamws(job, other_values)
         if engine.global_rank == 0:
-            logger.warning(f"ds_kfac: {anew}")
+            logger.warning(f"ds_kfac: {reason}")
     return path, client_state
 
 
+def _left_out(arguments: Mapping[str, Any], tag_directory: Path) -> str | None:
+    """Return a text that K-FAC starts afresh because the caller asked for the weights alone; None
+    if the caller did not."""
+    for argument, default in (("load_module_only", False), ("load_optimizer_states", True)):
+        if bool(arguments.get(argument, default)) != default:
+            return (
+                f"{argument}={not default}: K-FAC starts afresh; engine.kfac.load_state loads the "
+                f"state of {tag_directory}"
+            )
+    return None
+
+
+def _without_state(tag_directory: Path, other_values: Values | None) -> str:
+    """Return a text that K-FAC starts afresh because a checkpoint was saved without it."""
+    continuing = (
+        "; weights, scheduler, step and AdamW's moments of all parameters go on"
+        if other_values is not None
+        else ""
+    )
+    return (
+        f"WARNING: {tag_directory} has no K-FAC state, K-FAC starts afresh{continuing}: expect "
+        "some steps to recover"
+    )
+
+
 def _loaded(engine: Any, job: Job, tag_directory: Path, entry: Mapping[str, Any]) -> str | None:
-    """Load the save of a client state; why K-FAC starts afresh instead."""
+    """Load the save that a client state names. Returns None, or why K-FAC starts afresh instead."""
     kfac = job.preconditioners[0]
     try:
         if entry.get("save_id") is None:  # the same on every rank
             raise CheckpointError(
                 f"ds_kfac: {tag_directory} was saved without its K-FAC state, which could not be "
-                f"written:\n"
-                f"{entry.get('problem')}"
+                f"written:\n{entry.get('problem')}"
             )
         load(job, tag_directory, entry["save_id"], entry.get("origin"))
     except CheckpointError as error:
@@ -355,12 +474,11 @@ def _loaded(engine: Any, job: Job, tag_directory: Path, entry: Mapping[str, Any]
             text = str(error).removeprefix("ds_kfac: ")
             return (
                 f"WARNING: {text}\n  K-FAC starts afresh, without {lost}: expect some steps to "
-                f"recover"
+                "recover"
             )
         raise CheckpointError(
             f"{error}\nDeepSpeed has loaded weights, optimizer and step. To continue with them "
-            f"and without {lost}, "
-            f"set {files.FRESH}"
+            f"and without {lost}, set {files.FRESH}"
         ) from error
     _check_files(engine, job, tag_directory, entry["save_id"])
     if engine.global_rank == 0:
@@ -369,83 +487,92 @@ def _loaded(engine: Any, job: Job, tag_directory: Path, entry: Mapping[str, Any]
 
 
 def _check_groups(
-    own: Mapping[str, int], tag_directory: Path, entry: Mapping[str, Any] | None
+    groups: Mapping[str, int], tag_directory: Path, entry: Mapping[str, Any] | None
 ) -> None:
-    """DeepSpeed takes weights and moments by their place in a group, but for a universal
-    checkpoint's. Raises CheckpointError on every rank, whatever ``on_missing``, if they are another
-    parameter's."""
+    """Check that every parameter is in the optimizer group in which it was saved: DeepSpeed takes
+    weights and moments by their place in a group, except from a universal checkpoint.
+
+    Raises:
+        CheckpointError: on every rank, whatever ``on_missing``.
+    """
     saved = (entry or {}).get("groups", {})
-    if moved := [name for name, group in own.items() if saved.get(name, group) != group]:
+    moved = [name for name, group in groups.items() if saved.get(name, group) != group]
+    if moved:
         named = ", ".join(moved[:3]) + (", .." if len(moved) > 3 else "")
         raise CheckpointError(
             f"ds_kfac: the optimizer state in {tag_directory} has {named} in other parameter "
-            f"groups: kfac.layers, or "
-            "what K-FAC knows of the model, was another when it was saved. DeepSpeed takes it by "
-            "place, so this "
-            "engine's weights and moments are mixed up now: build another one, with kfac.layers "
-            "as they were. "
-            f"{files.WEIGHTS_ALONE}"
+            "groups: kfac.layers, or what K-FAC knows of the model, was another when it was saved. "
+            "DeepSpeed takes it by place, so this engine's weights and moments are mixed up now: "
+            f"build another one, with kfac.layers as they were. {files.WEIGHTS_ALONE}"
         )
 
 
 def _check_schedule(scheduler: Any, tag_directory: Path) -> None:
-    """One of torch's takes rates by their place, too. Raises CheckpointError on every rank,
-    whatever ``on_missing``, if they are those of other groups."""
-    rates, optimizer = getattr(scheduler, "base_lrs", None), getattr(scheduler, "optimizer", None)
+    """Check that a torch scheduler has as many learning rates as groups: it takes them by place.
+
+    Raises:
+        CheckpointError: on every rank, whatever ``on_missing``.
+    """
+    rates = getattr(scheduler, "base_lrs", None)
+    optimizer = getattr(scheduler, "optimizer", None)
     if rates is not None and optimizer is not None and len(rates) != len(optimizer.param_groups):
         raise CheckpointError(
             f"ds_kfac: the {type(scheduler).__name__} in {tag_directory} has rates of "
-            f"{len(rates)} parameter groups, "
-            f"here it has {len(optimizer.param_groups)}. With KFACAdamW a scheduler has the "
-            f"groups that you gave. Load "
-            "with load_lr_scheduler_states=False, and step it to where it was"
+            f"{len(rates)} parameter groups, here it has {len(optimizer.param_groups)}. With "
+            "KFACAdamW a scheduler has the groups that you gave. Load with "
+            "load_lr_scheduler_states=False, and step it to where it was"
         )
 
 
 def _check_files(engine: Any, job: Job, tag_directory: Path, save_id: str) -> None:
-    """Of a save that did not reach its end, or another one over it. Raises CheckpointError on every
-    rank if some of DeepSpeed's files are of another save."""
-    found = files.unfinished(tag_directory, save_id) if engine.global_rank == 0 else None
-    interrupted, others = found or ("", [])
-    torn, own_tag = (
-        f"ds_kfac: the checkpoint in {tag_directory} is torn",
-        "and give every save its own tag",
-    )
-    with failing_together(torn, job.channel.group, CheckpointError) as problems:
-        if others:
-            whose = (
-                f"{', '.join(others)} belong to another save ({files.STATES} says so), and "
-                f"were partly loaded"
+    """Check that all of DeepSpeed's files are of one save, and warn of an interrupted save.
+
+    Raises:
+        CheckpointError: on every rank, if some files are of another save.
+    """
+    interruption = files.unfinished(tag_directory, save_id) if engine.global_rank == 0 else None
+    headline = f"ds_kfac: the checkpoint in {tag_directory} is torn"
+    own_tag = "and give every save its own tag"
+    with failing_together(headline, job.channel.group, CheckpointError) as problems:
+        if interruption is not None and interruption.foreign:
+            problems.append(
+                f"{interruption.sentence}: {', '.join(interruption.foreign)} belong to another "
+                f"save ({files.STATES} says so), and were partly loaded. Load another tag, "
+                f"{own_tag}"
             )
-            problems.append(f"{interrupted}: {whose}. Load another tag, {own_tag}")
-    if interrupted:
-        whose = "if DeepSpeed was writing then, its files of this tag belong to two saves"
+    if interruption is not None:
         logger.warning(
-            f"ds_kfac: WARNING: {interrupted}: {whose}. Load another tag if there is one, {own_tag}"
+            f"ds_kfac: WARNING: {interruption.sentence}: if DeepSpeed was writing then, its files "
+            f"of this tag belong to two saves. Load another tag if there is one, {own_tag}"
         )
 
 
 def _check_one_save(job: Job, load_dir: str, loaded: bool, entry: Mapping[str, Any] | None) -> None:
-    """At stage 3 every rank has a client_state of its own: a save over an old one that was killed
-    leaves both. Raises CheckpointError on every rank, whatever ``on_missing``: the weights
-    themselves are of several saves."""
-    mine = (
-        f"save {entry.get('save_id')} of step {entry.get('steps')}"
-        if entry
-        else "a save without K-FAC"
-    )
-    everyone = gathered(mine if loaded else "nothing to load", job.channel.group)
+    """Check that all ranks have loaded the same save.
+
+    At stage 3 every rank has a client_state of its own, so a save over an old one that was killed
+    leaves both.
+
+    Raises:
+        CheckpointError: on every rank, whatever ``on_missing``: the weights themselves are of
+            several saves.
+    """
+    if not loaded:
+        mine = "nothing to load"
+    elif entry:
+        mine = f"save {entry.get('save_id')} of step {entry.get('steps')}"
+    else:
+        mine = "a save without K-FAC"
+    everyone = gathered(mine, job.channel.group)
     if len(set(everyone)) > 1:
-        whose = [
-            f"{what}: rank "
-            f"{', '.join(str(rank) for rank, other in enumerate(everyone) if other == what)}"
-            for what in dict.fromkeys(everyone)
-        ]
+        lines = []
+        for save in dict.fromkeys(everyone):
+            ranks = [str(rank) for rank, other in enumerate(everyone) if other == save]
+            lines.append(f"{save}: rank {', '.join(ranks)}")
         raise CheckpointError(
             f"ds_kfac: the checkpoint in {load_dir} is torn: the ranks loaded files of different "
-            f"saves, weights "
-            "included:\n  "
-            + "\n  ".join(whose)
-            + "\nEither a save over an existing tag was not finished, or not all "
-            "ranks see the same folder. Load another tag"
+            "saves, weights included:\n  "
+            + "\n  ".join(lines)
+            + "\nEither a save over an existing tag was not finished, or not all ranks see the "
+            "same folder. Load another tag"
         )

@@ -1,4 +1,4 @@
-"""What to do where DeepSpeed cannot load a checkpoint: its own errors name no remedy."""
+"""Say what to do when DeepSpeed cannot load a checkpoint: its own errors name no remedy."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,89 +12,101 @@ from ds_kfac.checkpoint.files import CheckpointError
 from ds_kfac.checkpoint.order import of_kfac
 
 OTHER_GROUPS = "parameter group", "parameter-alignment", "must match the size of tensor"
-"""In what DeepSpeed says of an optimizer state whose groups are cut otherwise, by mistake or by the
-optimizer."""
+"""Words in DeepSpeed's errors about an optimizer state whose groups are cut in another way."""
 STAGES = ("stage 0", "stage 1 or 2", "stage 3")
-"""Of which DeepSpeed's checkpoints are alike."""
+"""ZeRO stages, those with the same kind of checkpoint together."""
 CONVERT = (
     "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder "
-    "{folder} --output_folder "
-    '{folder}_universal, and load that with "checkpoint": {{"load_universal": true}} in the '
-    "DeepSpeed config "
-    "(docs/howto/resume_and_move.md)"
+    '{folder} --output_folder {folder}_universal, and load that with "checkpoint": '
+    '{{"load_universal": true}} in the DeepSpeed config (docs/howto/resume_and_move.md)'
 )
+"""Template of a remedy. ``folder``: the tag's."""
 
 
 def tag_of(load_dir: Path, tag: str | None, *, universal: bool = False) -> Path:
     """Return the folder that DeepSpeed loads."""
     latest = load_dir / ("latest_universal" if universal else "latest")
-    return load_dir / (latest.read_text().strip() if tag is None and latest.is_file() else str(tag))
+    if tag is None and latest.is_file():
+        return load_dir / latest.read_text().strip()
+    return load_dir / str(tag)
 
 
 def model_states(folder: Path) -> Mapping[str, Any] | None:
-    """Return what rank 0 has saved beside the optimizer states of ZeRO; None if there is no such
-    file."""
+    """Return rank 0's model states, which have everything but the optimizer states of ZeRO; None
+    if there is no such file."""
     paths = sorted(folder.glob("*mp_rank_00_model_states.pt"))
-    return (
-        torch.load(paths[0], map_location="cpu", mmap=True, weights_only=False) if paths else None
-    )
+    if not paths:
+        return None
+    return torch.load(paths[0], map_location="cpu", mmap=True, weights_only=False)
 
 
 @contextmanager
 def explained(engine: Any, load_dir: Path, tag: str | None) -> Iterator[None]:
-    """Around a load. Raises CheckpointError in place of an error of DeepSpeed's that names no
-    remedy."""
+    """Run DeepSpeed's load. Raises CheckpointError with a remedy in place of an error of DeepSpeed
+    that names none."""
     try:
         yield
     except CheckpointError:
         raise
     except Exception as error:  # on every rank
-        if (why := _why_not(engine, load_dir, tag, error)) is None:
+        explanation = _explanation(engine, load_dir, tag, error)
+        if explanation is None:
             raise
-        raise CheckpointError(f"ds_kfac: {why}") from error
+        raise CheckpointError(f"ds_kfac: {explanation}") from error
 
 
-def _why_not(engine: Any, load_dir: Path, tag: str | None, error: Exception) -> str | None:
-    """Return what is wrong and what to do; None if it is another error."""
+def _explanation(engine: Any, load_dir: Path, tag: str | None, error: Exception) -> str | None:
+    """Return what is wrong and what to do; None if the error is not about what ds_kfac knows."""
     universal = engine.load_universal_checkpoint()
     folder = tag_of(load_dir, tag, universal=universal)
     if universal and not (folder / "zero").is_dir() and (load_dir / "latest").is_file():
+        convert = CONVERT.format(folder=tag_of(load_dir, None))
         return (
             f'the DeepSpeed config has "checkpoint": {{"load_universal": true}}, and {load_dir} '
-            f"has no universal "
-            "checkpoint. After a move, when this run's own checkpoints are loaded, take that out. "
-            "To move: " + CONVERT.format(folder=tag_of(load_dir, None))
+            "has no universal checkpoint. After a move, when this run's own checkpoints are "
+            f"loaded, take that out. To move: {convert}"
         )
     if "current world size is" in str(error):
+        convert = CONVERT.format(folder=folder)
+        return f"{folder} is of another number of ranks. Convert it: {convert}"
+    saved_stage = saved_at(folder)
+    if saved_stage not in (None, _stage_of(engine)):
         return (
-            f"{folder} is of another number of ranks. Convert it: {CONVERT.format(folder=folder)}"
-        )
-    stage, partitions = (
-        int(engine.zero_optimization_stage()),
-        hasattr(engine.optimizer, "dp_process_group"),
-    )
-    if saved_at(folder) not in (None, STAGES[2 if stage == 3 else int(partitions)]):
-        return (
-            f"{folder} was saved at ZeRO {saved_at(folder)}, this engine has stage {stage}, and "
-            f"DeepSpeed does not "
-            "load the one into the other, nor by a universal checkpoint; K-FAC's own state fits "
-            "any stage: "
+            f"{folder} was saved at ZeRO {saved_stage}, this engine has stage "
+            f"{int(engine.zero_optimization_stage())}, and DeepSpeed does not load the one into "
+            "the other, nor by a universal checkpoint; K-FAC's own state fits any stage: "
             "engine.kfac.load_state. Go on at the stage that it was saved at, or from the weights "
-            "alone, before the "
-            "engine is built and not under deepspeed.zero.Init: " + weights_from(load_dir, folder)
+            "alone, before the engine is built and not under deepspeed.zero.Init: "
+            f"{weights_from(load_dir, folder)}"
         )
-    known = not isinstance(error, AssertionError) and any(
+    return _other_groups(engine, load_dir, folder, error)
+
+
+def _stage_of(engine: Any) -> str:
+    """Return which of :data:`STAGES` an engine has."""
+    if int(engine.zero_optimization_stage()) == 3:
+        return STAGES[2]
+    is_partitioned = hasattr(engine.optimizer, "dp_process_group")
+    return STAGES[1] if is_partitioned else STAGES[0]
+
+
+def _other_groups(engine: Any, load_dir: Path, folder: Path, error: Exception) -> str | None:
+    """Return what to do if a checkpoint has other parameter groups than an engine; None if it does
+    not."""
+    names_groups = not isinstance(error, AssertionError) and any(
         text in str(error) for text in OTHER_GROUPS
     )
-    saved = model_states(folder)
-    now = of_kfac(engine.basic_optimizer.param_groups)
-    then = None if saved is None else bool((saved.get(files.CLIENT_KEY) or {}).get("groups"))
-    here, stages = (
-        getattr(engine, "num_stages", 0),
-        len(list(folder.glob("mp_rank_*_model_states.pt"))),
-    )
-    other_stages = bool(here and stages and stages != here)
-    if then in (None, now) and not (known and (then or now or other_stages)):
+    states = model_states(folder)
+    kfac_now = of_kfac(engine.basic_optimizer.param_groups)
+    kfac_then = None
+    if states is not None:
+        kfac_then = bool((states.get(files.CLIENT_KEY) or {}).get("groups"))
+    stages = getattr(engine, "num_stages", 0)
+    saved_stages = len(list(folder.glob("mp_rank_*_model_states.pt")))
+    other_stages = bool(stages and saved_stages and saved_stages != stages)
+    other_optimizer = kfac_then is not None and kfac_then != kfac_now
+    is_explicable = kfac_then or kfac_now or other_stages
+    if not other_optimizer and not (names_groups and is_explicable):
         return None
     headline = (
         f"the optimizer state in {load_dir} has other parameter groups than this engine's "
@@ -102,47 +114,45 @@ def _why_not(engine: Any, load_dir: Path, tag: str | None, error: Exception) -> 
     )
     if other_stages:
         return (
-            f"{headline}it was saved with {stages} pipeline stages, this engine has {here}, and "
-            f"DeepSpeed keeps the "
-            f"optimizer's state of each stage. Load it with {stages} stages; K-FAC's own state "
-            f"fits any: "
-            f"engine.kfac.load_state. {files.WEIGHTS_ALONE}"
+            f"{headline}it was saved with {saved_stages} pipeline stages, this engine has "
+            f"{stages}, and DeepSpeed keeps the optimizer's state of each stage. Load it with "
+            f"{saved_stages} stages; K-FAC's own state fits any: engine.kfac.load_state. "
+            f"{files.WEIGHTS_ALONE}"
         )
-    zero = any(folder.glob("*zero_pp_rank_*_optim_states.pt"))
-    ways = (
-        f"To move a run to another optimizer convert it: {CONVERT.format(folder=folder)}. Or: "
-        if zero
-        else ""
-    )
+    convert = ""
+    if any(folder.glob("*zero_pp_rank_*_optim_states.pt")):  # ds_to_universal needs ZeRO's files
+        convert = (
+            f"To move a run to another optimizer convert it: {CONVERT.format(folder=folder)}. Or: "
+        )
     return (
         f"{headline}KFACAdamW splits each group into layers, other matrices and all else, so no "
-        f"other optimizer's "
-        f"state fits it, nor its own another's, nor that of other kfac.layers. "
-        f"{ways}{files.WEIGHTS_ALONE}"
+        "other optimizer's state fits it, nor its own another's, nor that of other kfac.layers. "
+        f"{convert}{files.WEIGHTS_ALONE}"
     )
 
 
 def saved_at(folder: Path) -> str | None:
-    """Return which of :data:`STAGES` a checkpoint is of; None if it cannot be told."""
+    """Return which of :data:`STAGES` wrote a checkpoint; None if its files do not show it."""
     if any(folder.glob("zero_pp_rank_*_model_states.pt")):
         return STAGES[2]
     if not any(folder.glob("mp_rank_*_model_states.pt")):
         return None
-    return STAGES[any(folder.glob("*zero_pp_rank_*_optim_states.pt")) or (folder / "zero").is_dir()]
+    has_zero_files = any(folder.glob("*zero_pp_rank_*_optim_states.pt"))
+    is_universal = (folder / "zero").is_dir()
+    return STAGES[1] if has_zero_files or is_universal else STAGES[0]
 
 
 def weights_from(load_dir: Path, folder: Path) -> str:
     """Return a line of Python that loads a checkpoint's weights into ``model``. DeepSpeed's command
-    zero_to_fp32 would do, too, but its result is a folder, and it needs huggingface_hub."""
+    zero_to_fp32 could do it too, but it writes a folder and needs huggingface_hub."""
     if saved_at(folder) == STAGES[0]:
         file = str(folder / "mp_rank_00_model_states.pt")
         return (
             f"import torch; model.load_state_dict(torch.load({file!r}, "
             f'weights_only=False)["module"])'
         )
+    tag = folder.name.removesuffix("_universal")
     return (
         "from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as "
-        "weights; "
-        f"model.load_state_dict(weights({str(load_dir)!r}, "
-        f"tag={folder.name.removesuffix('_universal')!r}))"
+        f"weights; model.load_state_dict(weights({str(load_dir)!r}, tag={tag!r}))"
     )

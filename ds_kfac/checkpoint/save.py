@@ -1,62 +1,94 @@
-"""K-FAC state next to DeepSpeed's checkpoint: ``<tag>/kfac/<save id>/``, each factor and each layer
-once.
+"""Save K-FAC's state next to DeepSpeed's checkpoint, in ``<tag>/kfac/<save id>/``. Each factor and
+each layer is written once.
 
-``<layer>.A.factor.pt`` is written by the factor's eigen worker, ``<layer>.layer.pt`` (eigenbases,
-moments) by the layer's first gradient worker, under names that are the same in all domains of a
-job. They do not depend on world size, ZeRO stage or gradient worker fraction, nor on pipeline
-stages or the ranks of experts: after loading, the rank that has the part reads the file. They are
-written before DeepSpeed writes, and DeepSpeed's own files name the save id: a save that is killed
-half way, also one that overwrites a tag, leaves every model state with the K-FAC state that belongs
-to it.
+A factor's eigen worker writes ``<layer>.A.factor.pt``, and a layer's first gradient worker writes
+``<layer>.layer.pt`` (eigenbases, moments). Names are the same in all domains of a job, so the files
+do not depend on world size, ZeRO stage, gradient worker fraction, pipeline stages or the ranks of
+experts: at load, the rank that has a layer or factor reads its file.
+
+These files are written before DeepSpeed's, which name the save id. So a save that is killed half
+way, also one that overwrites a tag, leaves every model state with the K-FAC state that belongs to
+it.
 """
 
 import shutil
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
+from torch import Tensor
 
 from ds_kfac.checkpoint import files
 from ds_kfac.checkpoint.files import CheckpointError
 from ds_kfac.checkpoint.order import order_of
+from ds_kfac.checkpoint.records import (
+    FORMAT,
+    Captures,
+    FactorFile,
+    FileEntry,
+    Header,
+    HistoryRecord,
+    LayerFile,
+    LayerRecord,
+    SavedClock,
+    SavedSide,
+    TimetableRecord,
+)
 from ds_kfac.comm.message import failing_together, gathered
-from ds_kfac.curvature.factor import KroneckerFactor
+from ds_kfac.curvature.factor import KroneckerFactor, Side
+from ds_kfac.curvature.methods import Method
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.update.state import LayerState
 from ds_kfac.zero.deepspeed_versions import writes_in_background
 
-Entries = dict[str, dict[str, Any]]
+Entries = dict[str, FileEntry]
 """File name -> what the header says of it."""
 
 
-def save(job: Job, tag_directory: Path) -> dict[str, Any]:
-    """Write this rank's layers, and on rank 0 the header, which is returned. Collective; raises
-    CheckpointError on every rank if it fails on one, and what was written is removed."""
-    group, headline = (
-        job.channel.group,
-        f"ds_kfac: could not save to {tag_directory / files.FOLDER}",
-    )
-    mine: tuple[str, list[dict[str, Any]]] = ("", [])
+@dataclass(frozen=True)
+class DomainRecord:
+    """What one rank tells the others about one of its domains; names are global. The attributes are
+    those of :class:`Header` with the same name, for one domain."""
+
+    domain: str
+    layers: dict[str, LayerRecord]
+    factors: dict[str, SavedSide]
+    peak_lr: dict[str, float]
+    shared: list[list[str]] | None
+    rows: dict[str, float]
+    ranks: int
+    captures: Captures
+    clocks: dict[str, SavedClock]
+    ready: list[str]
+
+
+def save(job: Job, tag_directory: Path) -> Header:
+    """Write this rank's layers and factors, and on rank 0 the header. Collective.
+
+    Returns the header.
+
+    Raises:
+        CheckpointError: on every rank, if writing failed on one. What was written is removed.
+    """
+    group = job.channel.group
+    headline = f"ds_kfac: could not save to {tag_directory / files.FOLDER}"
+    save_id = ""
+    records: list[DomainRecord] = []
     for kfac in job.preconditioners:
         kfac.settle()
     with failing_together(headline, group, CheckpointError):
         get_accelerator().synchronize()  # offloaded factors may still be on their way to the host
-        mine = uuid.uuid4().hex[:12], [_part_of(kfac) for kfac in job.preconditioners]
-    parts = gathered(mine, group)
-    kfac = job.preconditioners[0]
-    header = {
-        "format": files.FORMAT,
-        "save_id": parts[0][0],
-        "steps": kfac.steps,
-        "method": kfac.config.preconditioner.method,
-        "moments": None if kfac.moments is None else kfac.moments.NAME,
-        "kinds": files.kinds_of(kfac.config),
-        **_merged([part for _, own in parts for part in own]),
-    }
-    folder = tag_directory / files.FOLDER / header["save_id"]
+        save_id = uuid.uuid4().hex[:12]
+        records = [_record_of(kfac) for kfac in job.preconditioners]
+    of_ranks = gathered((save_id, records), group)
+    save_id = of_ranks[0][0]
+    all_records = [record for _, rank_records in of_ranks for record in rank_records]
+    folder = tag_directory / files.FOLDER / save_id
     try:
         with failing_together(headline, group, CheckpointError):
             if job.channel.rank == 0:
@@ -67,10 +99,10 @@ def save(job: Job, tag_directory: Path) -> dict[str, Any]:
         with failing_together(headline, group, CheckpointError):
             for kfac in job.preconditioners:
                 entries |= _write(kfac, folder)
-        written = gathered(entries, group)
+        entries_of_ranks = gathered(entries, group)
         with failing_together(headline, group, CheckpointError):
+            header = _header(job, save_id, all_records, _united(entries_of_ranks))
             if job.channel.rank == 0:
-                header["files"] = _united(written)
                 files.write_header(folder, header)
     except CheckpointError:
         if job.channel.rank == 0:
@@ -79,130 +111,167 @@ def save(job: Job, tag_directory: Path) -> dict[str, Any]:
     return header
 
 
-def _part_of(kfac: KFACPreconditioner) -> dict[str, Any]:
-    """What one rank knows of one of its domains, in global names."""
-    curvature, names, seen = kfac.curvature, kfac.names, kfac.observations
-    keys, timetable = (
-        {key: names[key[:-2]] + key[-2:] for key in curvature.specs},
-        curvature.timetable.state(),
+def _saved_side(side: Side) -> SavedSide:
+    return SavedSide(side.dim, side.block)
+
+
+def _record_of(kfac: KFACPreconditioner) -> DomainRecord:
+    """Return what this rank knows of one of its domains."""
+    curvature = kfac.curvature
+    observations = kfac.observations
+    names = kfac.names
+    keys = {key: names[key[:-2]] + key[-2:] for key in curvature.specs}
+    timetable = curvature.timetable.state()
+    peak_lr = kfac.direction.state().get("peak_lr", {})
+    layers = {
+        names[layer.name]: LayerRecord(
+            A=_saved_side(layer.A), G=_saved_side(layer.G), groups=layer.groups
+        )
+        for layer in kfac.layers
+    }
+    shared = None
+    if observations.groups is not None:
+        shared = [[names[name] for name in group] for group in observations.groups]
+    return DomainRecord(
+        domain=kfac.engine_view.domain.name,
+        layers=layers,
+        factors={keys[key]: _saved_side(spec.side) for key, spec in curvature.specs.items()},
+        peak_lr={str(group): float(lr) for group, lr in peak_lr.items()},
+        shared=shared,
+        rows={names[layer]: rows for layer, rows in (observations.rows or {}).items()},
+        ranks=kfac.channel.world,
+        captures=Captures(timetable["captured"], timetable["skipped"]),
+        clocks={keys[key]: SavedClock(*clock) for key, clock in timetable["factors"].items()},
+        ready=[keys[key] for key in curvature.ready],
     )
-    peaks = kfac.direction.state().get("peak_lr", {})
-    return {
-        "domain": kfac.engine_view.domain.name,
-        "layers": {
-            names[layer.name]: {
-                "A": [layer.A.dim, layer.A.block],
-                "G": [layer.G.dim, layer.G.block],
-                "groups": layer.groups,
-            }
-            for layer in kfac.layers
-        },
-        "factors": {
-            keys[key]: [spec.side.dim, spec.side.block] for key, spec in curvature.specs.items()
-        },
-        "peak_lr": {str(group): float(lr) for group, lr in peaks.items()},
-        "shared": None
-        if seen.groups is None
-        else [[names[name] for name in group] for group in seen.groups],
-        "rows": {names[layer]: rows for layer, rows in (seen.rows or {}).items()},
-        "ranks": kfac.channel.world,
-        "counts": [timetable["captured"], timetable["skipped"]],
-        "clocks": {keys[key]: clock for key, clock in timetable["factors"].items()},
-        "ready": [keys[key] for key in curvature.ready],
-    }
 
 
-def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The header's part that all ranks and domains together know."""
-    shared = [part["shared"] for part in parts if part["shared"] is not None]
-    groups = dict.fromkeys(tuple(group) for own in shared for group in own)
-    peaks = [pair for part in parts for pair in part["peak_lr"].items()]
-    return {
-        "layers": {name: layer for part in parts for name, layer in part["layers"].items()},
-        "factors": {key: side for part in parts for key, side in part["factors"].items()},
-        "peak_lr": {group: max(lr for other, lr in peaks if other == group) for group, _ in peaks},
-        "shared": list(map(list, groups)) if shared else None,
-        "rows": {layer: rows for part in parts for layer, rows in part["rows"].items()},
-        "ranks": {part["domain"]: part["ranks"] for part in parts},
-        "timetable": {
-            "domains": {part["domain"]: part["counts"] for part in parts},
-            "factors": {key: clock for part in parts for key, clock in part["clocks"].items()},
-        },
-        "ready": sorted({key for part in parts for key in part["ready"]}),
-    }
+def _header(
+    job: Job, save_id: str, records: Sequence[DomainRecord], entries: Mapping[str, FileEntry]
+) -> Header:
+    """Return the header of a save, from what all ranks know of all domains."""
+    kfac = job.preconditioners[0]
+    layers: dict[str, LayerRecord] = {}
+    factors: dict[str, SavedSide] = {}
+    peak_lr: dict[str, float] = {}
+    groups: dict[tuple[str, ...], None] = {}  # in the order of the records, each once
+    rows: dict[str, float] = {}
+    clocks: dict[str, SavedClock] = {}
+    for record in records:
+        layers |= record.layers
+        factors |= record.factors
+        rows |= record.rows
+        clocks |= record.clocks
+        groups |= dict.fromkeys(tuple(group) for group in record.shared or ())
+        for group, lr in record.peak_lr.items():
+            peak_lr[group] = max(lr, peak_lr.get(group, lr))
+    groups_are_known = any(record.shared is not None for record in records)
+    return Header(
+        format=FORMAT,
+        save_id=save_id,
+        steps=kfac.steps,
+        method=kfac.config.preconditioner.method,
+        moments=None if kfac.moments is None else kfac.moments.NAME,
+        kinds=files.kinds_of(kfac.config),
+        layers=layers,
+        factors=factors,
+        peak_lr=peak_lr,
+        shared=[list(group) for group in groups] if groups_are_known else None,
+        rows=rows,
+        ranks={record.domain: record.ranks for record in records},
+        timetable=TimetableRecord(
+            domains={record.domain: record.captures for record in records}, factors=clocks
+        ),
+        ready=sorted({key for record in records for key in record.ready}),
+        files=dict(entries),
+    )
 
 
 def _write(kfac: KFACPreconditioner, folder: Path) -> Entries:
-    """The files of a domain that are this rank's to write."""
-    names, state, entries = kfac.names, kfac.state_dict(), Entries()
+    """Write the files of a domain that this rank has to write, and return their entries."""
+    names = kfac.names
+    state = kfac.state_dict()
+    entries: Entries = {}
     for key, factor in state["factors"]["factors"].items():
-        if key[:-2] in kfac.saved:
-            holds, payload = names[key[:-2]] + key[-2:], _factor_payload(factor)
+        layer, side = key[:-2], key[-2:]
+        if layer in kfac.saved:
+            holds = names[layer] + side
             path = folder / files.factor_file(holds)
+            payload = _factor_payload(factor).model_dump()
             entries[path.name] = files.write_payload(path, holds, payload)
-    for layer in kfac.owned:
-        if layer.name in kfac.saved and kfac.plan.assignment.workers[layer.name][0] == kfac.rank:
-            payload = layer_payload(state["layers"][layer.name])
-            path = folder / files.layer_file(names[layer.name])
-            entries[path.name] = files.write_payload(path, names[layer.name], payload)
+    for spec in kfac.owned:
+        is_first_worker = kfac.plan.assignment.workers[spec.name][0] == kfac.rank
+        if spec.name in kfac.saved and is_first_worker:
+            holds = names[spec.name]
+            path = folder / files.layer_file(holds)
+            payload = layer_payload(state["layers"][spec.name]).model_dump()
+            entries[path.name] = files.write_payload(path, holds, payload)
     return entries
 
 
-def _factor_payload(factor: KroneckerFactor) -> dict[str, Any]:
-    """A factor's file: plain tensors."""
+def _factor_payload(factor: KroneckerFactor) -> FactorFile:
+    """Return the content of a factor's file."""
     history = factor.history
-    return {
-        "packed": factor.packed_P,
-        "updates": factor.updates,
-        "history": None if history is None else {"last": history.last, "before": history.before},
-    }
-
-
-def layer_payload(state: LayerState) -> dict[str, Any]:
-    """A layer's file: plain tensors."""
-    A, G = (
-        None
-        if basis is None
-        else {part.kind: part.flat(basis).clone() for part in state.method.parts}
-        for basis in (state.A, state.G)
+    return FactorFile(
+        packed=factor.packed_P,
+        updates=factor.updates,
+        history=None
+        if history is None
+        else HistoryRecord(last=history.last, before=history.before),
     )
-    return {
-        "terms": state.terms.clone(),  # a view of those of several layers
-        "A": A,
-        "G": G,
-        # copies: a layer's may be views of several layers', all of which would be saved
-        "moments": state.moments
-        and {name: tensor.clone() for name, tensor in vars(state.moments).items()},
-    }
 
 
-def _united(written: Sequence[Entries]) -> Entries:
-    """The files of all ranks. Raises ValueError if two have written one."""
-    twice = {
-        file
-        for index, own in enumerate(written)
-        for other in written[:index]
-        for file in own.keys() & other
-    }
+def layer_payload(state: LayerState) -> LayerFile:
+    """Return the content of a layer's file.
+
+    Tensors are copies: a layer's tensors may be views of those of several layers, which torch.save
+    would all write.
+    """
+    moments = None
+    if state.moments is not None:
+        moments = {name: tensor.clone() for name, tensor in vars(state.moments).items()}
+    return LayerFile(
+        terms=state.terms.clone(),
+        A=_flat_parts(state.method, state.A),
+        G=_flat_parts(state.method, state.G),
+        moments=moments,
+    )
+
+
+def _flat_parts(method: Method, decomposition: Any) -> dict[str, Tensor] | None:
+    """Return copies of a decomposition's tensors by name; None without a decomposition."""
+    if decomposition is None:
+        return None
+    return {part.kind: part.flat(decomposition).clone() for part in method.parts}
+
+
+def _united(entries_of_ranks: Sequence[Entries]) -> Entries:
+    """Return the entries of all ranks. Raises ValueError if two ranks have written one file."""
+    counts = Counter(file for entries in entries_of_ranks for file in entries)
+    twice = sorted(file for file, count in counts.items() if count > 1)
     if twice:
-        raise ValueError(
-            f"several ranks have layers of the same name: {', '.join(sorted(twice)[:5])}"
-        )
-    return {file: entry for own in written for file, entry in sorted(own.items())}
+        raise ValueError(f"several ranks have layers of the same name: {', '.join(twice[:5])}")
+    return {file: entry for entries in entries_of_ranks for file, entry in sorted(entries.items())}
 
 
-def finish(job: Job, tag_directory: Path, header: Mapping[str, Any], later: bool = False) -> None:
-    """After DeepSpeed's save: point to the new state and remove what an overwritten tag had.
-    Collective; raises CheckpointError on every rank if that fails."""
+def finish(job: Job, tag_directory: Path, header: Header, later: bool = False) -> None:
+    """Point to a new save after DeepSpeed's save, and remove the saves that the tag had before.
+    Collective.
+
+    Args:
+        later: whether DeepSpeed still writes its files, in the background.
+
+    Raises:
+        CheckpointError: on every rank, if that failed.
+    """
     folder = tag_directory / files.FOLDER
-    with failing_together(
-        f"ds_kfac: could not complete the save in {folder}", job.channel.group, CheckpointError
-    ):
+    headline = f"ds_kfac: could not complete the save in {folder}"
+    with failing_together(headline, job.channel.group, CheckpointError):
         if job.channel.rank == 0:
-            files.write_states(folder / header["save_id"], names=not later)
-            files.write_text(folder / files.LATEST, header["save_id"])
+            files.write_states(folder / header.save_id, names=not later)
+            files.write_text(folder / files.LATEST, header.save_id)
             for old in folder.iterdir():
-                if old.is_dir() and old.name != header["save_id"]:
+                if old.is_dir() and old.name != header.save_id:
                     shutil.rmtree(old, ignore_errors=True)  # only disk space is at stake
 
 
@@ -222,44 +291,54 @@ def save_checkpoint(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Around an engine's ``save_checkpoint``: ours first, so that what DeepSpeed writes names a
-    complete save; its own in any case.
+    """Save K-FAC's state and then DeepSpeed's, in place of an engine's ``save_checkpoint``.
 
-    ``latest`` is put there at once: DeepSpeed opens it, then writes it, and a run that is killed
-    between the two leaves an empty file, of which every later load fails.
+    K-FAC's comes first, so that what DeepSpeed writes names a complete save. DeepSpeed saves in any
+    case. DeepSpeed opens the file ``latest`` and then writes it, so a run that is killed between
+    the two leaves an empty file, with which every later load fails. Therefore ``latest`` is written
+    here, in one moment.
 
     Args:
-        grams: writes A of every layer to a folder, if the config asks for it.
+        groups: parameter name -> number of its optimizer group, from
+            :func:`ds_kfac.checkpoint.order.groups_of`.
+        grams: writes A of every layer to a folder; None if the config does not ask for it.
+        original: DeepSpeed's function, whose arguments are the others.
 
     Raises:
-        CheckpointError: on every rank, after DeepSpeed's save, if ours failed.
+        CheckpointError: on every rank, after DeepSpeed's save, if K-FAC's failed.
     """
     if not save_dir:  # DeepSpeed says what is wrong
         return original(save_dir, tag, client_state or {}, save_latest, *args, **kwargs)
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    folder, header, problem = Path(save_dir) / tag, {}, None
-    steps, origin = job.preconditioners[0].steps, str(folder.absolute())
-    entry: dict[str, Any] = {"save_id": None, "steps": steps, "origin": origin, "groups": groups}
-    entry["order"] = order_of(engine)
+    folder = Path(save_dir) / tag
+    steps = job.preconditioners[0].steps
+    entry: dict[str, Any] = {
+        "save_id": None,
+        "steps": steps,
+        "origin": str(folder.absolute()),
+        "groups": groups,
+        "order": order_of(engine),
+    }
+    header = None
     try:
         header = save(job, folder)
-        entry["save_id"] = header["save_id"]
+        entry["save_id"] = header.save_id
     except CheckpointError as error:
-        problem = entry["problem"] = str(error)
-    later = writes_in_background(engine)  # written in the background; then DeepSpeed writes latest
+        entry["problem"] = str(error)
     client_state = {**(client_state or {}), files.CLIENT_KEY: entry}
-    result = original(save_dir, tag, client_state, save_latest and later, *args, **kwargs)
+    # such an engine writes `latest` when all other files are there
+    in_background = writes_in_background(engine)
+    result = original(save_dir, tag, client_state, save_latest and in_background, *args, **kwargs)
     headline = f"ds_kfac: could not write {Path(save_dir) / 'latest'}"
     with failing_together(headline, job.channel.group, CheckpointError):
-        if save_latest and not later and engine.global_rank == 0:
+        if save_latest and not in_background and engine.global_rank == 0:
             files.write_text(Path(save_dir) / "latest", tag)
-    if problem is not None:
+    if header is None:
         raise CheckpointError(
-            f"{problem}\nDeepSpeed's own checkpoint {folder} is complete; it loads with "
-            f"{files.FRESH}, K-FAC then "
-            "starts afresh"
+            f"{entry['problem']}\nDeepSpeed's own checkpoint {folder} is complete; it loads with "
+            f"{files.FRESH}, K-FAC then starts afresh"
         )
-    finish(job, folder, header, later)
+    finish(job, folder, header, in_background)
     if grams is not None and steps:
         grams(folder / files.GRAMS)
     return result

@@ -1,5 +1,5 @@
-"""Universal checkpoints: AdamW's state in them by parameter, and what DeepSpeed does not load of
-them."""
+"""Read universal checkpoints: AdamW's state by parameter name, and the weights and buffers that
+DeepSpeed does not load from them."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,32 +14,31 @@ from ds_kfac.log import logger
 
 FIRST, SECOND, STEP = "exp_avg", "exp_avg_sq", "step"
 Values = Callable[[str], Mapping[str, Any] | None]
-"""Parameter name -> AdamW's state of it, as far as it is saved."""
+"""Function from a parameter's name to what a checkpoint has of it: fp32 weight, AdamW's moments and
+step. None if the checkpoint has nothing of it."""
 
 
 def optimizer_state(folder: Path) -> Mapping[str, Any] | None:
-    """Return what a universal checkpoint has of the optimizer beside its parameters; None if there
-    is no such file."""
+    """Return the optimizer's state in a universal checkpoint without that of its parameters; None
+    if there is no such file."""
     return _read(folder / "zero" / "optimizer_state.pt")
 
 
 def adam_values(folder: Path) -> Values:
-    """Return what a universal checkpoint has of each parameter. Files are read when they are asked
-    for."""
-    # stage 3 has the step here, and in no file of the parameter's
+    """Return a function that reads AdamW's moments and step of a parameter."""
+    # stage 3 saves the step here, and not in the parameter's folder
     inner = (optimizer_state(folder) or {}).get(OPTIMIZER_STATE_DICT) or {}
-    step = next((state.get(STEP) for state in inner.get("state", {}).values()), None)
+    common_step = next((state.get(STEP) for state in inner.get("state", {}).values()), None)
 
     def values(name: str) -> Mapping[str, Any] | None:
-        read = {key: _read(folder / "zero" / name / f"{key}.pt") for key in (FIRST, SECOND, STEP)}
-        found = {
-            key: value["param"] if isinstance(value, Mapping) else value
-            for key, value in read.items()
-        }
-        if found[STEP] is None:
-            found[STEP] = step
-        complete = all(value is not None for value in found.values())
-        return found if complete else None
+        state = {}
+        for key in (FIRST, SECOND, STEP):
+            content = _read(folder / "zero" / name / f"{key}.pt")
+            state[key] = content["param"] if isinstance(content, Mapping) else content
+        if state[STEP] is None:
+            state[STEP] = common_step
+        is_complete = all(value is not None for value in state.values())
+        return state if is_complete else None
 
     return values
 
@@ -50,7 +49,7 @@ def _read(path: Path) -> Any:
 
 @torch.no_grad()
 def load_untrained(engine: Any, folder: Path) -> None:
-    """Load frozen weights and buffers. Collective."""
+    """Load frozen weights and buffers from a universal checkpoint. Collective."""
     frozen = {
         name: parameter
         for name, parameter in engine.module.named_parameters()
@@ -63,29 +62,33 @@ def load_untrained(engine: Any, folder: Path) -> None:
     if not frozen and not buffers:
         return
     saved = {} if engine.mpu is not None else _saved_values(folder)
-    left = []
+    not_loaded = []
     for name, tensor in (frozen | buffers).items():
-        if name not in saved or saved[name].shape != getattr(tensor, "ds_shape", tensor.shape):
-            left.append(name)
+        shape = getattr(tensor, "ds_shape", tensor.shape)
+        if name not in saved or saved[name].shape != shape:
+            not_loaded.append(name)
             continue
         with deepspeed.zero.GatheredParameters([tensor] if name in frozen else [], modifier_rank=0):
             tensor.copy_(saved[name])
-    if left:
+    if not_loaded:
+        more = " .." if len(not_loaded) > 5 else ""
         logger.warning(
             "ds_kfac: WARNING: frozen weights and buffers that a universal checkpoint does not "
-            "load stay as this model "
-            f"has them: {', '.join(sorted(left)[:5])}{' ..' if len(left) > 5 else ''}"
+            f"load stay as this model has them: {', '.join(sorted(not_loaded)[:5])}{more}"
         )
 
 
 def _saved_values(folder: Path) -> dict[str, Tensor]:
-    """Name -> value of frozen weights and buffers. At stage 3 each rank has saved a part of each
-    weight."""
-    ranks = {
+    """Return name -> value of frozen weights and buffers. At stage 3 each rank has saved a part of
+    each weight."""
+    paths_by_rank = {
         int(path.name.split("_")[3]): path
         for path in folder.glob("zero_pp_rank_*_mp_rank_00_model_states.pt")
     }
-    paths = [ranks[rank] for rank in sorted(ranks)] or [folder / "mp_rank_00_model_states.pt"]
+    paths = [paths_by_rank[rank] for rank in sorted(paths_by_rank)]
+    is_stage_3 = bool(paths)
+    if not is_stage_3:
+        paths = [folder / "mp_rank_00_model_states.pt"]
     parts = [
         torch.load(path, map_location="cpu", mmap=True, weights_only=False)
         for path in paths
@@ -94,7 +97,9 @@ def _saved_values(folder: Path) -> dict[str, Tensor]:
     if not parts:
         return {}
     values = dict(parts[0]["module"])
-    for name, shape in (parts[0].get("frozen_param_shapes") or {}).items() if ranks else ():
-        flat = torch.cat([part["frozen_param_fragments"][name].flatten() for part in parts])
-        values[name] = flat[: shape.numel()].view(shape)
+    frozen_shapes = parts[0].get("frozen_param_shapes") or {}
+    if is_stage_3:
+        for name, shape in frozen_shapes.items():
+            flat = torch.cat([part["frozen_param_fragments"][name].flatten() for part in parts])
+            values[name] = flat[: shape.numel()].view(shape)
     return values

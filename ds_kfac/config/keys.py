@@ -1,8 +1,8 @@
-"""The keys of the ``"kfac"`` block, a model for each block inside it, and its check; and the
-parameters of KFACAdamW, which ``directions/kfac_adamw/optimizer.py`` checks.
+"""Define the keys of the ``"kfac"`` block, with a model for each block inside it, and check them.
+The parameters of KFACAdamW are here too; ``directions/kfac_adamw/optimizer.py`` checks them.
 
-Docstrings are the manual, docs/reference/config.md. The first paragraph of a key's docstring is its
-cell in the table, of 25 words at most; the others are the details below the table."""
+Docstrings of keys are the manual, docs/reference/config.md. The first paragraph is the key's cell
+in the table, of 25 words at most; the others are the details below the table."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,13 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from ds_kfac.config import values
 from ds_kfac.schedule.timetable import BurnIn, Schedule, Value
 
-# what knows torch is imported where it is used: commands that only print keys do without
+# modules that import torch are imported where they are used: commands that only print keys do not
+# need them
 if TYPE_CHECKING:
     from ds_kfac.model.scan import LayerChoice
 
 SHARES = True
-"""Whether layers that see one input, and the experts of a stack, share one A; a test may set it to
-false."""
+"""Whether layers that see the same input share one A, and so do the experts of a stack. A test may
+set it to False."""
 
 
 class Block(BaseModel):
@@ -95,6 +96,7 @@ class DampingConfig(Block):
     layer's mean eigenvalue, mean(A) mean(G)."""
 
     def at(self, step: int) -> float:
+        """Return the damping's size at a step; after ``resolve()``."""
         assert self.value is not None
         return self.value.at(step)
 
@@ -130,7 +132,7 @@ class PreconditionerConfig(Block):
     DeepSpeed runs a scheduler, else the current one."""
 
     def kl_clip_at(self, step: int) -> float:
-        """0: no clipping at that step."""
+        """Return the bound at a step, 0 for no clipping; after ``resolve()``."""
         assert self.kl_clip is not None
         return self.kl_clip.at(step)
 
@@ -375,35 +377,38 @@ class KFACConfig(Block):
     SP-NGD does so, for layers that a norm follows."""
 
     def having(self, block: str, **new: Any) -> "KFACConfig":
-        """With other values in a block."""
+        """Return a copy with other values in a block."""
         return self.model_copy(update={block: getattr(self, block).model_copy(update=new)})
 
     # after resolve(), which replaces nulls by values
 
     @property
     def choice(self) -> "LayerChoice":
+        """What decides which layers are preconditioned, and how."""
         from ds_kfac.curvature.methods import METHODS
         from ds_kfac.model.scan import LayerChoice
 
         assert self.layers.types is not None
-        layers, factor = self.layers, self.factor
+        needs_pairs = METHODS[self.preconditioner.method].paired(self.damping.kind)
         return LayerChoice(
-            tuple(layers.include),
-            tuple(layers.exclude),
+            tuple(self.layers.include),
+            tuple(self.layers.exclude),
             tuple(self.layers.types),
-            factor.dense_max,
-            gradients=factor.fisher != "activations_only",
+            self.factor.dense_max,
+            gradients=self.factor.fisher != "activations_only",
             blocks=tuple(self.adam.blocks.items()),
-            shares=SHARES and not METHODS[self.preconditioner.method].paired(self.damping.kind),
+            shares=SHARES and not needs_pairs,
         )
 
     @property
     def schedule(self) -> Schedule:
         """When factors are updated and decomposed."""
         assert self.eigenbasis.refresh_interval is not None
-        update, steps = self.factor.update_interval, self.burn_in.steps
-        half = max(1, (update.interval_at(0) + 1) // 2)
-        burn_in = BurnIn(steps, half, 2 * half) if steps else None
+        update = self.factor.update_interval
+        burn_in = None
+        if self.burn_in.steps:
+            half_interval = max(1, (update.interval_at(0) + 1) // 2)
+            burn_in = BurnIn(self.burn_in.steps, half_interval, 2 * half_interval)
         return Schedule(update, self.eigenbasis.refresh_interval, burn_in)
 
 
@@ -416,7 +421,8 @@ def parse(block: Any) -> KFACConfig:
     """
     if not isinstance(block, Mapping):
         raise ValueError(f'"kfac" must be an object such as {{"enabled": true}}, got {block!r}')
-    config, errors = None, []
+    config = None
+    errors: list[str] = []
     try:
         config = KFACConfig(**values.without_nulls(block, KFACConfig))
     except ValidationError as error:
@@ -428,38 +434,36 @@ def parse(block: Any) -> KFACConfig:
 
 
 def _contradictions(block: Mapping[str, Any]) -> list[str]:
-    """Violated constraints between keys. Reads the raw block, so that they are reported together
-    with other errors."""
+    """Return the constraints between keys that a block violates, as texts. This reads the raw
+    block, so that they are reported together with other errors."""
     from ds_kfac.curvature.methods import METHODS
 
     def given(section: str, key: str) -> Any:
+        """Return a key's raw value; None if it is left out."""
         inside = block.get(section)
         value = inside.get(key) if isinstance(inside, Mapping) else None
         return None if value == values.AUTO else value
 
     errors = []
-    update, refresh = given("factor", "update_interval"), given("eigenbasis", "refresh_interval")
-    update = FactorConfig().update_interval.interval_at(0) if update is None else update
+    update = given("factor", "update_interval")
+    refresh = given("eigenbasis", "refresh_interval")
+    if update is None:
+        update = FactorConfig().update_interval.interval_at(0)
     # schedules are not checked: their refreshes wait for the next factor update
-    plain = all(
+    both_are_counts = all(
         type(interval) is int and 1 <= interval <= values.LARGEST for interval in (update, refresh)
     )
-    if plain and refresh % update:
+    if both_are_counts and refresh % update:
         errors.append(
             f"kfac.eigenbasis.refresh_interval ({refresh}) must be a multiple of "
-            f"kfac.factor.update_interval "
-            f"({update}); otherwise a refresh would see stale factors"
+            f"kfac.factor.update_interval ({update}); otherwise a refresh would see stale factors"
         )
-    method = given("preconditioner", "method")
-    keeps = METHODS.get(method) if isinstance(method, str) else None
-    if (
-        keeps is not None
-        and not keeps.rotates
-        and given("preconditioner", "eigenvalues") == "corrected"
-    ):
+    name = given("preconditioner", "method")
+    method = METHODS.get(name) if isinstance(name, str) else None
+    has_no_eigenbasis = method is not None and not method.rotates
+    if has_no_eigenbasis and given("preconditioner", "eigenvalues") == "corrected":
         errors.append(
-            f'kfac.preconditioner.method "{method}" keeps no eigenbasis, so '
-            f"kfac.preconditioner.eigenvalues must be "
-            '"kronecker"; or use method "eigen"'
+            f'kfac.preconditioner.method "{name}" keeps no eigenbasis, so '
+            'kfac.preconditioner.eigenvalues must be "kronecker"; or use method "eigen"'
         )
     return errors

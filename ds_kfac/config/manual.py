@@ -1,5 +1,5 @@
-"""All keys of the ``"kfac"`` block and KFACAdamW's optimizer block: a JSON schema, and from it the
-page docs/reference/config.md."""
+"""Describe all keys of the ``"kfac"`` block and of KFACAdamW's optimizer block: in a JSON schema,
+and from it in the page docs/reference/config.md."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -140,23 +140,24 @@ WHY = {
     "tools](../howto/factors_for_other_tools.md)",
     "checkpoint.on_missing": "continue without K-FAC's part of a checkpoint",
 }
-"""Key -> why it exists: a value that beats the default beyond the spread of seeds, or what else it
-is for. A key that has no reason is a constant in the code instead."""
+"""Key -> why it exists. Either a value beats the default by more than the spread between seeds, or
+the key is for something else. A key without a reason should be a constant in the code."""
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
 def manual(_: object = None) -> str:
     """Return the page: keys of the top level, then a section for each block."""
-    whole = json_of(KFACConfig)
-    blocks = {
+    schema = json_of(KFACConfig)
+    # a key that refers to a definition is a block
+    definitions = {
         name: key["$ref"].rpartition("/")[2]
-        for name, key in whole["properties"].items()
+        for name, key in schema["properties"].items()
         if "$ref" in key
     }
-    top = {name: key for name, key in whole["properties"].items() if name not in blocks}
+    top = {name: key for name, key in schema["properties"].items() if name not in definitions}
     parts = [HEAD, *table("", top), *details("", top)]
-    for name, kind in blocks.items():
-        block = whole["$defs"][kind]
+    for name, definition in definitions.items():
+        block = schema["$defs"][definition]
         keys = block["properties"]
         parts += [f"\n### {name}\n", _text(block["description"]) + "\n"]
         parts += [*table(f"{name}.", keys), *details(f"{name}.", keys)]
@@ -166,28 +167,30 @@ def manual(_: object = None) -> str:
 
 
 def json_of(model: type[BaseModel]) -> dict[str, Any]:
-    """A model's JSON schema, with all defaults."""
+    """Return a model's JSON schema, with all defaults."""
     return model.model_json_schema(schema_generator=_Schema)
 
 
 def table(prefix: str, keys: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a Markdown table from the schemas of keys: the first paragraph of each
-    docstring."""
-    reasons = not prefix.startswith(PARAMS)
-    yield "| key | type | default | what it does |" + (" why |" if reasons else "")
-    yield "|---|---|---|---|" + ("---|" if reasons else "")
+    """Yield the lines of a Markdown table of keys, with the first paragraph of each docstring.
+
+    Args:
+        prefix: what stands before the keys' names, such as "factor.".
+        keys: name -> JSON schema.
+    """
+    is_kfac = not prefix.startswith(PARAMS)  # parameters of KFACAdamW have no column "why"
+    yield "| key | type | default | what it does |" + (" why |" if is_kfac else "")
+    yield "|---|---|---|---|" + ("---|" if is_kfac else "")
     for name, key in keys.items():
         if "description" not in key:
-            raise ValueError(
-                f"{'' if prefix.startswith(PARAMS) else 'kfac.'}{prefix}{name} has no docstring"
-            )
+            raise ValueError(f"{'kfac.' if is_kfac else ''}{prefix}{name} has no docstring")
         row = [
             f"`{prefix}{name}`",
             _type(key),
             f"`{json.dumps(key['default'])}`",
             _paragraphs(key)[0],
         ]
-        if reasons:
+        if is_kfac:
             row.append(WHY.get(prefix + name, ""))
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
 
@@ -195,35 +198,46 @@ def table(prefix: str, keys: Mapping[str, Any]) -> Iterator[str]:
 def details(prefix: str, keys: Mapping[str, Any]) -> Iterator[str]:
     """Yield a list of what the docstrings say after their first paragraphs."""
     texts = {f"`{prefix}{name}`": _paragraphs(key)[1:] for name, key in keys.items()}
-    said = [f"- {name}: {' '.join(paragraphs)}" for name, paragraphs in texts.items() if paragraphs]
-    yield from ["", *said] if said else []
+    lines = [
+        f"- {name}: {' '.join(paragraphs)}" for name, paragraphs in texts.items() if paragraphs
+    ]
+    if lines:
+        yield ""
+        yield from lines
 
 
 def _paragraphs(key: Mapping[str, Any]) -> list[str]:
-    """A docstring's paragraphs, each on one line."""
+    """Return a docstring's paragraphs, each on one line."""
     return [_text(paragraph) for paragraph in key["description"].split("\n\n")]
 
 
 def _text(docstring: str) -> str:
-    """A docstring on one line, in Markdown."""
+    """Return a docstring on one line, in Markdown."""
     return " ".join(docstring.split()).replace("``", "`")
 
 
 def _type(key: Mapping[str, Any]) -> str:
-    """A key's type in words."""
-    kinds = [kind for kind in key.get("anyOf", ()) if kind.get("type") != "null"]
-    if any("properties" in kind for kind in kinds):
+    """Return a key's type in words."""
+    alternatives = [schema for schema in key.get("anyOf", ()) if schema.get("type") != "null"]
+    if any("properties" in schema for schema in alternatives):
         return "schedule"
-    if kinds:
-        return " or ".join(map(_type, kinds))
-    if names := key.get("enum", [key["const"]] if "const" in key else []):
-        return ", ".join(f"`{json.dumps(name)}`" for name in names)
-    kind = f"list of {_type(key['items'])}" if key["type"] == "array" else key["type"]
+    if alternatives:
+        return " or ".join(map(_type, alternatives))
+    constants = key.get("enum", [key["const"]] if "const" in key else [])
+    if constants:
+        return ", ".join(f"`{json.dumps(constant)}`" for constant in constants)
+    word = key["type"]
+    if word == "array":
+        word = f"list of {_type(key['items'])}"
+    elif word == "boolean":
+        word = "true, false"
     bounds = [f"{sign} {key[bound]}" for bound, sign in BOUNDS.items() if bound in key]
-    return ", ".join([{"boolean": "true, false"}.get(kind, kind), *bounds])
+    return ", ".join([word, *bounds])
 
 
 class _Schema(GenerateJsonSchema):
+    """Generator of JSON schemas that can encode the defaults of blocks and schedules."""
+
     def encode_default(self, default: Any) -> Any:
         if isinstance(default, BaseModel):
             return {}  # each key has its own default
@@ -234,8 +248,8 @@ class _Schema(GenerateJsonSchema):
 
 
 def schema(_: object = None) -> str:
-    """JSON schema of a DeepSpeed config; it only describes the ``"kfac"`` block, and KFACAdamW's
-    optimizer block."""
+    """Return the JSON schema of a DeepSpeed config. It only describes the ``"kfac"`` block and
+    KFACAdamW's optimizer block."""
     block = json_of(KFACConfig)
     definitions = block.pop("$defs")
     top = {
@@ -249,10 +263,14 @@ def schema(_: object = None) -> str:
 
 
 def _optimizer() -> dict[str, Any]:
-    """Schema of the optimizer block, which leaves other optimizers' parameters alone."""
-    open_ = {"enum": [None, AUTO]}
+    """Return the schema of the optimizer block. It accepts any parameters of other optimizers."""
+    left_out = {"enum": [None, AUTO]}
     params = {
-        name: {"description": key["description"], "default": key["default"], "anyOf": [key, open_]}
+        name: {
+            "description": key["description"],
+            "default": key["default"],
+            "anyOf": [key, left_out],
+        }
         for name, key in json_of(OptimizerParams)["properties"].items()
     }
     ours = {"type": "object", "properties": params, "additionalProperties": False}

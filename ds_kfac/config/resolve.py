@@ -1,5 +1,5 @@
-"""What ``null`` means: values for keys that the user leaves to us. Those by a device's costs:
-``plan/plan.py``."""
+"""Choose values for the keys that are ``null``. ``plan/plan.py`` chooses those that depend on a
+device's costs."""
 
 from collections.abc import Collection
 from typing import Any
@@ -12,28 +12,30 @@ from ds_kfac.schedule.timetable import Value
 TYPES = list(MATRICES)
 DENSE_MAX = 4096
 REFRESH = 5
-"""Factor updates between two refreshes."""
+"""Number of factor updates between two refreshes."""
 DAMPING = {"tikhonov": 1e-3, "relative": 1.0}
+"""``damping.kind`` -> ``damping.value``."""
 KL_CLIP = 1e-3
+RULES_BLOCKS = ("damping", "preconditioner", "adam")
+"""Blocks of keys that only update rules read, each of them some."""
 
 
 def resolve(
     config: KFACConfig, *, fisher: str, blocks: Collection[str] = (), adaptive: bool = False
 ) -> tuple[KFACConfig, tuple[str, ...]]:
-    """The config of a run, in which every null that means "choose for me" has a value, but for
-    those that depend on costs, see :func:`ds_kfac.plan.plan.make_plan`.
+    """Return the config of a run, in which every null that means "choose for me" has a value. Nulls
+    whose choice depends on costs stay, see :func:`ds_kfac.plan.plan.make_plan`.
 
     Args:
-        fisher: where the update rule takes G from.
-        blocks: blocks that only update rules read, of which this rule reads these; others get no
+        fisher: choice for ``factor.fisher``, by the update rule.
+        blocks: which of :data:`RULES_BLOCKS` this update rule reads; choices in the others get no
             text.
-        adaptive: see :func:`adaptive`.
+        adaptive: whether the optimizer is adaptive, see :func:`adaptive`.
 
     Returns the config, and a text for each choice: key, value, reason.
     """
-    options = config.preconditioner
-    kind = config.damping.kind
-    corrects = adaptive and METHODS[options.method].rotates
+    damping_kind = config.damping.kind
+    corrects = adaptive and METHODS[config.preconditioner.method].rotates
     answers: tuple[tuple[str, str, Any, str], ...] = (
         ("factor", "fisher", fisher, "this optimizer's"),
         ("factor", "dense_max", DENSE_MAX, "longer sides in blocks"),
@@ -43,7 +45,7 @@ def resolve(
             config.factor.update_interval.times(REFRESH),
             f"{REFRESH} factor updates",
         ),
-        ("damping", "value", Value.constant(DAMPING[kind]), f"of {kind} damping"),
+        ("damping", "value", Value.constant(DAMPING[damping_kind]), f"of {damping_kind} damping"),
         (
             "preconditioner",
             "eigenvalues",
@@ -57,14 +59,18 @@ def resolve(
     for block, key, value, why in answers:
         if getattr(getattr(config, block), key) is None:
             config = config.having(block, **{key: value})
-            if block not in ("damping", "preconditioner", "adam") or block in blocks:
+            if block not in RULES_BLOCKS or block in blocks:
                 shown = ", ".join(value) if isinstance(value, list) else value
                 reasons.append(f"{block}.{key} {shown} ({why})")
     return config, tuple(reasons)
 
 
 def adaptive(optimizer: str) -> bool:
-    """Whether an optimizer, by its class name or type in a DeepSpeed config, divides by a running
-    second moment, or takes the sign: it undoes the size of its gradients."""
+    """Return whether an optimizer undoes the size of its gradients, because it divides by a running
+    second moment or takes the sign.
+
+    Args:
+        optimizer: its class name, or its type in a DeepSpeed config.
+    """
     name = optimizer.lower()
     return any(word in name for word in ("adam", "lamb", "lion", "adagrad", "rmsprop", "adafactor"))

@@ -1,5 +1,5 @@
-"""What pydantic lacks: types for numbers or schedules, counts and regexes; nulls; and errors that
-say where, what was got and what to write instead."""
+"""Add to pydantic what the ``"kfac"`` block needs: types for schedules, counts and regexes, nulls,
+and errors that say where, what was found and what to write instead."""
 
 import difflib
 import json
@@ -31,29 +31,46 @@ from ds_kfac.schedule.timetable import Value
 Number = TypeVar("Number")
 EXAMPLE = '{"schedule": "linear", "start": 1, "end": 10, "steps": 1000}'
 LARGEST = 2**63 - 1
-"""Largest number: an integer tensor holds it, and fp32 its square."""
+"""Largest number that a key takes: an integer tensor holds it, and fp32 holds its square."""
 
 
 def fits(value: Any) -> Any:
-    """The value, if it is no number or of at most :data:`LARGEST`."""
-    if isinstance(value, (int, float)) and not abs(value) <= LARGEST:  # true for nan, too
+    """Return a value unchanged. Raises PydanticCustomError if it is a number over
+    :data:`LARGEST`, or NaN."""
+    # written so that it also holds for NaN, which compares false with everything
+    if isinstance(value, (int, float)) and not abs(value) <= LARGEST:
         raise PydanticCustomError("too_large", "Input should be a finite number, below 2^63")
     return value
 
 
 def _checked(
-    kind: Any, accepts: Callable[[Any], bool], message: str, schema: dict[str, Any]
+    annotation: Any, accepts: Callable[[Any], bool], message: str, schema: dict[str, Any]
 ) -> Any:
+    """Return a type for pydantic, whose values one function checks.
+
+    Args:
+        annotation: the type for type checkers.
+        accepts: returns whether a value is valid.
+        message: of the error for any other value.
+        schema: the type's JSON schema.
+    """
+
     def check(value: Any) -> Any:
         if accepts(value):
             return value
         raise PydanticCustomError("checked", message)
 
-    return Annotated[kind, pydantic.PlainValidator(check), pydantic.WithJsonSchema(schema)]
+    return Annotated[annotation, pydantic.PlainValidator(check), pydantic.WithJsonSchema(schema)]
 
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 1 <= value <= LARGEST
+
+
+def _is_count_or_counts(value: Any) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(map(_is_count, value))
+    return _is_count(value)
 
 
 _COUNT = {"minimum": 1, "type": "integer"}
@@ -63,25 +80,30 @@ Rows = _checked(
     "Input should be an integer of at least 1, or 'all'",
     {"anyOf": [_COUNT, {"const": "all", "type": "string"}]},
 )
-"""A count, or all."""
+"""A count, or "all"."""
 BlockRows = _checked(
     int | list[int],
-    lambda value: (
-        bool(value) and all(map(_is_count, value if isinstance(value, list) else [value]))
-    ),
+    _is_count_or_counts,
     "Input should be an integer of at least 1, or a list of such",
     {"anyOf": [_COUNT, {"items": _COUNT, "minItems": 1, "type": "array"}]},
 )
-"""How many, or the rows of each."""
+"""Blocks of a weight: their number, or the rows of each."""
 
 
-def _compiles(inside: str, message: Any) -> pydantic.AfterValidator:
+def _compiles(template: str, message: Any) -> pydantic.AfterValidator:
+    """Return a validator of regexes.
+
+    Args:
+        template: regex in which the value is put in place of ``{}`` before it is compiled.
+        message: of the error; may have a ``{problem}``.
+    """
+
     def check(pattern: str) -> str:
         try:
-            # Python 3.10 only warns of flags in the middle, and applies them to all
+            # Python 3.10 only warns of flags in the middle, and applies them to the whole regex
             with warnings.catch_warnings():
                 warnings.simplefilter("error", DeprecationWarning)
-                re.compile(inside.format(pattern))
+                re.compile(template.format(pattern))
         except (re.error, DeprecationWarning) as problem:
             raise PydanticCustomError("regex", message, {"problem": str(problem)}) from None
         return pattern
@@ -97,20 +119,21 @@ NameEnd = Annotated[
         "(?:{})", "Must be a part of a regular expression: flags are written as in (?i:head)"
     ),
 ]
-"""A regex for the end of a name: it becomes part of a longer one, so it cannot have flags for the
+"""A regex for the end of a name. It becomes part of a longer regex, so it cannot have flags for the
 whole."""
 
 
 class _Form(BaseModel):
-    """Without docstrings of attributes: pydantic would look for the source of each generic model, a
-    quarter of a second."""
+    """Common settings of schedule objects. Attributes have no docstrings: pydantic would look for
+    the source of each generic model, which takes a quarter of a second."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     _numbers_fit = field_validator("*", mode="before")(fits)
 
 
 class Ramp(_Form, Generic[Number]):
-    """From one number to another; checking both is enough, as no value lies outside of them."""
+    """Schedule from one number to another. Checking both is enough, because no value lies outside
+    of them."""
 
     schedule: str
     start: Number = Field(description="Until step ``delay``.")
@@ -123,7 +146,7 @@ class Ramp(_Form, Generic[Number]):
 
 
 class Piecewise(_Form, Generic[Number]):
-    """Numbers, and the steps from which on those after the first hold."""
+    """Schedule of several numbers, and the steps at which one follows another."""
 
     schedule: str
     values: list[Number] = Field(min_length=1)
@@ -132,7 +155,7 @@ class Piecewise(_Form, Generic[Number]):
     @field_validator("steps")
     @classmethod
     def _fit(cls, steps: list[int], info: Any) -> list[int]:
-        values = info.data.get("values")  # missing if the values have errors
+        values = info.data.get("values")  # None if the values have errors
         if values is not None and len(steps) != len(values) - 1:
             raise ValueError(
                 f"must be one fewer than the values, {len(values) - 1} for {len(values)}"
@@ -153,19 +176,24 @@ FORMS: dict[str, type[Ramp] | type[Piecewise]] = {
 
 
 def form_of(raw: Mapping[str, Any]) -> type[BaseModel] | None:
-    """The model of a schedule object; None if its kind is missing or unknown."""
-    kind = raw.get("schedule")
-    return FORMS.get(kind) if isinstance(kind, str) else None
+    """Return the model of a schedule object; None if its "schedule" is missing or unknown."""
+    name = raw.get("schedule")
+    return FORMS.get(name) if isinstance(name, str) else None
 
 
 def holds_value(annotation: Any) -> bool:
-    """Whether a field of this type takes a number or a schedule."""
+    """Return whether a field of this type takes a number or a schedule."""
     return annotation is Value or any(holds_value(part) for part in get_args(annotation))
 
 
 def _parse(raw: Any, number: Any, name: str) -> Value:
-    """A Value from a number or a schedule object. Errors are located in the object; pydantic adds
-    the key."""
+    """Return a Value from a number or a schedule object. Errors have their place in the object, to
+    which pydantic adds the key.
+
+    Args:
+        number: type of the numbers.
+        name: what they are called in errors.
+    """
     if isinstance(raw, Mapping):
         form = form_of(raw)
         if form is None:
@@ -174,26 +202,28 @@ def _parse(raw: Any, number: Any, name: str) -> Value:
             raise ValidationError.from_exception_data("schedule", [where])
         if raw["schedule"] == "exponential":
             number = Annotated[number, Field(gt=0)]
-        return form[Annotated[number, BeforeValidator(fits)]].model_validate(dict(raw)).value()  # type: ignore[index]
+        checked_form = form[Annotated[number, BeforeValidator(fits)]]  # type: ignore[index]
+        return checked_form.model_validate(dict(raw)).value()
     if isinstance(raw, bool) or not isinstance(raw, (int, float)):
         message = f"Input should be a valid {name} or a schedule such as {EXAMPLE}"
         raise PydanticCustomError("number_or_schedule", message)
-    return Value.constant(TypeAdapter(number, config=ConfigDict(strict=True)).validate_python(raw))
+    adapter = TypeAdapter(number, config=ConfigDict(strict=True))
+    return Value.constant(adapter.validate_python(raw))
 
 
 def _number_or_schedule(number: Any, name: str) -> Any:
-    """A type for a number or a schedule object, with a JSON schema of both."""
+    """Return a type for a number or a schedule object, with a JSON schema of both."""
     schemas = [TypeAdapter(number).json_schema()]
-    for form, kinds in ((Ramp, RAMPS), (Piecewise, ("piecewise",))):
+    for form, schedules in ((Ramp, RAMPS), (Piecewise, ("piecewise",))):
         form_schema = form[number].model_json_schema()
-        form_schema["properties"]["schedule"] = {"enum": list(kinds)}
-        schemas.append({**form_schema, "title": " or ".join(kinds)})
+        form_schema["properties"]["schedule"] = {"enum": list(schedules)}
+        schemas.append({**form_schema, "title": " or ".join(schedules)})
     validator = pydantic.PlainValidator(lambda raw: _parse(raw, number, name))
     return Annotated[Value, validator, pydantic.WithJsonSchema({"anyOf": schemas})]
 
 
 Interval = _number_or_schedule(Annotated[int, Field(ge=1)], "integer")
-"""Steps, at least 1; a ramp is rounded to integers by :meth:`Value.interval_at`."""
+"""Number of steps, at least 1. :meth:`Value.interval_at` rounds a ramp to integers."""
 Decay = _number_or_schedule(Annotated[float, Field(ge=0, lt=1)], "number")
 Positive = _number_or_schedule(Annotated[float, Field(gt=0)], "number")
 NotNegative = _number_or_schedule(Annotated[float, Field(ge=0)], "number")
@@ -208,13 +238,11 @@ REMOVED = {
     "factor.sample_positions": 'was removed in 0.2: positions are sampled unless "rows" is "all"; '
     "leave it out",
     "preconditioner.graft": "was removed in 0.2: corrected eigenvalues, which null chooses for an "
-    "Adam, did better "
-    "without it; leave it out",
+    "Adam, did better without it; leave it out",
     "damping.kind=adaptive": "was removed in 0.2, with steps by a quadratic model of the loss: "
     "leave it out",
     "assignment.costs": "was removed in 0.2: runs plan with builtin rates; leave it out, and name "
-    "the file by --costs "
-    "of python -m ds_kfac estimate",
+    "the file by --costs of python -m ds_kfac estimate",
     "eigenbasis.lag": "was removed in 0.2: refreshes are spread over steps, and not late; leave "
     "it out",
     "checkpoint.eigenbasis": "was removed in 0.2: eigenbases are always saved, so that resuming "
@@ -222,60 +250,78 @@ REMOVED = {
 }
 """Key of an earlier version, or key=value -> what became of it and what to do."""
 AUTO = "auto"
+"""Hugging Face's word for "choose for me"; the same as null."""
 KEY = "kfac"
 """Name of our block in a DeepSpeed config."""
 
 
 def without_nulls(values: Mapping[str, Any], model: Model) -> dict[str, Any]:
-    """A block without keys whose value is null, or Hugging Face's "auto"; unknown keys stay, to be
-    errors."""
+    """Return a block without the keys whose value is null or "auto". Unknown keys stay, because
+    they are errors."""
     pruned = {}
     for key, value in values.items():
         field = model.model_fields.get(key)
         if field is not None and (value is None or value == AUTO):
             continue
         inner = _inner_model(field, value)
-        pruned[key] = without_nulls(value, inner) if inner and isinstance(value, Mapping) else value
+        if inner is not None and isinstance(value, Mapping):
+            value = without_nulls(value, inner)
+        pruned[key] = value
     return pruned
 
 
 def explain(detail: Any, block: Mapping[str, Any], model: Model) -> str:
-    """One of pydantic's errors as a line; ``block`` is the raw input of ``model``."""
-    path, got = ".".join(map(str, detail["loc"])), detail["input"]
-    if removed := REMOVED.get(path) or (
-        REMOVED.get(f"{path}={got}") if isinstance(got, str) else None
-    ):
+    """Return one of pydantic's errors as a line.
+
+    Args:
+        detail: from ``ValidationError.errors()``.
+        block: the raw input of ``model``.
+    """
+    location = detail["loc"]
+    error_type = detail["type"]
+    got = detail["input"]
+    path = ".".join(map(str, location))
+    removed = REMOVED.get(path)
+    if removed is None and isinstance(got, str):
+        removed = REMOVED.get(f"{path}={got}")
+    if removed is not None:
         return f"kfac.{path}: got {got!r}; {removed}"
-    if detail["type"] == "extra_forbidden":
-        if nested := _nested(path, got, model):
+    if error_type == "extra_forbidden":
+        nested = _nested(path, got, model)
+        if nested is not None:
             return f'kfac: "{path}": keys are nested, not joined by points; write {nested}'
-        return f"kfac.{path}: unknown key; {_nearest(detail['loc'], block, model)}"
-    if detail["type"] == "missing":
+        return f"kfac.{path}: unknown key; {_nearest(location, block, model)}"
+    if error_type == "missing":
         return f"kfac.{path}: missing in {got!r}; must be given"
-    if detail["type"] == "model_type":
-        return f"kfac.{path}: got {got!r}; must be an object{_such_as(detail['loc'], got, model)}"
+    if error_type == "model_type":
+        return f"kfac.{path}: got {got!r}; must be an object{_such_as(location, got, model)}"
+    if error_type == "too_large" and isinstance(got, int):
+        # all digits would fill the screen, and Python refuses to print more than 4,300
+        shown = f"about 10^{math.log10(abs(got)):.0f}"
+    else:
+        shown = repr(got)
     message = detail["msg"].removeprefix("Value error, ")
-    # its digits would fill the screen
-    huge = detail["type"] == "too_large" and isinstance(got, int)
-    shown = f"about 10^{math.log10(abs(got)):.0f}" if huge else repr(got)
     return f"kfac.{path}: got {shown}; {message[0].lower()}{message[1:]}"
 
 
 def _nested(path: str, value: Any, model: Model) -> str | None:
-    """The nested form of a key that was written flat, with points; None if it is no key."""
-    if path.removeprefix(f"{KEY}.") not in set(paths(model)) or "." not in path:
+    """Return the nested form of a key that was written flat, with points; None if there is no such
+    key."""
+    key = path.removeprefix(f"{KEY}.")
+    if "." not in path or key not in set(paths(model)):
         return None
-    return _nest(path.removeprefix(f"{KEY}."), value)
+    return _nest(key, value)
 
 
 def _nest(path: str, value: Any) -> str:
+    """Return JSON of nested objects for a key with points."""
     for name in reversed(path.split(".")):
         value = {name: value}
     return json.dumps(value, default=repr)
 
 
 def _such_as(location: tuple[str, ...], got: Any, model: Model) -> str:
-    """An example of the object that a block must be."""
+    """Return an example of the object that a block must be."""
     for name in location:
         model = _inner_model(model.model_fields[name], None) or BaseModel
     if "value" in model.model_fields and isinstance(got, (int, float)):
@@ -285,26 +331,33 @@ def _such_as(location: tuple[str, ...], got: Any, model: Model) -> str:
 
 
 def _nearest(location: tuple[str, ...], block: Mapping[str, Any], model: Model) -> str:
-    """A hint at the valid key closest to an unknown one, in the same block, else in any."""
+    """Return a hint at the valid key closest to an unknown one, in the same block, else in any.
+
+    Args:
+        location: the unknown key, after the names of the blocks around it.
+        block: the raw input of ``model``.
+    """
     *parents, key = location
-    prefix, inner, in_schedule = "".join(f"{parent}." for parent in parents), model, False
+    prefix = "".join(f"{parent}." for parent in parents)
+    inner = model
+    in_schedule = False
     for parent in parents:
-        field, block = inner.model_fields[parent], block[parent]
-        inner, in_schedule = _inner_model(field, block) or BaseModel, holds_value(field.annotation)
+        field = inner.model_fields[parent]
+        block = block[parent]
+        inner = _inner_model(field, block) or BaseModel
+        in_schedule = holds_value(field.annotation)
     siblings = inner.model_fields
-    # damp: damping, not adam
-    begins = [name for name in siblings if len(key) > 2 and name.startswith(key)]
-    close = [
-        prefix + name
-        for name in begins[:1] or difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
-    ]
+    # what begins like the key comes first: for "damp" this is damping, while difflib finds adam
+    longer = [name for name in siblings if len(key) > 2 and name.startswith(key)]
+    names = longer[:1] or difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
+    close = [prefix + name for name in names]
     if not close and not in_schedule:
-        valid = list(paths(model))
         if key == "schedule" and "value" in siblings:
             return (
                 f'a schedule is that of kfac.{prefix}value: write {{"value": {{"schedule": ..}}}}'
             )
-        close = [name for name in valid if name.split(".")[-1] == key]
+        valid = list(paths(model))
+        close = [path for path in valid if path.split(".")[-1] == key]
         close = close or difflib.get_close_matches(prefix + key, valid, n=1, cutoff=0.5)
     if close:
         return f"did you mean kfac.{close[0]}?"
@@ -312,7 +365,8 @@ def _nearest(location: tuple[str, ...], block: Mapping[str, Any], model: Model) 
 
 
 def _inner_model(field: FieldInfo | None, raw: Any) -> Model | None:
-    """The model of a field that is a block, or a schedule."""
+    """Return the model of a field that is a block or, with this raw value, a schedule object; else
+    None."""
     annotation = field.annotation if field else None
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
@@ -320,33 +374,36 @@ def _inner_model(field: FieldInfo | None, raw: Any) -> Model | None:
 
 
 def paths(model: Model, prefix: str = "") -> Iterator[str]:
-    """All keys, with those of inner blocks, as "block.key"."""
+    """Yield all keys, those of inner blocks as "block.key"."""
     for name, field in model.model_fields.items():
         yield prefix + name
-        if inner := _inner_model(field, None):
+        inner = _inner_model(field, None)
+        if inner is not None:
             yield from paths(inner, f"{prefix}{name}.")
 
 
 def find_block(ds_config: Mapping[str, Any]) -> Any | None:
-    """The ``"kfac"`` block of a DeepSpeed config; None if there is none. Raises ValueError for a
-    key that looks like a misspelt one, and for one in another block: DeepSpeed would silently
-    ignore them."""
+    """Return the ``"kfac"`` block of a DeepSpeed config; None if there is none.
+
+    Raises:
+        ValueError: a key looks like a misspelt ``"kfac"``, or the block is inside another block.
+            DeepSpeed would silently ignore both.
+    """
     if KEY in ds_config:
         return ds_config[KEY]
-    for key in ds_config:
+    for key, value in ds_config.items():
         if str(key).startswith(f"{KEY}."):
             raise ValueError(
                 f'DeepSpeed config: key "{key}" is not read by anyone; keys are nested, not '
-                f"joined by points: write "
-                f"{_nest(str(key), ds_config[key])}"
+                f"joined by points: write {_nest(str(key), value)}"
             )
         letters = "".join(c for c in str(key).lower() if c.isalnum())
-        # no "face", no "fact"
-        if set("kf") <= {*letters} and difflib.get_close_matches(letters, [KEY], cutoff=0.7):
+        has_k_and_f = set("kf") <= set(letters)  # "face" and "fact" are other words
+        if has_k_and_f and difflib.get_close_matches(letters, [KEY], cutoff=0.7):
             raise ValueError(
                 f'DeepSpeed config: key "{key}" is not read by anyone; did you mean "kfac"?'
             )
-        if isinstance(ds_config[key], Mapping) and isinstance(ds_config[key].get(KEY), Mapping):
+        if isinstance(value, Mapping) and isinstance(value.get(KEY), Mapping):
             raise ValueError(
                 f'DeepSpeed config: "kfac" is not read inside of "{key}"; move it out, beside '
                 f'"{key}"'
@@ -355,7 +412,7 @@ def find_block(ds_config: Mapping[str, Any]) -> Any | None:
 
 
 def read_config(source: Mapping[str, Any] | str | os.PathLike) -> Mapping[str, Any]:
-    """A DeepSpeed config, given as a mapping or as a JSON file, which may have comments. Raises
+    """Return a DeepSpeed config from a mapping or a JSON file, which may have comments. Raises
     ValueError if it is no JSON object."""
     try:
         config = source if isinstance(source, Mapping) else hjson.loads(Path(source).read_text())

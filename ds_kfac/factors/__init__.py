@@ -1,2 +1,2 @@
-"""Factors as files: of a training run, or of any model without one, in formats that other tools
-read."""
+"""Write factors to files, from a training run or from any model and data, in formats that other
+tools read."""

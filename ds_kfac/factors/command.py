@@ -1,4 +1,4 @@
-"""``python -m ds_kfac factors`` and ``convert``, and the table with which the first ends."""
+"""Run ``python -m ds_kfac factors`` and ``python -m ds_kfac convert``."""
 
 import argparse
 import contextlib
@@ -20,18 +20,19 @@ from ds_kfac.factors.fitting import fit, joined
 from ds_kfac.log import Row, columns
 
 SHOWN = 40
-"""Most layers in a table."""
+"""Most layers in the table that ``factors`` prints."""
 
 
 def run(arguments: argparse.Namespace) -> str:
-    """Compute the factors; returns the text to print, empty on all ranks but the first."""
+    """Compute factors. Returns the text to print, which is empty on all ranks but the first."""
     given = {} if arguments.config is None else read_config(arguments.config)
     block: Any = find_block(given) or {}
     if arguments.fisher and isinstance(block, Mapping):
         block = {**block, "factor": {**(block.get("factor") or {}), "fisher": arguments.fisher}}
     # zero.Init asks for the device
     get_accelerator().set_device(int(os.environ.setdefault("LOCAL_RANK", "0")))
-    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank = int(os.environ.get("RANK", 0))
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
     with joined():
         model = _model(arguments.model, given)
         if arguments.model.startswith("hf:"):
@@ -43,23 +44,29 @@ def run(arguments: argparse.Namespace) -> str:
             data = _function(arguments.data)(rank, ranks)
         corrected = not arguments.no_corrected
         factors = fit(model, data, out=arguments.out, config=block, corrected=corrected)
+    if rank != 0:
+        return ""
     title = (
         f"{arguments.out}: {len(factors.layers)} layers, {factors.header['fisher']} Fisher, "
         f"{factors.header['sequences']:,} sequences"
     )
-    return "" if rank else "\n".join([title, *table(factors)])
+    return "\n".join([title, *table(factors)])
 
 
 def run_convert(arguments: argparse.Namespace) -> str:
+    """Convert factors. Returns the text to print."""
     factors = Factors.load(arguments.factors)
     options = {"name": arguments.name, "rank": arguments.rank, "rho": arguments.rho}
-    left = convert(factors, arguments.to, arguments.out, **options)
-    done, total = len(factors.layers) - len(left), len(factors.layers)
-    lines = [f"wrote {done} of {total} layers for {arguments.to}: {arguments.out}"]
-    return "\n".join([*lines, *(f"  left out: {layer}: {why}" for layer, why in left.items())])
+    left_out = convert(factors, arguments.to, arguments.out, **options)
+    total = len(factors.layers)
+    written = total - len(left_out)
+    lines = [f"wrote {written} of {total} layers for {arguments.to}: {arguments.out}"]
+    lines += [f"  left out: {layer}: {why}" for layer, why in left_out.items()]
+    return "\n".join(lines)
 
 
 def _package(name: str, option: str) -> Any:
+    """Import a package. Raises FactorsError, which names the option that needs it."""
     try:
         return importlib.import_module(name)
     except ImportError as problem:
@@ -67,6 +74,7 @@ def _package(name: str, option: str) -> Any:
 
 
 def _function(name: str) -> Any:
+    """Import a function that is named as "module:function"."""
     module, _, function = name.partition(":")
     try:
         return getattr(importlib.import_module(module), function)
@@ -76,26 +84,34 @@ def _function(name: str) -> Any:
 
 
 def _model(name: str, given: Mapping[str, Any]) -> nn.Module:
-    """The model on this rank's device; at ZeRO stage 3 an engine, whose weights are partitioned
-    while they are read."""
+    """Return the model on this rank's device. At ZeRO stage 3 this is an engine, whose weights are
+    partitioned while they are read.
+
+    Args:
+        name: value of --model, "hf:<model>" or "module:function".
+        given: a DeepSpeed config.
+    """
     is_sharded = given.get("zero_optimization", {}).get("stage", 0) == 3
-    kept = ("zero_optimization", "bf16", "fp16", "torch_autocast")
-    config = {key: given[key] for key in kept if key in given}
+    used_keys = ("zero_optimization", "bf16", "fp16", "torch_autocast")
+    config = {key: given[key] for key in used_keys if key in given}
     config["train_micro_batch_size_per_gpu"] = 1
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
     enabled = [key for key in dtypes if given.get(key, {}).get("enabled") in (True, "auto")]
     dtype = dtypes[enabled[0]] if enabled else torch.float32
     if name.startswith("hf:"):
         transformers = _package("transformers", "--model hf:")
-        if is_sharded:  # transformers looks for it as long as it lives
+        if is_sharded:  # transformers looks for this object as long as it lives
             _alive = importlib.import_module("transformers.integrations").HfDeepSpeedConfig(config)
         try:
             model = transformers.AutoModelForCausalLM.from_pretrained(name[3:], dtype=dtype)
         except (OSError, ValueError) as problem:
             raise FactorsError(f"--model {name}: {problem}") from problem
     else:
-        make, init = _function(name), deepspeed.zero.Init
-        with init(config_dict_or_path=config) if is_sharded else contextlib.nullcontext():
+        make = _function(name)
+        partitioned: Any = contextlib.nullcontext()
+        if is_sharded:
+            partitioned = deepspeed.zero.Init(config_dict_or_path=config)
+        with partitioned:
             model = make()
         if not isinstance(model, nn.Module):
             got = type(model).__name__
@@ -108,11 +124,15 @@ def _model(name: str, given: Mapping[str, Any]) -> nn.Module:
 def windows(
     arguments: argparse.Namespace, tokenizer: Any, rank: int, ranks: int
 ) -> list[dict[str, Tensor]]:
-    """This rank's batches of --data: its texts, joined and cut into sequences of --length."""
-    length, tokens, end = arguments.length, list[int](), tokenizer.eos_token_id
+    """Return this rank's batches of --data: its texts, joined and cut into sequences of
+    --length."""
+    length = arguments.length
+    end = tokenizer.eos_token_id
+    tokens: list[int] = []
     for text in _texts(Path(arguments.data)):
         tokens += text if isinstance(text, list) else tokenizer(text)["input_ids"]
-        tokens += [] if end is None else [end]
+        if end is not None:
+            tokens.append(end)
         if arguments.limit and len(tokens) >= arguments.limit * length:
             break
     count = min(len(tokens) // length, arguments.limit or len(tokens))
@@ -126,7 +146,8 @@ def windows(
 
 
 def _texts(path: Path) -> Iterator[str | list[int]]:
-    """Texts, or lists of tokens, of a text file, a .jsonl or a folder of the package datasets."""
+    """Yield the texts, or lists of tokens, of a text file, a .jsonl file or a folder of the package
+    datasets."""
     datasets = _package("datasets", f"--data {path}")
     try:
         if path.is_dir():
@@ -137,27 +158,32 @@ def _texts(path: Path) -> Iterator[str | list[int]]:
             options = {"data_files": str(path), "split": "train", "sample_by": "document"}
             rows = datasets.load_dataset("text", **options)
         for row in rows:
+            # "" + raises TypeError for what is no text
             yield list(row["input_ids"]) if "input_ids" in row else "" + row["text"]
     except (OSError, ValueError, TypeError, KeyError, datasets.exceptions.DatasetsError) as problem:
         raise FactorsError(f"--data {path}: no text or input_ids ({problem!r})") from problem
 
 
 def effective_rank(values: Tensor) -> float:
-    """(sum of the eigenvalues)^2 / sum of their squares: the number of directions if all nonzero
-    ones were equal."""
+    """Return (sum of the eigenvalues)^2 / sum of their squares. If all nonzero eigenvalues are
+    equal, this is their number."""
     values = values.double().clamp(min=0)
     return float(values.sum() ** 2 / values.square().sum().clamp(min=1e-300))
 
 
 def condition(values: Tensor) -> float:
-    """Largest eigenvalue over the smallest that exceeds fp32 rounding."""
+    """Return the largest eigenvalue over the smallest one that exceeds fp32 rounding; NaN if there
+    is no positive one."""
     values = values.double()
-    floor = values.max() * torch.finfo(torch.float32).eps
-    return float(values.max() / values[values > floor].min()) if values.max() > 0 else float("nan")
+    largest = values.max()
+    if not largest > 0:
+        return float("nan")
+    floor = largest * torch.finfo(torch.float32).eps
+    return float(largest / values[values > floor].min())
 
 
 def table(factors: Factors) -> list[str]:
-    """Lines of a table with a row for each layer."""
+    """Return the lines of a table with a row for each layer."""
     rows: list[Row] = [("layer", "[O, I]", "rows", "A rank", "A cond", "G rank", "G cond")]
     for layer in list(factors)[:SHOWN]:
         A, G = factors.side(layer, "A"), factors.side(layer, "G")
@@ -173,8 +199,9 @@ def table(factors: Factors) -> list[str]:
     lines = columns(rows, right=True)
     if len(factors.layers) > SHOWN:
         lines.append(f"  and {len(factors.layers) - SHOWN:,} layers more, in index.json")
-    left = list(factors.header.get("left_alone", {}))
-    if left:
-        names = ", ".join(left[:4]) + ", ..." * (len(left) > 4)
-        lines.append(f"  left alone: {len(left)} modules, {names}")
+    left_alone = list(factors.header.get("left_alone", {}))
+    if left_alone:
+        more = ", ..." if len(left_alone) > 4 else ""
+        names = ", ".join(left_alone[:4])
+        lines.append(f"  left alone: {len(left_alone)} modules, {names}{more}")
     return lines

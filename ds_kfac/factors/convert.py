@@ -1,6 +1,6 @@
-"""Factors in the formats of other tools: kronfluence, RegMean, GPTQ, PEFT's EVA.
+"""Write factors in the formats of other tools: kronfluence, RegMean, GPTQ and PEFT's EVA.
 
-These only take plain linear layers with dense factors; layers that are left out are returned.
+These tools only take plain linear layers with dense factors. Other layers are left out.
 """
 
 import json
@@ -15,75 +15,84 @@ TOOLS = ("kronfluence", "regmean", "gptq", "eva")
 
 
 def convert(
-    factors: Factors, kind: str, out: Path, *, name: str = "ds_kfac", rank: int = 16, rho: float = 2
+    factors: Factors, tool: str, out: Path, *, name: str = "ds_kfac", rank: int = 16, rho: float = 2
 ) -> dict[str, str]:
     """Write factors in another tool's format.
 
     Args:
-        kind: one of :data:`TOOLS`.
-        out: a safetensors file; for kronfluence its Analyzer's ``output_dir``, in which
-            ``factors_<name>`` appears.
-        name: kronfluence: name of the factors.
-        rank, rho: eva: rows of LoRA's A, the mean over layers; a layer has at most ``rho`` times as
-            many.
+        tool: one of :data:`TOOLS`.
+        out: path of the safetensors file to write; for kronfluence the ``output_dir`` of its
+            Analyzer, in which a folder ``factors_<name>`` is made.
+        name: only for kronfluence, name of the factors.
+        rank: only for eva, mean number of rows of LoRA's A over all layers.
+        rho: only for eva, most rows of a layer in units of ``rank``.
 
-    Returns layer that is left out -> why.
+    Returns layer -> why it was left out.
 
-    Raises FactorsError if an argument is wrong, or nothing could be converted.
+    Raises:
+        FactorsError: an argument is wrong, or no layer can be converted.
     """
-    if kind not in TOOLS:
-        raise FactorsError(f"convert: got {kind!r}; must be one of {', '.join(TOOLS)}")
-    reasons = {layer: _unfit(factors, layer, kind) for layer in factors}
-    left = {layer: why for layer, why in reasons.items() if why}
-    layers = [layer for layer in factors if layer not in left]
+    if tool not in TOOLS:
+        raise FactorsError(f"convert: got {tool!r}; must be one of {', '.join(TOOLS)}")
+    reasons = {layer: _unfit(factors, layer, tool) for layer in factors}
+    left_out = {layer: why for layer, why in reasons.items() if why}
+    layers = [layer for layer in factors if layer not in left_out]
     if not layers:
-        raise FactorsError(f"convert: no layer has what {kind} needs: {left}")
-    if kind == "kronfluence":
+        raise FactorsError(f"convert: no layer has what {tool} needs: {left_out}")
+    if tool == "kronfluence":
         kronfluence(factors, layers, out / f"factors_{name}")
-        return left
+        return left_out
     if out.is_dir():
-        raise FactorsError(f"convert: out: {out} is a folder; {kind} needs the name of a file")
-    if kind == "eva":
+        raise FactorsError(f"convert: out: {out} is a folder; {tool} needs the name of a file")
+    if tool == "eva":
         write_tensors(out, eva(factors, layers, rank, rho))
     else:
         tensors = {}
         for layer in layers:
-            # gptq: its H, 2 E[x x^T]; regmean: the sum of x x^T, from a run's export the mean
-            is_mean = "steps" in factors.header
-            gain = 2.0 if kind == "gptq" else 1.0 if is_mean else factors.count(layer, "A")
+            is_of_a_run = "steps" in factors.header  # it counts batches, not rows
+            if tool == "gptq":
+                gain = 2.0  # its H is 2 E[x x^T]
+            elif is_of_a_run:
+                gain = 1.0  # RegMean with the mean of x x^T
+            else:
+                gain = factors.count(layer, "A")  # RegMean with the sum of x x^T
             tensors[factors.layers[layer]["weight"]] = gain * inputs(factors, layer)
         write_tensors(out, tensors)
-    return left
+    return left_out
 
 
-def _unfit(factors: Factors, layer: str, kind: str) -> str:
-    """Why a layer cannot be converted; "": it can."""
-    about = factors.layers[layer]
-    if about["part"] != [0, 1]:
+def _unfit(factors: Factors, layer: str, tool: str) -> str:
+    """Return why a tool cannot take a layer; "" if it can."""
+    entry = factors.layers[layer]
+    if entry["part"] != [0, 1]:
         return "a part of a stack"
-    if about["kind"] not in ("Linear", "Conv1D"):
-        return f"a {about['kind']}, which {kind} does not know"
-    if kind == "kronfluence" and about["kind"] != "Linear":
+    if entry["kind"] not in ("Linear", "Conv1D"):
+        return f"a {entry['kind']}, which {tool} does not know"
+    if tool == "kronfluence" and entry["kind"] != "Linear":
         return "a Conv1D, which kronfluence does not track: replace it by an nn.Linear before"
-    for side in "AG" if kind == "kronfluence" else "A":
+    for side in "AG" if tool == "kronfluence" else "A":
         shape = factors.side(layer, side)
         if shape.block != shape.dim or not factors.has(layer, side):
             return f"its {side} is no dense matrix ({shape.kind}); raise factor.dense_max"
-        if kind == "kronfluence" and not factors.has(layer, f"{side}/values"):
+        if tool == "kronfluence" and not factors.has(layer, f"{side}/values"):
             return f"its {side} is zero, or has no eigenvectors"
     return ""
 
 
 def inputs(factors: Factors, layer: str) -> Tensor:
-    """A of a layer without the 1 of its bias: E[x x^T], fp32 [I, I]."""
+    """Return E[x x^T] of a layer's inputs, fp32 [I, I]: A without the row and column of the
+    bias."""
     A = factors.factor(layer, "A")
     return A if factors.layers[layer]["bias"] is None else A[:-1, :-1]
 
 
 def kronfluence(factors: Factors, layers: list[str], folder: Path) -> None:
-    """Write the files of ``Analyzer.fit_all_factors``, which ``compute_pairwise_scores`` reads:
-    sums and counts of covariances, eigenvectors, and lambda per sequence."""
-    tables: dict[str, dict[str, Tensor]] = {}
+    """Write the files of ``Analyzer.fit_all_factors``, which ``compute_pairwise_scores`` reads.
+
+    They have sums and counts of covariances, eigenvectors, and lambda, which is a sum over
+    sequences.
+    """
+    tables: dict[str, dict[str, Tensor]] = {}  # file name -> module name -> tensor
 
     def put(file: str, layer: str, tensor: Tensor | float) -> None:
         if not isinstance(tensor, Tensor):
@@ -92,7 +101,8 @@ def kronfluence(factors: Factors, layers: list[str], folder: Path) -> None:
 
     for layer in layers:
         for side, word in (("A", "activation"), ("G", "gradient")):
-            count, basis = factors.count(layer, side), factors.eigenbasis(layer, side)
+            count = factors.count(layer, side)
+            basis = factors.eigenbasis(layer, side)
             put(f"{word}_covariance", layer, factors.factor(layer, side) * count)
             put(f"num_{word}_covariance_processed", layer, count)
             put(f"{word}_eigenvectors", layer, basis.vectors[0][0])
@@ -116,13 +126,17 @@ def kronfluence(factors: Factors, layers: list[str], folder: Path) -> None:
 
 
 def eva(factors: Factors, layers: list[str], rank: int, rho: float) -> dict[str, Tensor]:
-    """``eva_state_dict`` for ``peft.initialize_lora_eva_weights``: the directions in which a
-    layer's inputs vary most, [r, I]. Directions are shared out by the variance that they explain
-    (Paischer et al. 2024, arXiv:2410.07170)."""
+    """Return an ``eva_state_dict`` for ``peft.initialize_lora_eva_weights``.
+
+    It has the directions in which each layer's inputs vary most, [r, I]. r differs between layers:
+    the directions that explain the largest part of their layer's variance are taken, ``rank`` times
+    the number of layers in all (Paischer et al. 2024, arXiv:2410.07170).
+    """
     if rank < 1 or rho < 1:
         raise FactorsError(f"convert: rank {rank}, rho {rho}; both must be at least 1")
     most = int(rank * rho)
-    directions, shares = {}, []
+    directions = {}
+    shares = []  # (part of the layer's variance, layer) of each direction
     for layer in layers:
         values, vectors = torch.linalg.eigh(inputs(factors, layer).double())
         directions[layer] = vectors.mT.flip(0)[:most].float()

@@ -1,6 +1,10 @@
-"""EKFAC's eigenvalues, in a second pass: E over sequences of (Q_G^T dW Q_A)^2, elementwise, where a
-sequence's dW is the sum over its rows of g a^T (George et al. 2018, arXiv:1806.03884; Grosse et al.
-2023, arXiv:2308.03296). Shapes: N sequences, T positions, O and I the sides of a layer's matrix."""
+"""Compute EKFAC's eigenvalues in a second pass over the data.
+
+They are the mean over sequences of (Q_G^T dW Q_A)^2, elementwise, where a sequence's dW is the sum
+of g a^T over its rows (George et al. 2018, arXiv:1806.03884; Grosse et al. 2023, arXiv:2308.03296).
+
+Shape suffixes: N sequences, T positions, O and I the sides of a layer's matrix.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,29 +22,39 @@ from ds_kfac.ops.functional import block_product
 from ds_kfac.plan.plan import Plan
 
 ATTENTION = nn.MultiheadAttention, NonDynamicallyQuantizableLinear
-"""Modules inside torch's attention, whose rows have positions first, whatever its
-``batch_first``."""
+"""Modules inside torch's attention, whose inputs have positions first whatever ``batch_first``
+says."""
 
 
 @torch.no_grad()
 def corrected(
     passes: Passes, capture: Capture, plan: Plan, bases: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """ "<layer>/corrected" -> eigenvalues [O, I] on the layer's owner, if the first dimension of
-    all its calls is the batch's. Collective. ``bases``: this rank's, by their names in the
-    files."""
-    roles, group = plan.assignment, passes.channel.group
-    specs, sums = {spec.key: spec for spec in roles.factors}, dict[str, Tensor]()
+    """Return "<layer>/corrected" -> eigenvalues, fp32 [O, I], for the layers that this rank owns.
+    Collective.
+
+    Layers with a call whose first dimension is not the batch's are left out.
+
+    Args:
+        bases: this rank's eigenbases, by their names in the files.
+    """
+    roles = plan.assignment
+    group = passes.channel.group
+    specs = {spec.key: spec for spec in roles.factors}
+    sums: dict[str, Tensor] = {}
     sequences = torch.zeros((), dtype=torch.float64, device=passes.device)
     for batch in passes.over("corrected eigenvalues", capture, frozenset(specs)):
         sequences += batch.sequences
         for layer in filter(correctable, plan.layers):
-            vectors: dict[str, list[Tensor]] = {"A": [], "G": []}
-            for key in (key for key in layer.keys if key in specs and specs[key].side.block > 1):
+            vectors: dict[str, list[Tensor]] = {"A": [], "G": []}  # of the side's blocks
+            for key in layer.keys:
+                if key not in specs or specs[key].side.block <= 1:
+                    continue  # an identity or a diagonal: there is nothing to rotate
                 for k, (n, b) in enumerate(specs[key].side.groups):
                     zeros = torch.zeros(n, b, b, device=passes.device, dtype=torch.float32)
-                    vectors[key[-1]].append(bases.get(f"{key}/vectors.{k}", zeros).contiguous())
-                    dist.broadcast(vectors[key[-1]][-1], roles.eigen_workers[key], group=group)
+                    of_group = bases.get(f"{key}/vectors.{k}", zeros).contiguous()
+                    dist.broadcast(of_group, roles.eigen_workers[key], group=group)
+                    vectors[key[-1]].append(of_group)
             total = torch.zeros(layer.shape, device=passes.device, dtype=torch.float32)
             _add_squares(total, batch, layer, vectors, capture)
             owner = roles.workers[layer.name][0]
@@ -59,18 +73,18 @@ def _add_squares(
     vectors: Mapping[str, Sequence[Tensor]],
     capture: Capture,
 ) -> None:
-    """Add the squares of a batch's sequences. They are NaN if a call's rows are not one set per
-    sequence."""
-    rows = []
+    """Add the squared, rotated gradients of a batch's sequences to ``total``. It becomes NaN if the
+    first dimension of a call is not the batch's sequences."""
+    rows = []  # (inputs [N, T, I], output gradients [N, T, O]) of each call
     for call, gradient in zip(batch.calls, batch.gradients or (), strict=True):
         if call.layer.name == layer.name and gradient is not None:
-            x, g = capture.unpacked(call), call.gradient_rows(gradient)
+            x = capture.unpacked(call)
+            g = call.gradient_rows(gradient)
             kept = gradient.any() if call.kind.images else kept_rows(x, is_nonzero(g), call.mask)
             x_NTI, g_NTO = pairs(call, x, g, kept)
             if isinstance(call.module, ATTENTION):
-                sides = -1, batch.sequences
-                x_NTI = x_NTI.reshape(*sides, x_NTI.shape[-1]).transpose(0, 1)
-                g_NTO = g_NTO.reshape(*sides, g_NTO.shape[-1]).transpose(0, 1)
+                x_NTI = x_NTI.reshape(-1, batch.sequences, x_NTI.shape[-1]).transpose(0, 1)
+                g_NTO = g_NTO.reshape(-1, batch.sequences, g_NTO.shape[-1]).transpose(0, 1)
             rows.append((x_NTI, g_NTO))
     if any(len(x) != batch.sequences for x, _ in rows):
         total.fill_(torch.nan)
@@ -83,6 +97,6 @@ def _add_squares(
 
 
 def correctable(layer: LayerSpec) -> bool:
-    """Whether a layer's gradient is one sum of g a^T over a batch's rows."""
-    is_plain = layer.groups == layer.part[1] == 1
+    """Return whether a layer's gradient is one sum of g a^T over a batch's rows."""
+    is_plain = layer.groups == 1 and layer.part[1] == 1
     return is_plain and not LAYERS[layer.kind].needs_gradients

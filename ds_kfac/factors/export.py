@@ -1,4 +1,5 @@
-"""The running factors of a training run, to and from the files of :mod:`ds_kfac.factors.files`."""
+"""Write the running factors of a training run to the files of :mod:`ds_kfac.factors.files`, and
+continue from such files."""
 
 from pathlib import Path
 
@@ -8,13 +9,15 @@ from torch import Tensor
 
 from ds_kfac.comm.message import failing_together, merged
 from ds_kfac.curvature.eigen import Eigenbasis
+from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.factors import files
 from ds_kfac.factors.files import Factors, FactorsError
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
 
 SEEN = 100.0
-"""Number of batches that loaded factors count for, so that a new batch is weighted by the decay."""
+"""Number of batches for which loaded factors count, so many that a new batch gets the weight of the
+decay."""
 
 
 def export(
@@ -25,13 +28,13 @@ def export(
     dtype: torch.dtype = torch.float32,
     bases: bool = True,
 ) -> Path:
-    """Write a run's factors: running averages over batches, whose number is in "counts".
+    """Write a run's factors, which are running averages over batches. Collective.
 
-    The eigenbases are those in use, from the last refresh, and so older than the factors.
-    Collective.
+    "counts" in the index has the numbers of batches. The eigenbases are those in use. They are from
+    the last refresh, so they are older than the factors.
 
     Args:
-        folder: for the files; an earlier export in it is replaced.
+        folder: where to write; an earlier export in it is replaced.
         sides: "A", "G" or both.
         dtype: dtype of factors in the files.
         bases: whether to write eigenbases.
@@ -39,10 +42,13 @@ def export(
     Raises:
         FactorsError: on every rank; writing failed, or no factor has been computed yet.
     """
-    group, rank = job.channel.group, job.channel.rank
+    group = job.channel.group
+    rank = job.channel.rank
     headline = f"ds_kfac: export to {folder}"
     file = f"factors-{rank:05d}.safetensors"
-    tensors, counts, layers = dict[str, Tensor](), dict[str, float](), {}
+    tensors: dict[str, Tensor] = {}
+    counts: dict[str, float] = {}
+    layers = {}
     with failing_together(headline, group, FactorsError):
         get_accelerator().synchronize()  # offloaded factors may be on their way to the host
         (folder / files.INDEX).unlink(missing_ok=True)
@@ -53,7 +59,9 @@ def export(
                 keys = {side: names[spec.key] for side, spec in specs.items()}
                 layers[kfac.names[layer.name]] = files.described(layer, keys)
             for key, factor in kfac.curvature.factors.items():
-                if key[-1] in sides and key[:-2] in kfac.saved and float(factor.updates) > 0:
+                layer_name, side = key[:-2], key[-1]
+                is_exported = side in sides and layer_name in kfac.saved
+                if is_exported and float(factor.updates) > 0:
                     tensors[names[key]] = factor.packed_P.to(dtype)
                     counts[names[key]] = float(factor.updates)
             if bases:
@@ -75,47 +83,69 @@ def export(
 
 
 def _bases(kfac: KFACPreconditioner, names: dict[str, str], sides: str) -> dict[str, Tensor]:
-    """Eigenbases of the layers whose first gradient worker this rank is, by name in the files."""
-    tensors = dict[str, Tensor]()
+    """Return the eigenbases that this rank has to write, by name in the files.
+
+    A factor's eigenbasis is written by the first gradient worker of its first layer.
+
+    Args:
+        names: factor key -> its key in the files.
+        sides: "A", "G" or both.
+    """
+    tensors: dict[str, Tensor] = {}
     for layer in kfac.owned:
-        is_first = kfac.plan.assignment.workers[layer.name][0] == kfac.rank
-        if not is_first or layer.name not in kfac.saved:
+        is_first_worker = kfac.plan.assignment.workers[layer.name][0] == kfac.rank
+        if not is_first_worker or layer.name not in kfac.saved:
             continue
         for side, spec in kfac.curvature.of_layer.get(layer.name, {}).items():
-            basis, key = getattr(kfac.state[layer.name], side), names[spec.key]
-            if side in sides and spec.layers[0] == layer.name and isinstance(basis, Eigenbasis):
-                tensors |= {f"{key}/vectors.{k}": x for k, x in enumerate(basis.vectors)}
+            basis = getattr(kfac.state[layer.name], side)
+            is_first_layer = spec.layers[0] == layer.name
+            if side in sides and is_first_layer and isinstance(basis, Eigenbasis):
+                key = names[spec.key]
+                for k, vectors in enumerate(basis.vectors):
+                    tensors[f"{key}/vectors.{k}"] = vectors
                 tensors[f"{key}/values"] = basis.values
     return tensors
 
 
 def begin_from(job: Job, factors: Factors) -> None:
-    """Continue with these factors, decomposed now, in place of the run's. Steps and rates stay;
-    moments of K-FAC's layers begin at zero. Collective, between steps.
+    """Replace a run's factors by these, and decompose them now. Collective, between steps.
+
+    Steps and learning rates stay. Moments of K-FAC layers begin at zero.
 
     Raises:
         FactorsError: on every rank, with nothing changed: a layer is missing or of another size, or
             G is of another fisher.
     """
-    states, fisher = [], factors.header["fisher"]
     headline = f"ds_kfac: factors of {factors.folder}"
+    states = []
     with failing_together(headline, job.channel.group, FactorsError):
         for kfac in job.preconditioners:
-            held, own = {}, kfac.config.factor.fisher
-            for key, spec in kfac.curvature.specs.items():
-                layer, side = kfac.names[spec.layers[0]], key[-1]
-                found = factors.side(layer, side)
-                if found != spec.side:
-                    text = f"{side} is {found}, of this model and config {spec.side}"
-                    raise FactorsError(f"{layer}: {text}")
-                if side == "G" and fisher != own:
-                    raise FactorsError(f"G is of fisher {fisher!r}, this run's is {own!r}")
-                if kfac.curvature.eigen_workers[key] == kfac.rank:
-                    seen = torch.full((), SEEN, device=kfac.device, dtype=torch.float32)
-                    packed = factors.packed(layer, side)
-                    held[key] = kfac.curvature.factor(spec.side, packed, seen)
             schedule = kfac.curvature.state_dict()["schedule"]
-            new = {"layers": {}, "factors": {"factors": held, "schedule": schedule}}
+            new = {
+                "layers": {},
+                "factors": {"factors": _owned_factors(kfac, factors), "schedule": schedule},
+            }
             states.append({**kfac.state_dict(), **new})
     for kfac, state in zip(job.preconditioners, states, strict=True):
         kfac.load_state_dict(state, decompose=True)
+
+
+def _owned_factors(kfac: KFACPreconditioner, factors: Factors) -> dict[str, KroneckerFactor]:
+    """Return key -> factor for the factors of a domain that this rank owns, from the files. Raises
+    FactorsError if any factor, of this rank or another, does not fit."""
+    fisher = kfac.config.factor.fisher
+    saved_fisher = factors.header["fisher"]
+    owned = {}
+    for key, spec in kfac.curvature.specs.items():
+        layer, side = kfac.names[spec.layers[0]], key[-1]
+        saved_side = factors.side(layer, side)
+        if saved_side != spec.side:
+            text = f"{side} is {saved_side}, of this model and config {spec.side}"
+            raise FactorsError(f"{layer}: {text}")
+        if side == "G" and saved_fisher != fisher:
+            raise FactorsError(f"G is of fisher {saved_fisher!r}, this run's is {fisher!r}")
+        if kfac.curvature.eigen_workers[key] == kfac.rank:
+            updates = torch.full((), SEEN, device=kfac.device, dtype=torch.float32)
+            packed = factors.packed(layer, side)
+            owned[key] = kfac.curvature.factor(spec.side, packed, updates)
+    return owned

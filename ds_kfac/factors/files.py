@@ -1,16 +1,18 @@
-"""The files of factors: safetensors, one from every rank, and an index that is written last.
+"""Write and read files of factors: a safetensors file from every rank, and an index that is written
+last.
 
     index.json                    layers, counts, and which file has which tensor
     factors-00000.safetensors     what rank 0 owns
 
-    <layer>/A, <layer>/G      the mean of a a^T, of g g^T: lower triangles of the side's blocks,
+    <layer>/A, <layer>/G      [P], the mean of a a^T or g g^T: lower triangles of the side's blocks,
                               one after the other, row by row; fp32, or bf16 beside checkpoints
     <layer>/A/vectors.<k>     [n, b, b], eigenvectors in columns; the k-th group of equal blocks
     <layer>/A/values          [D], eigenvalues, ascending in each block
     <layer>/corrected         [O, I], EKFAC's eigenvalues, see corrected.py
 
 A folder without index.json is not finished, and does not load. ``layer`` is the name of a module,
-or of one of its matrices (an expert's). I includes the 1 of a bias, the last column.
+or of one of its matrices, such as an expert's. O and I are the sides of a layer's matrix; I
+includes the bias as the last column, whose input is 1.
 """
 
 import difflib
@@ -30,15 +32,17 @@ from ds_kfac.curvature.eigen import Eigenbasis
 from ds_kfac.curvature.factor import Side
 from ds_kfac.model.layers import LayerSpec
 
-INDEX, VERSION = "index.json", 3
+INDEX = "index.json"
+VERSION = 3
+"""Number of the layout of the files. Raise it if older versions could not read the new files."""
 
 
 class FactorsError(ValueError):
-    """Factors could not be computed, written or read; says what to do."""
+    """Factors could not be computed, written or read. The message says what to do."""
 
 
 def safetensors() -> Any:
-    """The module safetensors.torch."""
+    """Return the module safetensors.torch. Raises FactorsError if it is not installed."""
     try:
         return importlib.import_module("safetensors.torch")
     except ImportError as problem:
@@ -57,13 +61,17 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_index(folder: Path, header: Mapping[str, Any]) -> None:
-    """Finish a folder. ``header``: see :class:`Factors`."""
-    whole = {"format": "ds_kfac.factors", "version": VERSION, **header}
-    write_text(folder / INDEX, json.dumps(whole, indent=1))
+    """Write the index, which finishes a folder. ``header``: see :class:`Factors`."""
+    index = {"format": "ds_kfac.factors", "version": VERSION, **header}
+    write_text(folder / INDEX, json.dumps(index, indent=1))
 
 
 def described(layer: LayerSpec, keys: Mapping[str, str]) -> dict[str, Any]:
-    """A layer's entry in the index. ``keys``: side -> key of its factor, without identity sides."""
+    """Return a layer's entry in the index.
+
+    Args:
+        keys: "A" or "G" -> key of the factor. Sides that are the identity have none.
+    """
     return {
         "module": layer.module,
         "kind": layer.kind,
@@ -78,14 +86,20 @@ def described(layer: LayerSpec, keys: Mapping[str, str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Factors:
-    """A finished folder. Tensors are read on access, to the CPU.
+    """Factors in a finished folder. Tensors are read on access, to the CPU.
 
     Attributes:
-        header: the index. "layers": name -> module, kind, weight, bias, sides and groups. "counts":
-            factor key -> number of rows that it is the mean of; of a run's export, of batches.
-            "fisher": "empirical", "monte_carlo" or "activations_only". "weight_map": tensor ->
-            file. Of ``fit`` also "batches", "sequences" (of the data), "left_alone" (module ->
-            why) and "weight_sharing"; of a run's export "steps".
+        folder: where the files are.
+        header: the index, a dict with these keys:
+
+            - "layers": layer name -> module, kind, weight, bias, sides, groups and part.
+            - "counts": factor key -> number of rows that the factor is the mean of; in a run's
+              export the number of batches.
+            - "fisher": "empirical", "monte_carlo" or "activations_only".
+            - "weight_map": tensor name -> file name.
+            - only from ``fit``: "batches" and "sequences", numbers of the data; "left_alone",
+              module -> why it has no factors; "weight_sharing".
+            - only from a run's export: "steps".
     """
 
     folder: Path
@@ -113,22 +127,24 @@ class Factors:
 
     @property
     def layers(self) -> Mapping[str, Mapping[str, Any]]:
+        """Layer name -> its entry in the index."""
         return self.header["layers"]
 
     def side(self, layer: str, side: str) -> Side:
-        """Width and blocks of "A" or "G"."""
+        """Return width and blocks of a layer's side, "A" or "G"."""
         entry = self._layer(layer)[side]
         return Side(entry["dim"], entry["block"])
 
     def count(self, layer: str, side: str) -> float:
-        """Number of rows that a factor is the mean of."""
+        """Return the number of rows (in a run's export, batches) that a factor is the mean of."""
         key = self._layer(layer)[side]["of"]
         if key not in self.header["counts"]:
             raise FactorsError(f"{self.folder}: {layer} has no {side}; it was not computed")
         return self.header["counts"][key]
 
     def factor(self, layer: str, side: str) -> Tensor:
-        """A factor as one matrix, fp32 [D, D], zero between blocks; an identity side gives I."""
+        """Return a factor as one matrix, fp32 [D, D], zero between blocks. A side that is the
+        identity gives the unit matrix."""
         shape = self.side(layer, side)
         if shape.block == 0:
             return torch.eye(shape.dim, dtype=torch.float32, device="cpu")
@@ -136,34 +152,39 @@ class Factors:
         return torch.block_diag(*(matrix for group in blocks for matrix in group))
 
     def packed(self, layer: str, side: str) -> Tensor:
-        """A factor's packed lower triangles, fp32 [P], as training has them."""
+        """Return a factor's packed lower triangles, fp32 [P], as training has them."""
         return self._tensor(self._layer(layer)[side]["of"]).float()
 
     def eigenbasis(self, layer: str, side: str) -> Eigenbasis:
-        """A factor's eigenbasis. Raises FactorsError if there is none, as for a zero factor."""
+        """Return a factor's eigenbasis. Raises FactorsError if there is none: a factor that is zero
+        has none."""
         shape = self.side(layer, side)
         if shape.block == 0:
             return Eigenbasis((), torch.ones(shape.dim, dtype=torch.float32, device="cpu"))
-        key, groups = self._layer(layer)[side]["of"], len(shape.groups) if shape.block > 1 else 0
-        vectors = tuple(self._tensor(f"{key}/vectors.{k}") for k in range(groups))
+        key = self._layer(layer)[side]["of"]
+        groups = shape.groups if shape.block > 1 else ()  # a diagonal has no eigenvectors
+        vectors = tuple(self._tensor(f"{key}/vectors.{k}") for k in range(len(groups)))
         return Eigenbasis(vectors, self._tensor(f"{key}/values"))
 
     def corrected(self, layer: str) -> Tensor:
-        """EKFAC's eigenvalues [O, I]. Raises FactorsError if there are none."""
+        """Return EKFAC's eigenvalues, fp32 [O, I]. Raises FactorsError if there are none."""
         self._layer(layer)
         return self._tensor(f"{layer}/corrected")
 
     def has(self, layer: str, what: str) -> bool:
-        """Whether there is a tensor, named as in the files: "A", "G/values", "corrected"."""
-        about, (side, slash, rest) = self._layer(layer), what.partition("/")
-        is_factor = side in ("A", "G")
-        name = f"{about[side]['of']}{slash}{rest}" if is_factor else f"{layer}/{what}"
+        """Return whether the files have a tensor of a layer. ``what``: its name in the files after
+        the layer's, such as "A", "G/values" or "corrected"."""
+        entry = self._layer(layer)
+        side, slash, rest = what.partition("/")
+        name = f"{layer}/{what}"
+        if side in ("A", "G"):
+            name = f"{entry[side]['of']}{slash}{rest}"  # layers may share a factor
         return name in self.header["weight_map"]
 
     def _layer(self, name: str) -> Mapping[str, Any]:
         if name not in self.layers:
-            near = difflib.get_close_matches(name, self.layers, n=1) or list(self.layers)[:4]
-            raise FactorsError(f"{self.folder}: no layer {name!r}; there is {', '.join(near)}")
+            names = difflib.get_close_matches(name, self.layers, n=1) or list(self.layers)[:4]
+            raise FactorsError(f"{self.folder}: no layer {name!r}; there is {', '.join(names)}")
         return self.layers[name]
 
     def _tensor(self, name: str) -> Tensor:

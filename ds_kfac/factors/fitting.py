@@ -1,9 +1,11 @@
-"""``ds_kfac.fit``: exact factors of any model, without training; each factor has one owner.
+"""Compute exact factors of any model without training: ``ds_kfac.fit``.
 
-Batch sums of a few layers at a time are sent to their owners, which add them up in fp64: means over
-all rows, without decay. Then come eigenbases, and in a second pass EKFAC's eigenvalues. A rank's
-transient memory, beside the model's: inputs and output gradients of all layers for one batch, sums
-of :data:`ROUND_BYTES` at most or of one layer, and their messages.
+Each factor has one rank as its owner. In a first pass over the data, batch sums of a few layers at
+a time are sent to their owners, which add them up in fp64. Factors are means over all rows, without
+decay. Then their owners decompose them, and a second pass computes EKFAC's eigenvalues.
+
+In a pass a rank needs this memory beside the model's: inputs and output gradients of all layers for
+one batch; batch sums, of one layer or at most :data:`ROUND_BYTES`; and the messages of these sums.
 """
 
 import json
@@ -55,37 +57,42 @@ def fit(
     corrected: bool = True,
     progress: bool = True,
 ) -> Factors:
-    """Compute A, G, their eigenbases and EKFAC's eigenvalues over some data, into files.
+    """Compute A, G, their eigenbases and EKFAC's eigenvalues over some data, and write them to
+    files.
 
     Collective if torch.distributed runs. The model runs in evaluation mode, and is left as it was.
     Factors that ``out`` already holds are replaced.
 
-    A is the mean of a a^T, and G that of g g^T, over all rows but padding. g is the gradient of a
-    term's own loss: with ``reduction="mean"`` what arrives at the layer, times the batch's number
-    of rows. Labels are not looked at. Where a mean leaves rows without a label out, G is therefore
-    the mean over labelled rows times (rows / labelled rows): return the sum of the terms then, with
-    ``reduction="sum"``.
+    A is the mean of a a^T over all rows but padding, and G is the mean of g g^T. g is the gradient
+    of a single term of the loss. With ``reduction="mean"`` it is the gradient that arrives at the
+    layer, times the batch's number of rows. Labels are not looked at. So if your loss is a mean
+    that leaves out rows without a label, G is too large by the factor rows / labelled rows: then
+    return the sum of the terms, with ``reduction="sum"``.
 
     Args:
-        model: an nn.Module, whole on every rank, or a DeepSpeedEngine of any ZeRO stage.
-        data: batches of this rank: a mapping (the forward's keywords), a tuple or list (its
-            arguments) or a tensor. Ranks may have different numbers of batches.
-        loss: (model, batch) -> scalar; None: the loss that the model returns, which is ``loss`` of
-            its output, the first scalar of a tuple, or a scalar itself.
+        model: an nn.Module that is whole on every rank, or a DeepSpeedEngine of any ZeRO stage.
+        data: batches of this rank. A batch is a mapping (keyword arguments of the model's forward),
+            a tuple or list (its positional arguments) or a tensor. Ranks may have different numbers
+            of batches.
+        loss: function of model and batch that returns a scalar. None: the loss that the model
+            returns, which is ``loss`` of its output, the first scalar of a tuple, or a scalar.
         out: folder for the files (:mod:`ds_kfac.factors.files`).
-        config: a "kfac" block, of which ``layers`` and from ``factor`` ``dense_max``, ``fisher``,
-            ``weight_sharing``, ``sampler`` and ``prediction`` are read. ``fisher`` is "empirical"
-            (the default), "monte_carlo" (the true Fisher) or "activations_only" (A alone).
+        config: a "kfac" block. It is read for ``layers``, and for ``dense_max``, ``fisher``,
+            ``weight_sharing``, ``sampler`` and ``prediction`` in ``factor``. ``fisher`` is
+            "empirical" (the default), "monte_carlo" (the true Fisher) or "activations_only" (only
+            A).
         reduction: "mean" if the loss is a mean over its terms, "sum" if it is their sum.
-        mask: (arguments, keywords) of the model's forward -> its attention masks [N, T]: one,
-            several or None; None: the arguments whose names end in ``attention_mask``.
+        mask: function of the positional and the keyword arguments of the model's forward that
+            returns its attention masks [N, T]: one, several or None. None: the arguments whose
+            names end in ``attention_mask``.
         corrected: whether to make a second pass over the data, for EKFAC's eigenvalues. These take
-            the first dimension of a layer's input for the sequences.
+            the first dimension of a layer's input as the sequences.
+        progress: whether rank 0 shows a progress bar.
 
     Raises:
-        FactorsError: on every rank; no data, a layer without a row, a loss or a gradient that is
-            not finite, a full disk. Nothing unfinished loads.
-        ValueError: a wrong config.
+        FactorsError: on every rank, for example if there is no data, a layer has no row, a loss or
+            gradient is not finite, or the disk is full. Unfinished files do not load.
+        ValueError: the config or ``reduction`` is wrong.
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"ds_kfac.fit: reduction: got {reduction!r}; must be mean or sum")
@@ -110,12 +117,13 @@ def fit(
 
 @contextmanager
 def joined() -> Iterator[None]:
-    """Run in the process's job, or the launcher's; without one, in a job of a single rank."""
-    outside = not dist.is_initialized()
-    alone = outside and int(os.environ.get("WORLD_SIZE", "1")) == 1
-    if outside:  # compiling it takes minutes, traffic is small
+    """Run in the process's job, else in the launcher's, else in a job of a single rank."""
+    is_new = not dist.is_initialized()
+    is_alone = is_new and int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if is_new:
+        # compiling this extension takes minutes, and there is little traffic
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if alone:
+    if is_alone:
         is_cpu = get_accelerator().device_name() == "cpu"
         backend = "gloo" if is_cpu else get_accelerator().communication_backend_name()
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -123,7 +131,7 @@ def joined() -> Iterator[None]:
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
         yield
     finally:
-        if alone:
+        if is_alone:
             dist.destroy_process_group()
 
 
@@ -131,24 +139,29 @@ class _Fitting:
     """One call of :func:`fit`.
 
     Attributes:
+        scanned: the layers of the model, and the modules that are left alone.
+        plan: which rank owns which factor.
         specs: factor key -> its spec.
         tensors: name in the files -> tensor that this rank writes.
-        counts: factor key -> number of rows, of all factors.
+        counts: factor key -> number of its rows, for the factors of all ranks.
     """
 
     def __init__(self, passes: Passes, out: Path, config: KFACConfig) -> None:
-        self.passes, self.out, self.config = passes, out, config
-        self.channel, self.device = passes.channel, passes.device
+        self.passes = passes
+        self.out = out
+        self.config = config
+        self.channel = passes.channel
+        self.device = passes.device
         self.scanned = scan(passes.model, config.choice)
         layers = self.scanned.layers
-        cut = [layer.name for layer in layers if layer.cut != (1, 1) or layer.copies > 1]
+        not_whole = [layer.name for layer in layers if layer.cut != (1, 1) or layer.copies > 1]
         for name, parameter in passes.model.named_parameters():
             if getattr(parameter, "allreduce", True) is False:  # one of DeepSpeed's experts
-                cut.append(name)
-        if cut:
+                not_whole.append(name)
+        if not_whole:
             raise FactorsError(
-                f"ds_kfac.fit: {cut[0]} is a tensor-parallel shard, or of DeepSpeed's experts; "
-                "train a step and use engine.kfac.export"
+                f"ds_kfac.fit: {not_whole[0]} is a tensor-parallel shard, or of DeepSpeed's "
+                "experts; train a step and use engine.kfac.export"
             )
         self.plan = plan_of(layers, config, self.channel.world, self.device)
         self.specs = {spec.key: spec for spec in self.plan.assignment.factors}
@@ -157,19 +170,22 @@ class _Fitting:
 
     def run(self, mask: ReadMask | None, corrects: bool) -> None:
         """Make the passes and write the files. Collective."""
-        group, rank, factor = self.channel.group, self.channel.rank, self.config.factor
-        keys = factors_by_layer(self.plan.assignment.factors)
+        group = self.channel.group
+        rank = self.channel.rank
+        factor = self.config.factor
+        specs = factors_by_layer(self.plan.assignment.factors)
         layers = {}
         for layer in self.plan.layers:
-            of_sides = {side: spec.key for side, spec in keys.get(layer.name, {}).items()}
-            layers[layer.name] = files.described(layer, of_sides)
+            keys = {side: spec.key for side, spec in specs.get(layer.name, {}).items()}
+            layers[layer.name] = files.described(layer, keys)
         if len(set(gathered(zlib.crc32(json.dumps(layers).encode()), group))) > 1:
             raise FactorsError("ds_kfac.fit: ranks have different layers (pipelines, or shards)")
         file = f"factors-{rank:05d}.safetensors"
         with failing_together(f"ds_kfac.fit: {self.out}", group, FactorsError):
             (self.out / files.INDEX).unlink(missing_ok=True)
             files.write_tensors(self.out / file, {})  # a folder that is read-only is an error now
-        model, rows = self.passes.model, RowSums(factor.weight_sharing, positions=False)
+        model = self.passes.model
+        rows = RowSums(factor.weight_sharing, positions=False)
         capture = Capture(
             model, self.plan.layers, lambda _: 1.0, device=self.device, rows=rows, sampled=True
         )
@@ -202,17 +218,25 @@ class _Fitting:
 
     @torch.no_grad()
     def _add_factors(self, capture: Capture) -> tuple[int, int]:
-        """Make the first pass, and fill ``tensors`` and ``counts``. Returns the numbers of batches
-        and sequences. Collective."""
-        roles, world, float64 = self.plan.assignment, self.channel.world, torch.float64
-        sums, counts = dict[str, Tensor](), dict[str, Tensor]()
+        """Make the first pass, and fill ``tensors`` and ``counts``. Collective.
+
+        Returns the numbers of batches and sequences of all ranks.
+        """
+        roles = self.plan.assignment
+        fp64: dict[str, Any] = {"dtype": torch.float64, "device": self.device}
+        sums: dict[str, Tensor] = {}  # of the factors that this rank owns
+        counts: dict[str, Tensor] = {}
         for key, spec in self.specs.items():
             if roles.eigen_workers[key] == self.channel.rank:
-                sums[key] = torch.zeros(spec.side.numel, dtype=float64, device=self.device)
-                counts[key] = torch.zeros((), dtype=float64, device=self.device)
-        totals = torch.zeros(3, dtype=float64, device=self.device)  # batches, sequences, rows
+                sums[key] = torch.zeros(spec.side.numel, **fp64)
+                counts[key] = torch.zeros((), **fp64)
+        totals = torch.zeros(3, **fp64)  # batches, sequences, rows
         reduction = ReductionPlan(
-            roles.factors, roles.eigen_workers, Contributors(world), torch.float32, BUCKET_BYTES
+            roles.factors,
+            roles.eigen_workers,
+            Contributors(self.channel.world),
+            torch.float32,
+            BUCKET_BYTES,
         )
         reducer = Reducer(reduction, self.channel, self.device)
         for batch in self.passes.over("factors", capture, frozenset(self.specs)):
@@ -227,11 +251,12 @@ class _Fitting:
                         sums[key] += total.sum_P
                         counts[key] += total.counts[ROWS]
         batches, sequences, rows = self.channel.sum(totals).tolist()
-        for key in counts:  # G is a mean over all rows, also of batches that do not use an expert
+        # G is a mean over all rows, also over those of batches that do not use an expert
+        for key in counts:
             if key in capture.of_gradients and counts[key] > 0:
                 counts[key].fill_(rows)
-        known = {key: float(count) for key, count in counts.items()}
-        self.counts = merged(known, self.channel.group)
+        owned_counts = {key: float(count) for key, count in counts.items()}
+        self.counts = merged(owned_counts, self.channel.group)
         with failing_together("ds_kfac.fit", self.channel.group, FactorsError):
             self._check_rows(capture)
             for key, count in counts.items():
@@ -240,12 +265,16 @@ class _Fitting:
         return round(batches), round(sequences)
 
     def _check_rows(self, capture: Capture) -> None:
-        """Raise FactorsError if the rows of a layer are not known, or there are none."""
+        """Raise FactorsError if it is not known which rows of a layer count, or if it had none."""
         for name, error in capture.failed.items():
             raise FactorsError(f"{name}: {error}")
-        without = {key[:-2] for key, count in self.counts.items() if not count}
-        # an expert may have had no token
-        idle = [x.name for x in self.plan.layers if x.name in without and x.part[1] == 1]
+        without_rows = {key[:-2] for key, count in self.counts.items() if not count}
+        idle = [
+            layer.name
+            for layer in self.plan.layers
+            # an expert of a stack may have had no token
+            if layer.name in without_rows and layer.part[1] == 1
+        ]
         if idle:
             raise FactorsError(
                 f"{len(idle)} layers had no row: {', '.join(idle[:5])}; they are never called, "
@@ -254,11 +283,12 @@ class _Fitting:
             )
 
     def _decomposed(self, key: str, packed: Tensor) -> dict[str, Tensor]:
-        """Name in the files -> tensor of a factor's eigenbasis; none if the factor is zero."""
+        """Return name in the files -> tensor for a factor's eigenbasis. A factor that is zero has
+        none."""
         if not packed.any():
             return {}
-        one = torch.ones((), device=self.device, dtype=torch.float32)
-        factor = KroneckerFactor(self.specs[key].side, packed, one)
+        updates = torch.ones((), device=self.device, dtype=torch.float32)
+        factor = KroneckerFactor(self.specs[key].side, packed, updates)
         basis = refresh_all([Request(factor)])[0].basis
         if basis is None:
             raise FactorsError(f"{key}: could not be decomposed: an entry is not finite")
@@ -267,21 +297,24 @@ class _Fitting:
 
 
 def _sums_of(batch: Batch, layers: Sequence[LayerSpec], capture: Capture) -> dict[str, BatchSum]:
-    """This rank's batch sums of some layers, by factor key."""
+    """Return factor key -> this rank's sum over a batch, for the factors of some layers."""
     names = {layer.name for layer in layers}
-    places = [place for place, call in enumerate(batch.calls) if call.layer.name in names]
-    calls, gradients = [batch.calls[place] for place in places], batch.gradients
-    asked = None if gradients is None else [gradients[place] for place in places]
-    capture.add_asked(calls, asked, 1.0 / batch.gain)
+    indices = [index for index, call in enumerate(batch.calls) if call.layer.name in names]
+    calls = [batch.calls[index] for index in indices]
+    gradients = None
+    if batch.gradients is not None:
+        gradients = [batch.gradients[index] for index in indices]
+    capture.add_asked(calls, gradients, 1.0 / batch.gain)
     sums = {**capture.sums, **capture.current.sums}
-    capture.sums, capture.current.sums = {}, {}
+    capture.sums = {}
+    capture.current.sums = {}
     return sums
 
 
 def plan_of(
     layers: Sequence[LayerSpec], config: KFACConfig, world: int, device: torch.device
 ) -> Plan:
-    """The plan: each layer has one owner, by predicted cost, whatever ZeRO does."""
+    """Return a plan in which each layer has one owner, by predicted cost, whatever ZeRO does."""
     config = config.having("assignment", gradient_worker_fraction=1 / world)
     config = config.having("preconditioner", method="eigen")
     costs = BUILTIN["cpu" if device.type == "cpu" else "cuda"]
@@ -290,30 +323,41 @@ def plan_of(
 
 
 def peak_bytes(plan: Plan) -> list[int]:
-    """Most bytes that :func:`fit` keeps on each rank: fp32 factors and bases, and fp64 sums of the
-    factors while these are made, or of corrected eigenvalues."""
+    """Return the most bytes that :func:`fit` keeps on each rank.
+
+    These are factors and eigenbases in fp32, and sums in fp64: of factors in the first pass, of
+    corrected eigenvalues in the second.
+    """
     roles = plan.assignment
-    kept, first, second = ([0] * roles.world for _ in range(3))
+    results = [0] * roles.world
+    first_sums = [0] * roles.world
+    second_sums = [0] * roles.world
     for spec in roles.factors:
         owner = roles.eigen_workers[spec.key]
-        kept[owner] += 4 * (spec.side.numel + spec.side.basis_numel + spec.side.dim)
-        first[owner] += 8 * spec.side.numel
+        results[owner] += 4 * (spec.side.numel + spec.side.basis_numel + spec.side.dim)
+        first_sums[owner] += 8 * spec.side.numel
     for layer in plan.layers:
         if layer.G.block and correctable(layer):
-            second[roles.workers[layer.name][0]] += 8 * layer.numel
-    return [x + max(sums) for x, *sums in zip(kept, first, second, strict=True)]
+            owner = roles.workers[layer.name][0]
+            second_sums[owner] += 8 * layer.numel
+    return [
+        result + max(first, second)
+        for result, first, second in zip(results, first_sums, second_sums, strict=True)
+    ]
 
 
 def rounds(
     layers: Sequence[LayerSpec], specs: Mapping[str, FactorSpec]
 ) -> Iterator[list[LayerSpec]]:
-    """Layers whose batch sums are in memory together."""
-    together, nbytes = list[LayerSpec](), 0
+    """Yield lists of layers whose batch sums are in memory together."""
+    layers_of_round: list[LayerSpec] = []
+    nbytes = 0
     for layer in layers:
-        more = sum(4 * specs[key].side.numel for key in layer.keys if key in specs)
-        if together and nbytes + more > ROUND_BYTES:
-            yield together
-            together, nbytes = [], 0
-        together.append(layer)
-        nbytes += more
-    yield together
+        layer_bytes = sum(4 * specs[key].side.numel for key in layer.keys if key in specs)
+        if layers_of_round and nbytes + layer_bytes > ROUND_BYTES:
+            yield layers_of_round
+            layers_of_round = []
+            nbytes = 0
+        layers_of_round.append(layer)
+        nbytes += layer_bytes
+    yield layers_of_round

@@ -1,8 +1,9 @@
-"""A pass of a model over data: of each batch the layers' calls and the gradients of their outputs.
+"""Run a model over data, and collect the layers' calls and the gradients of their outputs for each
+batch.
 
 Ranks take their batches at the same time. Autograd is asked for the gradients of layer outputs, so
-no parameter gets one. At ZeRO stage 3 all ranks fetch weights together: a rank without a batch then
-runs its last one again, or that of another rank.
+no parameter gets a gradient. At ZeRO stage 3 all ranks fetch weights together, so a rank that has
+no batch left runs its last one again, or another rank's if it had none.
 """
 
 import itertools
@@ -27,26 +28,27 @@ from ds_kfac.model.sampled_loss import SAMPLERS, prediction_tensor
 from ds_kfac.zero.deepspeed_versions import autocast
 
 SCALES = {torch.float16: 2.0**12}
-"""dtype -> factor on the loss, where gradients would underflow."""
+"""Model's dtype -> factor on the loss, for dtypes in which gradients would underflow."""
 SEED = 0x5EED
+"""Seed of the labels that are drawn with "monte_carlo"."""
 WRAPPERS = DeepSpeedEngine, nn.DataParallel, nn.parallel.DistributedDataParallel
-"""What holds the model as ``module``."""
+"""Classes that hold the model as ``module``."""
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass(eq=False)
 class Batch:
-    """Results of a batch on this rank; empty if the rank has no batch left.
+    """Results of a batch on this rank. Empty if the rank has no batch left.
 
     Attributes:
-        number: the same on all ranks, from 0.
-        calls: of the layers, in the order in which they ran.
-        gradients: of the calls' outputs, None where the loss does not depend on one; None: there
-            was no backward pass.
-        sequences: first dimension of the batch's first tensor.
+        number: number of the batch from 0, the same on all ranks.
+        calls: calls of the layers, in the order in which they ran.
+        gradients: gradient of each call's output, None where the loss does not depend on the
+            output. None in place of the list if there was no backward pass.
+        sequences: number of sequences, the first dimension of the batch's first tensor.
         rows: number of rows of the layer nearest to the loss, without padding.
-        gain: factor from a gradient to that of a term's own loss.
+        gain: factor from a gradient to the gradient of a single term of the loss.
     """
 
     number: int
@@ -73,7 +75,10 @@ class Passes:
     ) -> None:
         self.engine = model if isinstance(model, DeepSpeedEngine) else None
         self.model: nn.Module = model.module if isinstance(model, WRAPPERS) else model
-        self.data, self.loss, self.config, self.channel = data, loss, config, channel
+        self.data = data
+        self.loss = loss
+        self.config = config
+        self.channel = channel
         self.is_sum = reduction == "sum" and config.fisher != "monte_carlo"
         self.is_hidden = not shows or channel.rank > 0
         first = next(self.model.parameters(), torch.empty(0, dtype=torch.float32, device="cpu"))
@@ -82,16 +87,24 @@ class Passes:
             casts = torch.is_autocast_enabled(self.device.type)
             dtype = torch.get_autocast_dtype(self.device.type) if casts else first.dtype
         self.scale = SCALES.get(dtype, 1.0)
-        self.is_sharded = any(hasattr(one, "ds_id") for one in self.model.parameters())
+        self.is_sharded = any(hasattr(parameter, "ds_id") for parameter in self.model.parameters())
 
     def over(self, what: str, capture: Capture, keys: frozenset[str]) -> Iterator[Batch]:
-        """Run the model on every batch, to capture some factors. Collective.
+        """Run the model on every batch. Collective.
 
-        A rank yields as many results as the others. Raises FactorsError on every rank if one has a
-        batch that is wrong, or none has any.
+        Args:
+            what: title of the progress bar.
+            keys: factors to capture.
+
+        Yields the same number of results on every rank.
+
+        Raises:
+            FactorsError: on every rank, if one has a batch that is wrong, or none has any.
         """
         bar = tqdm(self.data, what, unit=" batches", disable=self.is_hidden)
-        iterator, last, problem = iter(bar), None, ""
+        iterator = iter(bar)
+        last = None
+        problem = ""  # of this rank; the others are told with the next batch
         for number in itertools.count():
             batch = None
             try:
@@ -100,23 +113,29 @@ class Passes:
                     raise ValueError("no tensor that has a dimension")
             except Exception as error:
                 problem = problem or f"batch {number}: {type(error).__name__}: {error}"
-            # a rank that never has a batch gets another's, if it must run one
-            sent = batch if self.is_sharded and number == 0 else (batch is not None or None)
-            present = [one for one in self._together(problem, sent) if one is not None]
+            has_batch = batch is not None
+            # at ZeRO stage 3 a rank that never has a batch runs one that another rank sends
+            sends_batch = self.is_sharded and number == 0
+            sent: Any = batch if sends_batch else has_batch or None
+            present = [value for value in self._together(problem, sent) if value is not None]
             if not present:
                 break
-            last = batch if batch is not None else last if number else present[0]
+            if has_batch:
+                last = batch
+            elif number == 0:
+                last = present[0]
             result = Batch(number)
-            if batch is not None or self.is_sharded:
+            if has_batch or self.is_sharded:
                 result, problem = self._try(last, number, capture, keys)
-            result = Batch(number) if batch is None else result
+            if not has_batch:
+                result = Batch(number)
             yield result
             result.calls = result.gradients = ()  # the caller still has it: free the memory
         if not number:
             raise FactorsError("ds_kfac.fit: the data is empty, on every rank")
 
     def _together(self, problem: str, value: Any = None) -> list[Any]:
-        """Every rank's value. Raises FactorsError on all ranks if one has a problem."""
+        """Return every rank's value. Raises FactorsError on all ranks if one has a problem."""
         everyone = gathered((problem, value), self.channel.group)
         texts = [f"rank {rank}, {text}" for rank, (text, _) in enumerate(everyone) if text]
         if texts:
@@ -126,11 +145,12 @@ class Passes:
     def _try(
         self, batch: Any, number: int, capture: Capture, keys: frozenset[str]
     ) -> tuple[Batch, str]:
-        """A batch's result, and a text of what is wrong with it."""
+        """Return a batch's result, and a text of what is wrong with it, or ""."""
         result = Batch(number)
         try:
             problem = self._run(batch, result, capture, keys)
-            problem = problem and f"batch {number}: {problem}"
+            if problem:
+                problem = f"batch {number}: {problem}"
         except FactorsError:
             raise
         except Exception as error:
@@ -140,7 +160,8 @@ class Passes:
         return (Batch(number), problem) if problem else (result, "")
 
     def _run(self, batch: Any, result: Batch, capture: Capture, keys: frozenset[str]) -> str:
-        """Fill a result; returns what is wrong with the batch, or ""."""
+        """Run the model on a batch and fill its result. Returns what is wrong with the batch, or
+        ""."""
         for layer, error in capture.failed.items():
             return f"the rows of {layer} in the batch before are not known: {error}"
         batch = _pytree.tree_map(
@@ -156,7 +177,7 @@ class Passes:
             return ""
         problem = self._no_loss(value, calls)
         if self.is_sharded:  # others would wait in their backward pass for this rank's weights
-            self._together(problem and f"batch {result.number}: {problem}")
+            self._together(f"batch {result.number}: {problem}" if problem else "")
         if problem:
             return problem
         edges = [call.edge for call in calls if call.edge is not None]
@@ -174,7 +195,8 @@ class Passes:
         return ""
 
     def _value(self, batch: Any, number: int) -> Any:
-        """The loss of a batch; with "monte_carlo" on drawn labels."""
+        """Return the loss of a batch; with "monte_carlo" that of labels drawn from the model's
+        prediction."""
         outputs: list[Any] = []
         predicting = self.model.get_submodule(self.config.prediction or "")
         handle = predicting.register_forward_hook(lambda *call: outputs.append(call[-1]))
@@ -191,8 +213,10 @@ class Passes:
         if self.config.fisher != "monte_carlo":
             return value
         prediction = prediction_tensor(outputs[-1])
+        # only entries of the prediction on which the loss depends get labels
         reached = torch.ones_like(prediction, dtype=torch.bool)
-        if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad:
+        is_loss = isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad
+        if is_loss:
             (gradient,) = torch.autograd.grad(value, prediction, retain_graph=True)
             reached = gradient != 0
         generator = torch.Generator(device=self.device)
@@ -200,7 +224,7 @@ class Passes:
         return SAMPLERS[self.config.sampler](prediction, reached, generator).float()
 
     def _no_loss(self, value: Any, calls: Sequence[Call]) -> str:
-        """Why a value has no gradients; "": it has."""
+        """Return why a loss has no gradients; "" if it has."""
         if isinstance(value, Tensor) and value.numel() == 1:
             return "" if calls and value.requires_grad else "its loss depends on no layer"
         got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
@@ -208,13 +232,14 @@ class Passes:
         return f"the loss is no scalar: got {got}{advice}"
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        """The engine's autocast; without an engine, that around the call stays."""
+        """Return the engine's autocast. Without an engine the caller's stays."""
         dtype = None if self.engine is None else autocast(self.engine)
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
 
 def _first(batch: Any) -> Any:
-    """The first tensor of a batch, whose first dimension is its sequences; None: there is none."""
+    """Return the first tensor of a batch, whose first dimension is its sequences; None if there is
+    none."""
     return next((x for x in tensors_of(batch) if x.ndim), None)
 
 
@@ -223,8 +248,8 @@ def _moves(x: Any) -> bool:
 
 
 def _returned_loss(output: Any) -> Any:
-    """The loss in a model's output: its ``loss``, or the first scalar of a tuple; else the
-    output."""
+    """Return the loss in a model's output: its ``loss``, the first scalar of a tuple, or else the
+    output itself."""
     if isinstance(output, Mapping):
         return output.get("loss", output)
     if isinstance(output, (tuple, list)) and not hasattr(output, "loss"):

@@ -82,7 +82,7 @@ def test_a_file_is_read_as_it_was_written_or_not_at_all(tmp_path):
     path = tmp_path / "file.pt"
     entry = write_payload(path, "head", payload())
     data = path.read_bytes()
-    assert entry["bytes"] == len(data)
+    assert entry.bytes == len(data)
     read = read_payload(path, "head", entry)
     assert torch.equal(read["weights"][0], payload()["weights"][0]) and read["number"] == 3
     for place in (0, 1, len(data) // 3, len(data) // 2, len(data) - 1):

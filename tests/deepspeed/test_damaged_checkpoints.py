@@ -40,14 +40,14 @@ def worker(folder: str) -> dict:
     rank, tag = torch.distributed.get_rank(), Path(folder, "tag")
     engine = build(BY_NAME["z2"], 1, kfac=KFAC)
     train(engine, 1, steps=3)
-    other = save(engine.kfac.job, Path(folder, "unused"))["save_id"]
+    other = save(engine.kfac.job, Path(folder, "unused")).save_id
     train(engine, 1, steps=1, first=3)
     header = save(engine.kfac.job, tag)
     finish(engine.kfac.job, tag, header)
     # steps change them in place
     saved = {key: value.clone() for key, value in tensors(engine).items()}
     train(engine, 1, steps=1, first=4)
-    job, state = engine.kfac.job, tag / "kfac" / header["save_id"]
+    job, state = engine.kfac.job, tag / "kfac" / header.save_id
     if rank == 0:
         Path(folder, "unused/kfac", other).rename(Path(folder, "other"))
         tag.rename(Path(folder, "whole"))
@@ -76,11 +76,11 @@ def worker(folder: str) -> dict:
         results[kind, name] = error, same, as_saved
 
     for name, (damage, _) in DAMAGES.items():
-        load("damage", name, damage, header["save_id"])
+        load("damage", name, damage, header.save_id)
     for name, (damage, _) in LATEST.items():
         load("latest", name, damage, None)
     for name, damage in HARMLESS.items():
-        load("harmless", name, damage, header["save_id"])
+        load("harmless", name, damage, header.save_id)
     return results
 
 

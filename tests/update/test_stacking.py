@@ -125,13 +125,13 @@ def test_a_checkpoint_of_one_layer_holds_that_layer_alone():
     group.terms.copy_(torch.tensor([2.0, 3.0]))
     saved = layer_payload(group.state(1))
     group.terms.zero_()
-    assert saved["terms"] == 3.0, "later steps change the group"
-    for part in (saved["A"], saved["G"], saved["moments"]):
+    assert saved.terms == 3.0, "later steps change the group"
+    for part in (saved.A, saved.G, saved.moments):
         assert all(x.untyped_storage().nbytes() == x.nbytes for x in part.values())
     basis = random_basis(5, 7, seed=1)
     (
-        exact(saved["A"]["eigenvectors"], basis.A.vectors[0].flatten()),
-        exact(saved["A"]["eigenvalues"], basis.A.values),
+        exact(saved.A["eigenvectors"], basis.A.vectors[0].flatten()),
+        exact(saved.A["eigenvalues"], basis.A.values),
     )
 
 
@@ -145,4 +145,4 @@ def test_moments_are_saved_in_the_eigenbasis_they_are_saved_with():
     for basis in (random_basis(5, 7, seed=0), new):
         group.rebase(0, A=basis.A, G=basis.G)
     saved = layer_payload(group.state(0))
-    close(new.restore(saved["moments"]["first_OI"]), momentum, sums=8 * (5 + 7))
+    close(new.restore(saved.moments["first_OI"]), momentum, sums=8 * (5 + 7))

@@ -1,0 +1,248 @@
+"""What the files of a save hold: one pydantic model for each kind of file.
+
+    header.json            Header
+    <layer>.A.factor.pt    FactorFile
+    <layer>.layer.pt       LayerFile
+    states.json            Fingerprints
+
+Models are strict: an unknown key is an error, and no value is converted.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    NonNegativeInt,
+    TypeAdapter,
+    ValidationError,
+)
+from torch import Tensor
+
+from ds_kfac.curvature.factor import Side
+from ds_kfac.curvature.methods import METHODS
+
+FORMAT = 2
+"""Number of the layout of all files of a save. Raise it if older versions of ds_kfac could not
+read the new files."""
+SAVE_ID = r"^[0-9a-f]{12}$"
+"""Regex of a save's id, which is also the name of its folder."""
+SHOWN = 3
+"""Most problems of a file that an error lists."""
+LONGEST = 60
+"""Most characters of a value that an error shows."""
+
+Record = TypeVar("Record", bound=BaseModel)
+Name = InstanceOf[str]
+"""Name of a layer, factor, domain or file. Unlike ``str`` it may hold lone surrogates, as module
+names may."""
+
+
+def _method(name: str) -> str:
+    if name not in METHODS:
+        raise ValueError(f"must be one of {', '.join(METHODS)}")
+    return name
+
+
+class SavedSide(NamedTuple):
+    """A :class:`Side`, which JSON has as [dim, block]."""
+
+    dim: NonNegativeInt
+    block: NonNegativeInt
+
+    @property
+    def side(self) -> Side:
+        return Side(self.dim, self.block)
+
+
+class Captures(NamedTuple):
+    """How many captures of factors were recorded, and how many the adaptive rule left out."""
+
+    captured: NonNegativeInt
+    skipped: NonNegativeInt
+
+
+class SavedClock(NamedTuple):
+    """The adaptive rule's state of a factor: its intervals, and the steps of its last capture and
+    refresh, -1 if there was none."""
+
+    interval: int
+    previous: int
+    captured: int
+    refreshed: int
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, arbitrary_types_allowed=True
+    )
+
+
+class FactorKinds(_Record):
+    """What the factors are second moments of, for example ``A="expand"``, ``G="empirical,
+    expand"``. Averages of different kinds must not be mixed."""
+
+    A: str
+    G: str
+
+
+class LayerRecord(_Record):
+    """Sides of a layer's matrix, and its number of groups."""
+
+    A: SavedSide
+    G: SavedSide
+    groups: NonNegativeInt
+
+
+class TimetableRecord(_Record):
+    """State of ``Timetable``, of all domains.
+
+    Attributes:
+        domains: domain -> number of its captures.
+        factors: factor key -> its clock; empty without the adaptive rule.
+    """
+
+    domains: dict[Name, Captures]
+    factors: dict[Name, SavedClock]
+
+
+class FileEntry(_Record):
+    """What the header says of a file.
+
+    Attributes:
+        holds: name of the layer, or key of the factor ("<layer>/A"), whose file it is.
+        bytes: its size.
+        crc32: CRC-32 of its bytes.
+        parts: path in the payload -> dtype and shape of the tensor there, or name of its type.
+    """
+
+    holds: Name
+    bytes: NonNegativeInt
+    crc32: NonNegativeInt
+    parts: dict[Name, Name]
+
+
+class Header(_Record):
+    """``header.json``: what a save holds. Names are global, the same in all domains of a job.
+
+    Attributes:
+        format: :data:`FORMAT`.
+        save_id: also the name of the save's folder, and in DeepSpeed's client_state.
+        steps: number of applied steps.
+        method: ``preconditioner.method``, by which the layers' decompositions were made.
+        moments: name of the moments in the layers' files; None if they have none.
+        kinds: what the factors are second moments of. Factors of another kind start empty.
+        layers: layer name -> its sides and groups.
+        factors: factor key -> its side.
+        peak_lr: number of a parameter group -> its largest learning rate so far.
+        shared: groups of layers that share one A; None if they were not known yet.
+        rows: layer name -> mean rows of a rank in a step. Empty if they were not known yet, or if
+            nothing depends on them.
+        ranks: domain -> number of its ranks, each of which had these rows.
+        timetable: the adaptive rule's state.
+        ready: keys of the factors that have been decomposed.
+        files: file name -> what is in it.
+    """
+
+    format: NonNegativeInt
+    save_id: Annotated[str, Field(pattern=SAVE_ID)]
+    steps: NonNegativeInt
+    method: Annotated[str, AfterValidator(_method)]
+    moments: str | None
+    kinds: FactorKinds
+    layers: dict[Name, LayerRecord]
+    factors: dict[Name, SavedSide]
+    peak_lr: dict[str, float]
+    shared: list[list[Name]] | None
+    rows: dict[Name, float]
+    ranks: dict[Name, NonNegativeInt]
+    timetable: TimetableRecord
+    ready: list[Name]
+    files: dict[Name, FileEntry]
+
+
+class HistoryRecord(_Record):
+    """A factor's last two values, fp32 [P] each, for adaptive intervals."""
+
+    last: Tensor
+    before: Tensor
+
+
+class FactorFile(_Record):
+    """The file of a factor.
+
+    Attributes:
+        packed: fp32 [P], the running average, packed as in :class:`KroneckerFactor`.
+        updates: fp32 scalar, number of averaged batches.
+        history: None without adaptive intervals.
+    """
+
+    packed: Tensor
+    updates: Tensor
+    history: HistoryRecord | None
+
+
+class LayerFile(_Record):
+    """The file of a layer.
+
+    Attributes:
+        terms: fp32 scalar, number of loss terms of the last captured batch.
+        A, G: name of a part of the side's decomposition -> flat tensor; None before the first
+            refresh.
+        moments: name -> fp32 tensor; None if the update rule keeps no moments.
+    """
+
+    terms: Tensor
+    A: dict[str, Tensor] | None
+    G: dict[str, Tensor] | None
+    moments: dict[str, Tensor] | None
+
+
+class Fingerprint(NamedTuple):
+    """What tells a file that DeepSpeed wrote from another save's file of the same name: its size,
+    and one CRC-32 over the checksums in torch's archive."""
+
+    bytes: int
+    crc32: int
+
+
+Fingerprints = TypeAdapter(dict[str, Fingerprint])
+"""``states.json``: name of a file that DeepSpeed wrote into the tag -> its fingerprint. Empty if
+DeepSpeed was still writing."""
+
+
+def checked(record: type[Record], value: Any, path: Path) -> Record:
+    """Return a file's content as a record.
+
+    Raises:
+        ValueError: it is not such a record. The message begins with the file's path.
+    """
+    try:
+        return record.model_validate(value)
+    except ValidationError as error:
+        problems = error.errors()
+        texts = [_described(problem) for problem in problems[:SHOWN]]
+        if len(problems) > SHOWN:
+            texts.append(f"and {len(problems) - SHOWN} more")
+        raise ValueError(
+            f"{path}: {'; '.join(texts)}. The file is damaged, or this version of ds_kfac did not "
+            "write it: load another save"
+        ) from error
+
+
+def _described(problem: Mapping[str, Any]) -> str:
+    """Return what is wrong with one value, and what was found there."""
+    place = ".".join(map(str, problem["loc"]))
+    if problem["type"] == "missing":
+        return f"{place} is missing"
+    if problem["type"] == "extra_forbidden":
+        return f"{place} is unknown"
+    shown = repr(problem["input"])
+    if len(shown) > LONGEST:
+        shown = f"{shown[:LONGEST]} .."
+    return f"{place} is {shown}: {problem['msg']}"
