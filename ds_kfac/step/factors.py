@@ -41,7 +41,7 @@ from ds_kfac.step.warner import NAMED
 @dataclass
 class FactorLog:
     """What became of factors since this rank started or loaded: for people
-    (``ds_kfac/engine/explain.py``), in no checkpoint. No step decides by it.
+    (``ds_kfac/diagnostics/explain.py``), in no checkpoint. No step decides by it.
 
     Attributes:
         updates: key -> its last update here: the step, its column, and fp32 [4, n] on the device, a

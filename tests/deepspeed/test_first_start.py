@@ -10,8 +10,9 @@ import deepspeed
 import pytest
 
 import ds_kfac
-from ds_kfac.engine import entry, preflight
-from ds_kfac.engine.preflight import OF_OTHERS, OF_RANK
+from ds_kfac.diagnostics import preflight
+from ds_kfac.diagnostics.preflight import OF_OTHERS, OF_RANK
+from ds_kfac.engine import entry
 from tests.deepspeed.said import heard
 from tests.ranks import ROOT, free_port
 

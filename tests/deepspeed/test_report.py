@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ds_kfac
-from ds_kfac.engine.report import folded
+from ds_kfac.diagnostics.text import folded
 from ds_kfac.step import proving
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import train, weights

@@ -10,7 +10,7 @@ from pathlib import Path
 import deepspeed
 import pytest
 
-from ds_kfac.engine import preflight
+from ds_kfac.diagnostics import preflight
 from tests.ranks import ROOT
 
 NOTEBOOK = ROOT / "examples/quickstart.ipynb"

@@ -10,7 +10,7 @@ from filelock import FileLock
 from torch.utils import cpp_extension
 
 from ds_kfac.__main__ import main
-from ds_kfac.engine import doctor
+from ds_kfac.diagnostics import doctor
 from tests.ranks import ROOT
 
 OP = "deepspeed_shm_comm"

@@ -12,7 +12,7 @@ import torch
 
 from ds_kfac.assignment.assign import needed
 from ds_kfac.assignment.costs import FactorSpec
-from ds_kfac.log import columns, folded
+from ds_kfac.diagnostics.text import columns, folded
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import Scan
 from ds_kfac.step.job import Job

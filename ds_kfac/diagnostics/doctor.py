@@ -17,7 +17,7 @@ from packaging.version import Version
 from torch.utils import cpp_extension
 
 import ds_kfac_startup
-from ds_kfac.engine.preflight import COMPILED, builds_folder, is_compiled, needs_compiled
+from ds_kfac.diagnostics.preflight import COMPILED, builds_folder, is_compiled, needs_compiled
 from ds_kfac.ops.build import find_nvcc
 from ds_kfac.ops.check import gpu_architecture, gpu_problem
 from ds_kfac.ops.dispatch import chosen

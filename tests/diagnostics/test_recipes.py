@@ -9,11 +9,11 @@ import pytest
 
 from ds_kfac.config.keys import parse
 from ds_kfac.config.values import find_block
+from ds_kfac.diagnostics.recipes import ADAPTERS, BETA2, EXPERTS, IMAGES, WORDS, said
+from ds_kfac.diagnostics.recipes import RECIPES as TABLE
 from ds_kfac.directions.table import rule_in
-from ds_kfac.engine.recipes import ADAPTERS, BETA2, EXPERTS, IMAGES, WORDS, said
-from ds_kfac.engine.recipes import RECIPES as TABLE
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs/howto/recipes.md").read_text()
 RECIPES = {
     title: json.loads(block)

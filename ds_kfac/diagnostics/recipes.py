@@ -15,8 +15,8 @@ import torch
 from deepspeed.runtime import lr_schedules
 from torch import nn
 
+from ds_kfac.config.deepspeed_config import block
 from ds_kfac.directions.kfac_adamw.optimizer import NAME
-from ds_kfac.engine.refusals import block
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import ADAPTER
 from ds_kfac.step.preconditioner import KFACPreconditioner

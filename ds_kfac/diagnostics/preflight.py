@@ -15,9 +15,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.git_version_info import installed_ops
 from torch import nn
 
+from ds_kfac.config.deepspeed_config import block
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.table import DIRECTIONS
-from ds_kfac.engine.refusals import block
 from ds_kfac.log import say, warn
 from ds_kfac.model.layers import tensors_of
 
