@@ -13,6 +13,7 @@ from torch import nn
 from ds_kfac.comm.reduce import payloads
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.diagnostics.recipes import far_from_recipes
+from ds_kfac.diagnostics.share import share_of
 from ds_kfac.diagnostics.text import columns, fitted, folded, number
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.facts import RuleFacts
@@ -20,7 +21,6 @@ from ds_kfac.directions.table import DIRECTIONS
 from ds_kfac.log import say
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import Scan
-from ds_kfac.model.share import share_of
 from ds_kfac.ops.dispatch import chosen
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import Value

@@ -28,7 +28,9 @@ from ds_kfac.comm.lost import telling
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.diagnostics.explain import explain
 from ds_kfac.diagnostics.report import report
+from ds_kfac.diagnostics.share import share_of
 from ds_kfac.diagnostics.text import folded
+from ds_kfac.directions.kfac_adamw.matrices import other_matrices
 from ds_kfac.engine.monte_carlo import LossSampling, Sampler
 from ds_kfac.engine.pipeline import announcing
 from ds_kfac.factors.export import begin_from, export
@@ -37,7 +39,6 @@ from ds_kfac.log import logger, warn
 from ds_kfac.metrics import STAGES, TIMER, Metrics
 from ds_kfac.model.masks import ReadMask
 from ds_kfac.model.scan import Scan
-from ds_kfac.model.share import other_matrices, share_of
 from ds_kfac.step.counters import PREFIX, constants, counters, health, selected
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
