@@ -1,5 +1,8 @@
-"""Checks before DeepSpeed builds an engine, with reasons where DeepSpeed's own errors give none;
-and a job of one rank for a process that no launcher has started."""
+"""Check what ``deepspeed.initialize`` is given before DeepSpeed builds an engine.
+
+The errors here give reasons where DeepSpeed's own errors give none. A process that no launcher has
+started becomes a job of one rank.
+"""
 
 import os
 import socket
@@ -24,17 +27,20 @@ from ds_kfac.model.layers import tensors_of
 COMPILED = "deepspeed_shm_comm"
 """The op that DeepSpeed builds when it makes the process group on a CPU."""
 NOT_PASSED_ON = (
-    "a KFACAdamW was made for {count} of the parameters that this engine trains, and is not what "
-    "deepspeed.initialize "
-    "was given. Pass it on as optimizer=. transformers' Trainer drops optimizers=(..) under "
-    "DeepSpeed: give it "
+    "a KFACAdamW was made for {count} of the parameters that this engine trains, but "
+    "deepspeed.initialize was not given it. Pass it on as optimizer=. transformers' Trainer drops "
+    "optimizers=(..) under DeepSpeed: give it "
     'optimizer_cls_and_kwargs=(ds_kfac.KFACAdamW, {{"lr": 1e-3}}), or name KFACAdamW in the '
-    "DeepSpeed config. An "
-    "object that is not meant to train has to be deleted before the engine is built"
+    "DeepSpeed config. If the object is not meant to train, delete it before the engine is built"
 )
-OF_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+NO_RANK = (
+    "ds_kfac: no launcher has started this process: RANK is not in its environment, but other "
+    "variables of a launcher or of MPI are, so DeepSpeed asks mpi4py, which is not installed; "
+    "start it with `deepspeed {script}`, or with torchrun"
+)
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 """Environment variables that launchers set for every rank."""
-OF_OTHERS = (
+OTHER_LAUNCHERS = (
     "OMPI_COMM_WORLD_RANK",
     "PMI_RANK",
     "PMIX_RANK",
@@ -42,106 +48,114 @@ OF_OTHERS = (
     "AZUREML_EXPERIMENT_ID",
     "SM_TRAINING_ENV",
 )
-"""Variables of MPI, AzureML and SageMaker, which DeepSpeed reads if :data:`OF_RANK` are missing."""
+"""Variables of MPI, AzureML and SageMaker, which DeepSpeed reads if :data:`RANK_VARIABLES` are
+missing."""
 
 
 def alone() -> bool:
-    """Whether no launcher has started this process, as in a notebook, and it has no process group
-    yet."""
-    if (
-        any(name in os.environ for name in (*OF_RANK, *OF_OTHERS))
-        or deepspeed.comm.is_initialized()
-    ):
+    """Return whether no launcher has started this process, as in a notebook, and it has no process
+    group yet."""
+    if any(name in os.environ for name in (*RANK_VARIABLES, *OTHER_LAUNCHERS)):
         return False
-    tasks = (os.environ.get(name, "1") for name in ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"))
-    # srun python train.py
-    several = "SLURM_PROCID" in os.environ and any(number != "1" for number in tasks)
-    return not several and not (
-        torch.distributed.is_available() and torch.distributed.is_initialized()
-    )
+    if deepspeed.comm.is_initialized():
+        return False
+    if "SLURM_PROCID" in os.environ:  # srun python train.py
+        counts = [os.environ.get(name, "1") for name in ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS")]
+        if any(count != "1" for count in counts):
+            return False
+    return not (torch.distributed.is_available() and torch.distributed.is_initialized())
 
 
 def start_alone() -> None:
-    """If this process is :func:`alone`, make it the only rank of a job, and say that: sets a
-    launcher's variables, with a free port. One rank sends nothing, so DeepSpeed need not compile
-    :data:`COMPILED` for it."""
+    """Make this process the only rank of a job if it is :func:`alone`, and say so.
+
+    This sets the environment variables that a launcher sets, with a free port. One rank sends
+    nothing, so DeepSpeed need not compile :data:`COMPILED` for it.
+    """
     if not alone():
         return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(port))
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     deepspeed.ops.__compatible_ops__[COMPILED] = False
-    kind, count = get_accelerator().device_name(), get_accelerator().device_count()
-    where, script = (
-        "the CPU" if kind == "cpu" else f"one {kind} device of {count}",
-        Path(sys.argv[0]).name,
-    )
-    more = (
-        f"; `deepspeed {script if script.endswith('.py') else 'train.py'}` starts several"
-        if count > 1
-        else ""
-    )
-    say(f"ds_kfac: no launcher has started this process: it is a job of one rank, on {where}{more}")
+
+    device = get_accelerator().device_name()
+    count = get_accelerator().device_count()
+    where = "the CPU" if device == "cpu" else f"one {device} device of {count}"
+    text = f"ds_kfac: no launcher has started this process: it is a job of one rank, on {where}"
+    if count > 1:
+        name = Path(sys.argv[0]).name
+        script = name if name.endswith(".py") else "train.py"
+        text += f"; `deepspeed {script}` starts several"
+    say(text)
 
 
 def builds_folder() -> Path:
-    """Folder in which this torch builds extensions, one for each op. Without TORCH_EXTENSIONS_DIR
-    it is another one for each Python, and for each CUDA that torch is built for, as
-    ~/.cache/torch_extensions/py311_cpu."""
-    # setuptools, which this imports, is a third of what importing us would cost
+    """Return the folder in which this torch builds extensions, in one folder for each op.
+
+    Without TORCH_EXTENSIONS_DIR each version of Python, and each CUDA that torch is built for, has
+    its own, such as ~/.cache/torch_extensions/py311_cpu.
+    """
+    # Imported here because it imports setuptools, which would add a third to the time that
+    # importing ds_kfac takes.
     from torch.utils.cpp_extension import _get_build_directory, get_default_build_root
 
     try:
-        return Path(_get_build_directory("", verbose=False))  # which also makes it
+        return Path(_get_build_directory("", verbose=False))  # also makes the folder
     except OSError:
         return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
 
 
 def is_compiled(op: str) -> bool:
-    """Whether an op of DeepSpeed's is there for the torch that runs now. torch compiles it again if
-    the last build was for another torch: one in another place, or an older one in the same
-    place."""
+    """Return whether an op of DeepSpeed is compiled for the torch that runs now.
+
+    torch compiles an op again if its last build was for a torch in another place, or for an older
+    one in the same place.
+    """
     from torch.utils.cpp_extension import TORCH_LIB_PATH
 
-    if installed_ops.get(op):  # with DeepSpeed itself
+    if installed_ops.get(op):  # compiled when DeepSpeed was installed
         return True
     library = builds_folder() / op / f"{op}.so"
     try:
         commands = library.with_name("build.ninja").read_text()
-        is_newer = (
-            library.stat().st_mtime >= Path(torch.__file__).with_name("version.py").stat().st_mtime
-        )
+        built = library.stat().st_mtime
+        torch_installed = Path(torch.__file__).with_name("version.py").stat().st_mtime
     except OSError:
         return False
-    return is_newer and TORCH_LIB_PATH in commands
+    return built >= torch_installed and TORCH_LIB_PATH in commands
+
+
+OFFLOAD_OPS = {
+    "adam": "cpu_adam",
+    "adamw": "cpu_adam",
+    "kfacadamw": "cpu_adam",
+    "lion": "cpu_lion",
+    "adagrad": "cpu_adagrad",
+}
+"""Lower-case name of an optimizer -> the op that steps it where the optimizer is offloaded."""
 
 
 def needs_compiled() -> bool:
-    """Whether DeepSpeed uses :data:`COMPILED` here."""
-    return get_accelerator().device_name() == "cpu" and bool(
-        deepspeed.ops.__compatible_ops__.get(COMPILED)
-    )
+    """Return whether DeepSpeed uses :data:`COMPILED` here."""
+    is_cpu = get_accelerator().device_name() == "cpu"
+    return is_cpu and bool(deepspeed.ops.__compatible_ops__.get(COMPILED))
 
 
 def op_of_optimizer(ds_config: Mapping[str, Any]) -> str | None:
-    """The op that DeepSpeed compiles on a CPU for the optimizer that a config names; None if it
-    needs none."""
+    """Return the op that DeepSpeed compiles on a CPU for the optimizer that a config names; None if
+    it compiles none."""
     optimizer = block(ds_config, "optimizer")
-    name = str(optimizer.get("type")).lower()
-    offload = block(block(ds_config, "zero_optimization"), "offload_optimizer")
-    offloads = offload.get("device") in ("cpu", "nvme")
     if get_accelerator().device_name() != "cpu" or block(optimizer, "params").get("torch_adam"):
         return None
-    if name in ("adam", "adamw"):
-        return "cpu_adam" if offloads else "fused_adam"
-    return (
-        {"kfacadamw": "cpu_adam", "lion": "cpu_lion", "adagrad": "cpu_adagrad"}.get(name)
-        if offloads
-        else None
-    )
+    name = str(optimizer.get("type")).lower()
+    offload = block(block(ds_config, "zero_optimization"), "offload_optimizer")
+    if offload.get("device") in ("cpu", "nvme"):
+        return OFFLOAD_OPS.get(name)
+    return "fused_adam" if name in ("adam", "adamw") else None
 
 
 WITHOUT = {
@@ -155,20 +169,24 @@ _announced: set[str] = set()
 
 
 def warn_of_compilation(ds_config: Mapping[str, Any] | None = None) -> None:
-    """Warn, once of each op, of what DeepSpeed compiles at its first start on a CPU: it is silent
-    for minutes then, and a run that is killed meanwhile leaves a lock that blocks all later ones.
+    """Warn, once for each op, that DeepSpeed compiles it at its first start on a CPU.
 
-    Launchers, which import ds_kfac where ``DS_KFAC`` is set, start no DeepSpeed themselves. A
-    program that makes itself a rank after it has called ``enable`` is warned at ``initialize``.
+    DeepSpeed prints nothing for minutes then, and a run that is killed meanwhile leaves a lock that
+    blocks all later runs.
+
+    Launchers import ds_kfac if ``DS_KFAC`` is set, but start no DeepSpeed themselves, so they are
+    not warned. A program that makes itself a rank after it has called ``enable`` is warned at
+    ``initialize``.
 
     Args:
-        ds_config: what ``initialize`` was given; None before it.
+        ds_config: the config that ``initialize`` was given; None before ``initialize``.
     """
     ops = []
     if not alone() and needs_compiled() and not deepspeed.comm.is_initialized():
         ops.append(COMPILED)
-    if ds_config is not None and (op := op_of_optimizer(ds_config)) is not None:
-        ops.append(op)
+    optimizer_op = None if ds_config is None else op_of_optimizer(ds_config)
+    if optimizer_op is not None:
+        ops.append(optimizer_op)
     ops = [op for op in ops if op not in _announced and not is_compiled(op)]
     if not ops:
         return
@@ -176,113 +194,128 @@ def warn_of_compilation(ds_config: Mapping[str, Any] | None = None) -> None:
     remedies = "".join(f". To do without {op}: {WITHOUT[op]}" for op in ops if op in WITHOUT)
     warn(
         f"DeepSpeed now compiles {' and '.join(ops)} below {builds_folder()}, once; for one to "
-        f"five minutes nothing is "
-        f"printed{remedies}. If it takes longer, a run that was killed may have left a lock: "
-        "`python -m ds_kfac doctor` names it"
+        f"five minutes nothing is printed{remedies}. If it takes longer, a run that was killed may "
+        "have left a lock: `python -m ds_kfac doctor` names it"
     )
 
 
 def check_tensors(model: Any, arguments: dict[str, Any]) -> None:
-    """Raise ValueError for weights that DeepSpeed cannot broadcast: its own error names neither
-    them nor a reason; and for parameters that ``deepspeed.initialize`` is to train, by its
-    ``arguments``, and that the model has not got."""
-    named = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
-    known, groups = (
-        {*map(id, named.values())},
-        getattr(arguments.get("optimizer"), "param_groups", ()),
-    )
-    given = arguments.get("model_parameters"), [group["params"] for group in groups]
-    if (
-        named
-        and (other := next((x for x in tensors_of(given) if id(x) not in known), None)) is not None
-    ):
-        raise ValueError(
-            f"ds_kfac: the optimizer was given a parameter of shape {list(other.shape)} that the "
-            f"model has not got, of "
-            "a copy of it, or of a loss with a learned weight. Make it a parameter of the model "
-            "that is given to "
-            "initialize, or step it by an optimizer of its own"
-        )
+    """Check that DeepSpeed can broadcast the model's weights, and that the model has every
+    parameter that is to be trained.
+
+    DeepSpeed's own error names neither the weight nor a reason.
+
+    Args:
+        arguments: arguments of ``deepspeed.initialize``.
+
+    Raises:
+        ValueError: a weight cannot be broadcast, or a parameter is not the model's.
+    """
+    if not isinstance(model, nn.Module):
+        return
+    named = dict(model.named_parameters())
+    if named:
+        _check_membership(named, arguments)
     for name, parameter in named.items():
         if not parameter.ndim:
             raise ValueError(
                 f"ds_kfac: {name} has no dimension, as CLIP's logit_scale, which "
-                f"deepspeed.initialize cannot broadcast "
-                "with any optimizer; make it one of shape [1] before: p.data = p.data.view(1)"
+                "deepspeed.initialize cannot broadcast with any optimizer; make it one of shape "
+                "[1] before: p.data = p.data.view(1)"
             )
         if parameter.numel() and parameter.stride(-1) != 1:
             raise ValueError(
                 f"ds_kfac: {name} is stored in another order than its shape (channels_last, a "
-                f"transposed matrix, as "
-                "qr and svd return), which deepspeed.initialize cannot broadcast; make it p.data "
-                "= p.data.contiguous() "
-                "before. Convert images to channels_last instead, or at ZeRO stage 0 the model "
-                "after initialize"
+                "transposed matrix, as qr and svd return), which deepspeed.initialize cannot "
+                "broadcast; make it p.data = p.data.contiguous() before. Convert images to "
+                "channels_last instead, or at ZeRO stage 0 the model after initialize"
+            )
+
+
+def _check_membership(named: Mapping[str, nn.Parameter], arguments: dict[str, Any]) -> None:
+    """Raise ValueError if a parameter in the arguments of ``deepspeed.initialize`` is not one of
+    the model's."""
+    model_ids = set(map(id, named.values()))
+    groups = getattr(arguments.get("optimizer"), "param_groups", ())
+    given = (arguments.get("model_parameters"), [group["params"] for group in groups])
+    for tensor in tensors_of(given):
+        if id(tensor) not in model_ids:
+            raise ValueError(
+                f"ds_kfac: the optimizer was given a parameter of shape {list(tensor.shape)} that "
+                "the model has not got, of a copy of it, or of a loss with a learned weight. Make "
+                "it a parameter of the model that is given to initialize, or step it by an "
+                "optimizer of its own"
             )
 
 
 def check_objects(arguments: dict[str, Any], source: Mapping[str, Any], rule: UpdateRule) -> None:
-    """Find out whether a KFACAdamW object was made for this engine's parameters, but something else
-    will train them.
+    """Check that no KFACAdamW object was made for parameters that another optimizer will train.
 
     Args:
-        arguments: arguments of ``deepspeed.initialize``; iterators among them become lists, so that
-            both can read them.
-        source: DeepSpeed config.
+        arguments: arguments of ``deepspeed.initialize``. Iterators among them become lists, so that
+            both this function and DeepSpeed can read them.
+        source: the DeepSpeed config.
         rule: the engine's update rule.
 
     Raises:
         ValueError: there is such an object. If the config names KFACAdamW, too, this is only a
             warning.
     """
-    optimizer, given = arguments.get("optimizer"), arguments.get("model_parameters")
-    of_config = optimizer is None and "optimizer" in source
-    if rule.given(optimizer) or not (of_config or hasattr(optimizer, "param_groups")):
-        return  # the object is used; or nothing is trained; or a function makes the optimizer
+    optimizer = arguments.get("optimizer")
+    config_makes_it = optimizer is None and "optimizer" in source
+    trains = config_makes_it or hasattr(optimizer, "param_groups")  # else a function makes it
+    if rule.given(optimizer) or not trains:
+        return
+    given = _as_lists(arguments)
+    if not config_makes_it:
+        given = optimizer.param_groups  # type: ignore[union-attr]
+    elif given is None:
+        given = list(arguments["model"].parameters())
+    trained = [parameter for parameter in tensors_of(given) if parameter.requires_grad]
+    count = max(other.unstepped(trained) for other in DIRECTIONS)
+    if not count:
+        return
+    text = NOT_PASSED_ON.format(count=count)
+    if rule.optimizer_type is None:
+        raise ValueError(f"ds_kfac: {text}")
+    warn(
+        f"{text}. Here the DeepSpeed config names it, too: this engine trains with the learning "
+        "rates of the config"
+    )
+
+
+def _as_lists(arguments: dict[str, Any]) -> Any:
+    """Return ``model_parameters`` of the arguments, after iterators in it have become lists."""
+    given = arguments.get("model_parameters")
     if isinstance(given, Iterator):
         given = arguments["model_parameters"] = list(given)
     for group in given if isinstance(given, list | tuple) else ():
         if isinstance(group, dict) and isinstance(group.get("params"), Iterator):
             group["params"] = list(group["params"])
-    if of_config:
-        given = list(arguments["model"].parameters()) if given is None else given
-    else:
-        given = optimizer.param_groups  # type: ignore[union-attr]
-    trained = [parameter for parameter in tensors_of(given) if parameter.requires_grad]
-    if count := max(other.unstepped(trained) for other in DIRECTIONS):
-        text = NOT_PASSED_ON.format(count=count)
-        if rule.optimizer_type is None:
-            raise ValueError(f"ds_kfac: {text}")
-        warn(
-            f"{text}. Here the DeepSpeed config names it, too: this engine trains with the rates "
-            f"of the config"
-        )
+    return given
 
 
 def trains_nothing(model: Any) -> bool:
-    """Whether a whole model is frozen. False for a pipeline: its other stages may train."""
-    plain = isinstance(model, nn.Module) and not isinstance(model, deepspeed.pipe.PipelineModule)
-    return plain and not any(parameter.requires_grad for parameter in model.parameters())
+    """Return whether the whole model is frozen. False for a pipeline, whose other stages may
+    train."""
+    if not isinstance(model, nn.Module) or isinstance(model, deepspeed.pipe.PipelineModule):
+        return False
+    return not any(parameter.requires_grad for parameter in model.parameters())
 
 
 @contextmanager
 def saying_how_to_launch() -> Iterator[None]:
-    """Wraps the call that makes the process group: if no launcher has set a rank's variables,
-    DeepSpeed asks MPI.
+    """Explain how to launch if making the process group fails inside this context.
+
+    DeepSpeed asks MPI if no launcher has set a rank's variables.
 
     Raises:
-        RuntimeError: DeepSpeed asked, and mpi4py is not installed.
+        RuntimeError: DeepSpeed asked MPI, and mpi4py is not installed.
     """
     try:
         yield
     except ModuleNotFoundError as problem:
         if problem.name != "mpi4py":
             raise
-        raise RuntimeError(
-            "ds_kfac: no launcher has started this process (RANK is not in its environment, but "
-            "other variables of a "
-            "launcher or of MPI are), and without one DeepSpeed "
-            f"asks mpi4py, which is not installed; start it with `deepspeed "
-            f"{Path(sys.argv[0]).name or 'train.py'}`, "
-            "or with torchrun"
-        ) from problem
+        script = Path(sys.argv[0]).name or "train.py"
+        raise RuntimeError(NO_RANK.format(script=script)) from problem

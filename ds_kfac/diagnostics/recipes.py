@@ -1,9 +1,9 @@
-"""Whether a run's learning rate, weight decay and second beta are near those of a recipe of
+"""Compare a run's learning rate, weight decay and second beta with the recipes of
 docs/howto/recipes.md.
 
 A model does not show at attach what it is trained for: a decoder may be pretrained or fine-tuned,
-its labels masked or not. So a run fits if any recipe that its model may follow has all three within
-a factor of ten.
+with its labels masked or not. So there is no warning if any recipe for the type of model has all
+three values within a factor of ten.
 """
 
 import math
@@ -22,23 +22,28 @@ from ds_kfac.model.scan import ADAPTER
 from ds_kfac.step.preconditioner import KFACPreconditioner
 
 FAR = 10.0
-"""What a value may differ by. Rates that work span a factor of four; other batches move them, too
-(docs/howto/tune.md).
+"""Factor by which a value may differ from a recipe's.
+
+Learning rates that work span a factor of four, and move with the batch (docs/howto/tune.md).
 """
-LIMIT, HIGH = math.log(FAR) + 1e-6, math.log(FAR) - 1e-6
-"""HIGH is of rates: just ten times a recipe's is a slip; a weight decay of 0.1 for 1 is not."""
-LITTLE = 0.01
-"""A weight decay that takes hardly anything back: less is no other setting."""
+MOST_APART = math.log(FAR) + 1e-6
+"""Largest difference of two logarithms that is not far. A weight decay of 0.1 for 1 is not far."""
+MOST_ABOVE = math.log(FAR) - 1e-6
+"""Largest excess of a learning rate's logarithm that is not far. Exactly ten times a recipe's
+learning rate is far, as it is likely to be a slip."""
+LEAST_DECAY = 0.01
+"""A weight decay that takes hardly anything back. Smaller ones count as this one."""
 BETA2 = (0.5, 0.999)
-"""Second betas that are not far: 0.999 is the default."""
+"""Smallest and largest second beta that are not far; 0.999 is the default."""
+RECIPES_BETA2 = 0.95
 
 
 class Recipe(NamedTuple):
     """A heading of docs/howto/recipes.md, and what its config has.
 
     Attributes:
-        models: kinds of models that may follow it, see :func:`kind_of`.
-        optimizer: class of the innermost one.
+        models: types of models that may follow the recipe, see :func:`model_type`.
+        optimizer: class of the innermost optimizer.
     """
 
     title: str
@@ -48,12 +53,10 @@ class Recipe(NamedTuple):
     weight_decay: float
 
 
-WORDS, EXPERTS, ADAPTERS, IMAGES = (
-    "language model",
-    "mixture of experts",
-    "model with adapters",
-    "convolutional network",
-)
+WORDS = "language model"
+EXPERTS = "mixture of experts"
+ADAPTERS = "model with adapters"
+IMAGES = "convolutional network"
 RECIPES = (
     Recipe("Pretraining a decoder", (WORDS, EXPERTS), NAME, 2e-3, 1.0),
     Recipe("Masked model", (WORDS,), NAME, 2e-3, 0.01),
@@ -68,27 +71,33 @@ RECIPES = (
 
 
 def far_from_recipes(kfac: KFACPreconditioner) -> list[str]:
-    """A sentence for the attach report where no recipe that the model may follow is near; else
-    nothing."""
-    kind, groups = kind_of(kfac.layers, kfac.engine_view.model), kfac.layout.optimizer.param_groups
-    peaks = planned_rates(groups, kfac.layout.engine.lr_scheduler)
-    own = {kfac.layout.group_index(parameter) for parameter in kfac.layout.params}
-    first = max(own, key=lambda index: peaks[index])  # a schedule or a user may have groups of less
-    decay = max(float(groups[index].get("weight_decay", 0.0)) for index in own)
-    optimizer = kfac.rule.optimizer_type or type(kfac.engine_view.inner).__name__
-    beta2 = groups[first]["betas"][1] if "betas" in groups[first] else None
-    return said(kind, optimizer, peaks[first], decay, beta2)
+    """Return a warning for the attach report if no recipe for the model is near; else nothing."""
+    groups = kfac.layout.optimizer.param_groups
+    rates = planned_rates(groups, kfac.layout.engine.lr_scheduler)
+    indices = {kfac.layout.group_index(parameter) for parameter in kfac.layout.params}
+    # the group that learns most: a schedule or a user may have groups with smaller learning rates
+    leading = max(indices, key=lambda index: rates[index])
+    betas = groups[leading].get("betas")
+    return recipe_warnings(
+        model_type(kfac.layers, kfac.engine_view.model),
+        kfac.rule.optimizer_type or type(kfac.engine_view.inner).__name__,
+        rates[leading],
+        max(float(groups[index].get("weight_decay", 0.0)) for index in indices),
+        None if betas is None else betas[1],
+    )
 
 
 def planned_rates(groups: Sequence[Mapping[str, Any]], scheduler: Any) -> list[float]:
-    """Each parameter group's largest learning rate, as far as the scheduler says."""
-    rates = []
-    lists = [getattr(scheduler, name, None) for name in ("max_lrs", "org_lrs", "base_lrs")]
+    """Return each parameter group's largest learning rate, as far as the scheduler says."""
+    schedules = [getattr(scheduler, name, None) for name in ("max_lrs", "org_lrs", "base_lrs")]
+    largest = []
     for index, group in enumerate(groups):
-        planned = [group[key] for key in ("lr", "initial_lr", "max_lr") if key in group]
-        planned += [of[index] for of in lists if isinstance(of, Sequence) and index < len(of)]
-        rates.append(max(map(float, planned)))
-    return rates
+        rates = [group[key] for key in ("lr", "initial_lr", "max_lr") if key in group]
+        for schedule in schedules:
+            if isinstance(schedule, Sequence) and index < len(schedule):
+                rates.append(schedule[index])
+        largest.append(max(map(float, rates)))
+    return largest
 
 
 def config_far_from_recipes(
@@ -97,92 +106,117 @@ def config_far_from_recipes(
     layers: Sequence[LayerSpec],
     model: nn.Module,
 ) -> list[str]:
-    """:func:`far_from_recipes` of a config, as far as it has the numbers.
+    """Return what :func:`far_from_recipes` would, from a config alone.
+
+    Values of "auto" are filled in by a framework later, so a config that has one gets no warning.
 
     Args:
         defaults: parameters of the optimizer where the config leaves them out.
     """
-    optimizer, schedule = block(ds_config, "optimizer"), block(ds_config, "scheduler")
+    optimizer = block(ds_config, "optimizer")
     params = {**defaults, **block(optimizer, "params")}
     lr = params.get("lr")
     decay = params.get("weight_decay")
     betas = params.get("betas")
     if not isinstance(lr, Real) or not isinstance(decay, Real):
-        return []  # "auto", which a framework fills in
+        return []
     if not isinstance(betas, list | tuple | None):
         return []
-    # DeepSpeed's own schedule says what the rates will be, on an optimizer of one number
-    one = [torch.zeros(1, dtype=torch.float32, device="cpu")]
-    kind = torch.optim.SGD if optimizer.get("type") == "SGD" else torch.optim.AdamW
-    rates = kind(one, lr=float(lr))
+    name = str(optimizer.get("type"))
+    peak = _peak_rate(name, float(lr), block(ds_config, "scheduler"))
+    if peak is None:
+        return []
+    beta2 = None if betas is None else betas[1]
+    return recipe_warnings(model_type(layers, model), name, peak, float(decay), beta2)
+
+
+def _peak_rate(optimizer: str, lr: float, schedule: Mapping[str, Any]) -> float | None:
+    """Return the largest learning rate of a config's "scheduler" block; None if it cannot be known.
+
+    DeepSpeed's own scheduler computes it, on an optimizer of a single number.
+    """
+    stand_in: type[torch.optim.Optimizer] = (
+        torch.optim.SGD if optimizer == "SGD" else torch.optim.AdamW
+    )
+    one = stand_in([torch.zeros(1, dtype=torch.float32, device="cpu")], lr=lr)  # type: ignore[call-arg]
     scheduler = None
-    if name := schedule.get("type"):
+    name = schedule.get("type")
+    if name:
         try:
             module = lr_schedules if hasattr(lr_schedules, name) else torch.optim.lr_scheduler
-            scheduler = getattr(module, name)(rates, **block(schedule, "params"))
+            scheduler = getattr(module, name)(one, **block(schedule, "params"))
         except Exception:
             # "auto" among its parameters, or wrong ones, which attach or DeepSpeed will refuse
-            return []
-    (peak,) = planned_rates(rates.param_groups, scheduler)
-    beta2 = None if betas is None else betas[1]
-    return said(kind_of(layers, model), str(optimizer.get("type")), peak, float(decay), beta2)
+            return None
+    (peak,) = planned_rates(one.param_groups, scheduler)
+    return peak
 
 
-def kind_of(layers: Sequence[LayerSpec], model: nn.Module) -> str | None:
-    """What kind of model it is, as far as its layers and modules say; None: of no recipe's, or not
-    known, as of a pipeline's stage."""
-    modules = list(model.modules())
+def model_type(layers: Sequence[LayerSpec], model: nn.Module) -> str | None:
+    """Return the type of a model, as far as its layers and modules show it.
+
+    None means that no recipe is for such a model, or that the type is not known, as for a stage of
+    a pipeline.
+    """
     if any(ADAPTER.search(layer.module) for layer in layers):
         return ADAPTERS
-    images = sum(layer.numel for layer in layers if layer.kind in ("Conv2d", "Conv3d"))
-    if 2 * images > sum(layer.numel for layer in layers):
+    in_convolutions = sum(layer.numel for layer in layers if layer.kind in ("Conv2d", "Conv3d"))
+    if 2 * in_convolutions > sum(layer.numel for layer in layers):
         return IMAGES
+    modules = list(model.modules())
     vocabularies = {module.num_embeddings for module in modules if isinstance(module, nn.Embedding)}
-    if not any(
+    predicts_words = any(
         isinstance(module, nn.Linear) and module.out_features in vocabularies for module in modules
-    ):
-        return None
-    return (
-        EXPERTS if any(layer.part[1] > 1 or "expert" in layer.module for layer in layers) else WORDS
     )
+    if not predicts_words:
+        return None
+    has_experts = any(layer.part[1] > 1 or "expert" in layer.module for layer in layers)
+    return EXPERTS if has_experts else WORDS
 
 
-def said(
-    kind: str | None, optimizer: str, lr: float, weight_decay: float, beta2: float | None = None
+def recipe_warnings(
+    model: str | None, optimizer: str, lr: float, weight_decay: float, beta2: float | None = None
 ) -> list[str]:
-    """The line for a run of these settings; none if a recipe is near, or there is none for it.
+    """Return the warning for a run with these settings; nothing if a recipe is near, or if no
+    recipe is for this type of model and optimizer.
 
     Args:
-        lr: of the matrices, the largest of the schedule as far as it is known.
+        model: see :func:`model_type`.
+        lr: learning rate of the matrices, the largest of the schedule as far as it is known.
     """
     recipes = [
-        recipe for recipe in RECIPES if kind in recipe.models and recipe.optimizer == optimizer
+        recipe for recipe in RECIPES if model in recipe.models and recipe.optimizer == optimizer
     ]
     if not recipes or not lr:
         return []
     nearest = min(recipes, key=lambda recipe: _distance(recipe, lr, weight_decay))
-    wrong = {"lr": (lr, nearest.lr)} if not -LIMIT <= math.log(lr / nearest.lr) <= HIGH else {}
-    if _decay_apart(nearest, weight_decay) > LIMIT:
-        wrong["weight_decay"] = weight_decay, nearest.weight_decay
+    far: dict[str, tuple[float, float]] = {}  # name -> (value of the run, value of the recipe)
+    if not -MOST_APART <= math.log(lr / nearest.lr) <= MOST_ABOVE:
+        far["lr"] = (lr, nearest.lr)
+    if _decay_apart(nearest, weight_decay) > MOST_APART:
+        far["weight_decay"] = (weight_decay, nearest.weight_decay)
     if beta2 is not None and optimizer == NAME and not BETA2[0] <= beta2 <= BETA2[1]:
-        wrong["betas[1]"] = beta2, 0.95
-    if not wrong:
+        far["betas[1]"] = (beta2, RECIPES_BETA2)
+    if not far:
         return []
     values = ", ".join(
-        f"{name} {value:g} ({of_recipe:g} there)" for name, (value, of_recipe) in wrong.items()
+        f"{name} {value:g} ({of_recipe:g} there)" for name, (value, of_recipe) in far.items()
     )
     return [
-        f"far from every recipe for a {kind}; from the nearest one, {nearest.title!r} in "
-        f"docs/howto/recipes.md: "
-        f"{values}. If it is meant, all is well"
+        f"far from every recipe for a {model}; from the nearest one, {nearest.title!r} in "
+        f"docs/howto/recipes.md: {values}. If you chose these values on purpose, ignore this line"
     ]
 
 
 def _decay_apart(recipe: Recipe, weight_decay: float) -> float:
-    return abs(math.log(max(weight_decay, LITTLE) / max(recipe.weight_decay, LITTLE)))
+    """Return the difference of two weight decays' logarithms, without a sign."""
+    ratio = max(weight_decay, LEAST_DECAY) / max(recipe.weight_decay, LEAST_DECAY)
+    return abs(math.log(ratio))
 
 
 def _distance(recipe: Recipe, lr: float, weight_decay: float) -> tuple[int, float]:
-    """How many of the values are far, and by how much the rate is another."""
-    apart = abs(math.log(lr / recipe.lr)), _decay_apart(recipe, weight_decay)
-    return sum(value > LIMIT for value in apart), apart[0]
+    """Return how many of the two values are far, and the difference of the learning rates'
+    logarithms."""
+    rate_apart = abs(math.log(lr / recipe.lr))
+    decay_apart = _decay_apart(recipe, weight_decay)
+    return sum(apart > MOST_APART for apart in (rate_apart, decay_apart)), rate_apart

@@ -89,7 +89,7 @@ def test_what_is_wrong_is_named_with_its_remedy(
         monkeypatch.delenv(variable, raising=False)
     damage(monkeypatch, tmp_path)
     lines = said(capsys, status=1)
-    assert lines[0] == f"ds_kfac doctor: to be mended: {name}"
+    assert lines[0] == f"ds_kfac doctor: to be fixed: {name}"
     assert [
         line
         for line in lines[1:]
