@@ -1,8 +1,8 @@
-"""What K-FAC has for a layer at this moment, in words: the text of ``engine.kfac.explain()``.
+"""Say in words what K-FAC has for a layer at this moment: the text of ``engine.kfac.explain()``.
 
-It reads what is there: the plan, the timetable, and what this rank keeps. Device scalars are read
-when somebody asks, so no step waits for it, and there is no collective in it: what only another
-rank knows, it says is known there.
+The text is made from the plan, the timetable and what this rank keeps. Device scalars are read when
+somebody asks, so no step waits for them. There is no collective: what only another rank knows, the
+text says is known there.
 """
 
 from collections.abc import Sequence
@@ -20,229 +20,285 @@ from ds_kfac.step.messages import FAILED, FRESH, UNUSABLE
 from ds_kfac.step.preconditioner import KFACPreconditioner
 
 NO_ROWS = "a hook failed ({}): its rows are not taken any more in this process"
+COLUMNS = ("layer", "state", "next update", "next refresh", "decomposed on", "state on")
 
 
 def explain(job: Job, scan: Scan, name: str | None = None) -> str:
-    """A layer's text, or of None the table of all layers of this rank's domains. Local; call it
-    between steps.
+    """Return a layer's text; for None the table of all layers of this rank's domains.
+
+    Local. Call it between steps.
 
     Raises:
         ValueError: no module of this rank has the name.
     """
-    asked = {
-        layer.name: Asked(kfac, layer) for kfac in job.preconditioners for layer in kfac.layers
+    explanations = {
+        layer.name: LayerExplanation(kfac, layer)
+        for kfac in job.preconditioners
+        for layer in kfac.layers
     }
     if name is None:
-        head = ("layer", "state", "next update", "next refresh", "decomposed on", "state on")
-        return "\n".join(columns([head, *folded([one.row() for one in asked.values()])]))
-    if (own := name.removeprefix("(model)")) in asked:
-        return asked[own].text()
-    for left in scan.skipped:
-        if left.name == own:
+        rows = folded([explanation.row() for explanation in explanations.values()])
+        return "\n".join(columns([COLUMNS, *rows]))
+    layer_name = name.removeprefix("(model)")  # a model that is one layer has an empty name
+    if layer_name in explanations:
+        return explanations[layer_name].text()
+    for module in scan.skipped:
+        if module.name == layer_name:
             return (
-                f"{name} ({left.kind}, {left.numel:,} parameters) is not preconditioned; at "
-                f"attach: {left.reason}"
+                f"{name} ({module.kind}, {module.numel:,} parameters) is not preconditioned; at "
+                f"attach: {module.reason}"
             )
-    near = get_close_matches(name, [*asked, *(left.name for left in scan.skipped)])
+    near = get_close_matches(name, [*explanations, *(module.name for module in scan.skipped)])
+    hint = f"near it are {', '.join(near)}; " if near else ""
     raise ValueError(
-        f"ds_kfac: explain({name!r}): no such layer on this rank; "
-        + (f"near it are {', '.join(near)}; " if near else "")
-        + "engine.kfac.explain() lists all"
+        f"ds_kfac: explain({name!r}): no such layer on this rank; {hint}engine.kfac.explain() "
+        "lists all"
     )
 
 
-class Asked:
-    """One layer, and its domain's preconditioner."""
+class LayerExplanation:
+    """What there is to say of one layer.
+
+    Attributes:
+        kfac: the preconditioner of the layer's domain.
+        factors: "A" and "G" -> the factor's specification; empty if the config gives the layer no
+            factors.
+        state: what this rank keeps of the layer; None if it is no gradient worker of the layer.
+        basis: the word for what preconditions the layer: "basis" or "inverse".
+    """
 
     def __init__(self, kfac: KFACPreconditioner, layer: LayerSpec) -> None:
-        self.kfac, self.layer, self.curvature = kfac, layer, kfac.curvature
-        self.sides = self.curvature.of_layer.get(layer.name, {})
-        self.state = kfac.state.get(layer.name)  # None: this rank is no gradient worker of it
-        self.what = "basis" if kfac.plan.method.rotates else "inverse"
+        self.kfac = kfac
+        self.layer = layer
+        self.curvature = kfac.curvature
+        self.factors = self.curvature.of_layer.get(layer.name, {})
+        self.state = kfac.state.get(layer.name)
+        self.basis = "basis" if kfac.plan.method.rotates else "inverse"
+
+    # the two forms
 
     def row(self) -> tuple[str, ...]:
-        due = [str(step) for step in self.due()] if self.sides else ["-", "-"]
-        eigen_workers = ", ".join(
-            f"{side} {self.ranks([self.owner(spec)])}" for side, spec in self.sides.items()
+        """Return the layer's row in the table, by :data:`COLUMNS`."""
+        next_steps = [str(step) for step in self._next_due()] if self.factors else ["-", "-"]
+        decomposed_on = ", ".join(
+            f"{side} {self._owner(factor)}" for side, factor in self.factors.items()
         )
-        state = self.has() or f"no {self.what}: {self.missing()}"
-        return (self.layer.name, state, *due, eigen_workers or "-", self.ranks(self.workers))
+        return (
+            self.layer.name,
+            self._has() or self._lacks(),
+            *next_steps,
+            decomposed_on or "-",
+            self._gradient_workers(),
+        )
 
     def text(self) -> str:
+        """Return all that there is to say, a fact a line."""
         kfac, layer, schedule = self.kfac, self.layer, self.kfac.plan.schedule
-        state = (
-            self.has() or f"no {self.what}: {self.missing()}; {kfac.rule.facts.without_curvature}"
-        )
+        state = self._has()
+        if not state:
+            state = f"{self._lacks()}; {kfac.rule.facts.without_curvature}"
         lines = [
             f"{layer.name or '(model)'} ({layer.kind}, {list(layer.shape)}) after {kfac.steps} "
-            f"applied steps, seen "
-            f"from rank {self.ranks([kfac.rank])}:",
+            f"applied steps, seen from rank {self._ranks([kfac.rank])}:",
             f"state: {state}",
-            *(f"{side}: {self.factor(spec)}" for side, spec in self.sides.items()),
         ]
-        if self.sides:
-            update, refresh = self.due()
+        for side, factor in self.factors.items():
+            lines.append(f"{side}: {self._factor_text(factor)}")
+        if self.factors:
+            update, refresh = self._next_due()
             lines.append(
-                f"next update: step {update}; next refresh: step {refresh}{self.displaced()}"
+                f"next update: step {update}; next refresh: step {refresh}{self._displacement()}"
             )
         if kfac.steps < schedule.burnt_in:
             lines.append(f"burn-in: its shorter intervals hold until step {schedule.burnt_in}")
         moments = " and moments" if kfac.moments else ""
         lines.append(
-            f"gradient{moments}: preconditioned and kept on rank {self.ranks(self.workers)}"
+            f"gradient{moments}: preconditioned and kept on rank {self._gradient_workers()}"
         )
         return "\n  ".join(lines)
 
-    @property
-    def workers(self) -> Sequence[int]:
-        return self.kfac.plan.assignment.workers[self.layer.name]
+    # ranks
 
-    def owner(self, factor: FactorSpec) -> int:
-        return self.kfac.plan.assignment.eigen_workers[factor.key]
+    def _ranks(self, in_group: Sequence[int]) -> str:
+        """Name ranks of the domain's group by their numbers in the job. The numbers differ if there
+        are several domains."""
+        in_job = torch.distributed.get_process_group_ranks(self.kfac.channel.group)
+        return ", ".join(str(in_job[rank]) for rank in in_group)
 
-    def ranks(self, of_group: Sequence[int]) -> str:
-        """Their numbers in the job, which differ from those in the domain's group where there are
-        several domains."""
-        of_job = torch.distributed.get_process_group_ranks(self.kfac.channel.group)
-        return ", ".join(str(of_job[rank]) for rank in of_group)
+    def _owner(self, factor: FactorSpec) -> str:
+        """Name the rank that keeps and decomposes a factor."""
+        return self._ranks([self.kfac.plan.assignment.eigen_workers[factor.key]])
 
-    def due(self) -> tuple[int, int]:
-        """The next steps at which a factor of the layer is updated, and refreshed: of a layer
-        without a basis at its next update; of one that is not proven at the update after that,
-        which may prove it."""
+    def _gradient_workers(self) -> str:
+        """Name the ranks that precondition the layer's gradient."""
+        return self._ranks(self.kfac.plan.assignment.workers[self.layer.name])
+
+    # steps
+
+    def _next_due(self) -> tuple[int, int]:
+        """Return the next steps at which a factor of the layer is updated, and refreshed.
+
+        A layer without a basis is refreshed at its next update. One that is not proven is refreshed
+        at the update after the next, which may prove it.
+        """
         timetable, steps = self.curvature.timetable, self.kfac.steps
-        dues = [timetable.next_due(spec.key, steps) for spec in self.sides.values()]
-        again = any(spec.key in self.kfac.due.capture for spec in self.sides.values())
-        update = steps if again else min(update for update, _ in dues)
+        keys = [factor.key for factor in self.factors.values()]
+        ordinary = [timetable.next_due(key, steps) for key in keys]
+        is_repeated = any(key in self.kfac.due.capture for key in keys)
+        update = steps if is_repeated else min(update for update, _ in ordinary)
         if self.layer.name in self.kfac.proving.unfit:
-            return update, min(
-                timetable.next_due(spec.key, update + 1)[0] for spec in self.sides.values()
-            )
-        waits = self.state is not None and self.state.preconditioner is None
-        return update, update if waits else min(refresh for _, refresh in dues)
+            return update, min(timetable.next_due(key, update + 1)[0] for key in keys)
+        waits_for_basis = self.state is not None and self.state.preconditioner is None
+        if waits_for_basis:
+            return update, update
+        return update, min(refresh for _, refresh in ordinary)
 
-    def displaced(self) -> str:
-        """What keeps the factors from the ordinary intervals."""
-        offsets, clocks, text = self.kfac.plan.offsets, self.curvature.timetable.clocks, ""
+    def _displacement(self) -> str:
+        """Say what moves the factors away from the ordinary intervals."""
+        texts = [""]
+        offsets = self.kfac.plan.offsets
         if offsets:
-            by_side = [f"{side} by {offsets.get(spec.key, 0)}" for side, spec in self.sides.items()]
-            text += f"; staggered: {', '.join(by_side)} steps"
-        rare = [
-            f"{side} every {n}"
-            for side, spec in self.sides.items()
-            if (n := clocks[spec.key].interval) > 1
-        ]
-        return text + (f"; adaptive: {', '.join(rare)} ordinary updates" if rare else "")
+            by_side = [
+                f"{side} by {offsets.get(factor.key, 0)}" for side, factor in self.factors.items()
+            ]
+            texts.append(f"staggered: {', '.join(by_side)} steps")
+        clocks = self.curvature.timetable.clocks
+        intervals = {side: clocks[factor.key].interval for side, factor in self.factors.items()}
+        rare = [f"{side} every {interval}" for side, interval in intervals.items() if interval > 1]
+        if rare:
+            texts.append(f"adaptive: {', '.join(rare)} ordinary updates")
+        return "; ".join(texts)
 
-    def has(self) -> str:
-        """What it is stepped with; empty: with nothing."""
+    # the basis
+
+    def _has(self) -> str:
+        """Say what the layer is stepped with; empty if it has no basis or inverse."""
         if self.layer.name in self.kfac.proving.unfit:
             return ""
-        if not self.sides:
+        if not self.factors:
             return "no factors by the config: nothing to decompose"
-        curvature, log = self.curvature, self.curvature.log
         if self.state is None:
-            known = curvature.travels and all(
-                spec.key in curvature.ready for spec in self.sides.values()
-            )
-            where = f"on rank {self.ranks(self.workers)}"
-            return f"its {self.what} is {where}" if known else f"known {where}: call explain there"
+            return self._kept_elsewhere()
         if self.state.preconditioner is None:
             return ""
-        fresh = {side: log.fresh.get(spec.key) for side, spec in self.sides.items()}
-        steps = {
-            side: "a checkpoint" if step is None else f"step {step}" for side, step in fresh.items()
-        }
-        alike = len(set(steps.values())) == 1
-        text = (
-            f"{self.what} of "
-            f"{steps.popitem()[1] if alike else ', '.join(map(' of '.join, steps.items()))}"
-        )
-        if hook := self.kfac.capture.failed.get(self.layer.name):
-            text += (
-                f"; {NO_ROWS.format(hook)}, and from the next check of rows on it is without "
+        texts = [f"{self.basis} of {self._refreshed_in()}"]
+        hook_error = self.kfac.capture.failed.get(self.layer.name)
+        if hook_error:
+            texts.append(
+                f"{NO_ROWS.format(hook_error)}, and from the next check of rows on it is without "
                 f"curvature"
             )
-        for side, spec in self.sides.items():
-            step, outcome = log.tried.get(spec.key, (0, FRESH))
+        for side, factor in self.factors.items():
+            step, outcome = self.curvature.log.tried.get(factor.key, (0, FRESH))
             if outcome == UNUSABLE:
-                text += f"; {side} had nothing to decompose in step {step}"
+                texts.append(f"{side} had nothing to decompose in step {step}")
             if outcome == FAILED:
-                text += (
-                    f"; the refresh of {side} in step {step} failed on rank "
-                    f"{self.ranks([self.owner(spec)])}"
+                texts.append(
+                    f"the refresh of {side} in step {step} failed on rank {self._owner(factor)}"
                 )
-        return text
+        return "; ".join(texts)
 
-    def missing(self) -> str:
-        """Why it has no basis or inverse."""
+    def _kept_elsewhere(self) -> str:
+        """Say where the basis is, of which this rank keeps nothing."""
+        curvature = self.curvature
+        rank = f"rank {self._gradient_workers()}"
+        is_known = curvature.travels and all(
+            factor.key in curvature.ready for factor in self.factors.values()
+        )
+        if is_known:
+            return f"its {self.basis} is on {rank}"
+        return f"known on {rank}: call explain there"
+
+    def _refreshed_in(self) -> str:
+        """Say in which step each factor was decomposed for the basis in use."""
+        steps: dict[str, str] = {}
+        for side, factor in self.factors.items():
+            step = self.curvature.log.fresh.get(factor.key)
+            steps[side] = "a checkpoint" if step is None else f"step {step}"
+        if len(set(steps.values())) == 1:
+            return next(iter(steps.values()))
+        return ", ".join(f"{side} of {step}" for side, step in steps.items())
+
+    def _lacks(self) -> str:
+        """Say that the layer has no basis or inverse, and why."""
+        return f"no {self.basis}: {self._missing()}"
+
+    def _missing(self) -> str:
+        """Say why the layer has no basis or inverse."""
         kfac, name = self.kfac, self.layer.name
         if name in kfac.proving.unfit:
-            if hook := kfac.capture.failed.get(name):
-                return NO_ROWS.format(hook)
-            why = kfac.proving.unfit[name]
+            hook_error = kfac.capture.failed.get(name)
+            if hook_error:
+                return NO_ROWS.format(hook_error)
             return (
-                f"not proven, its rows do not make up its gradient: {why}; the next update "
-                f"proves again"
+                f"not proven, its rows do not make up its gradient: {kfac.proving.unfit[name]}; "
+                "the next update proves again"
             )
-        decomposed = {"A": self.state and self.state.A, "G": self.state and self.state.G}
-        whys = [
-            f"{side} {self._missing(spec)}"
-            for side, spec in self.sides.items()
+        state = self.state
+        decomposed = {"A": state and state.A, "G": state and state.G}
+        reasons = [
+            f"{side} {self._not_decomposed(factor)}"
+            for side, factor in self.factors.items()
             if decomposed[side] is None
         ]
-        return ", ".join(whys)
+        return ", ".join(reasons)
 
-    def _missing(self, factor: FactorSpec) -> str:
-        curvature, key, owner = (
-            self.curvature,
-            factor.key,
-            f"rank {self.ranks([self.owner(factor)])}",
-        )
+    # a factor
+
+    def _not_decomposed(self, factor: FactorSpec) -> str:
+        """Say why a factor is not decomposed."""
+        curvature, key = self.curvature, factor.key
+        owner = f"rank {self._owner(factor)}"
         step, outcome = curvature.log.tried.get(key, (0, FRESH))
         if outcome == FAILED:
             return f"could not be decomposed on {owner} in step {step}, whose log has the error"
         if key not in curvature.factors:
             return f"had nothing to decompose on {owner}: call explain there"
-        if not float(curvature.factors[key].updates):
+        average = curvature.factors[key]
+        if not float(average.updates):
             return "has taken no batch yet" if key in curvature.log.updates else "has no update yet"
-        packed = curvature.factors[key].packed_P
-        if not bool(packed.isfinite().all()):
+        if not bool(average.packed_P.isfinite().all()):
             return "is not finite"
-        if not bool((packed != 0).any()):
+        if not bool((average.packed_P != 0).any()):
             return "is zero, as all its rows are"
         return "waits for its next update"
 
-    def factor(self, factor: FactorSpec) -> str:
-        """A factor's updates, and the last of them."""
-        curvature, key, wanted = self.curvature, factor.key, self.kfac.plan.config.factor.rows
+    def _factor_text(self, factor: FactorSpec) -> str:
+        """Say how wide a factor is, where it is kept, and how many updates it has taken."""
+        curvature, key = self.curvature, factor.key
         others = ", ".join(name for name in factor.layers if name != self.layer.name)
         shared = f", one with {others}" if others else ""
-        head = (
-            f"{factor.side.kind}, {factor.side.dim} wide{shared}; on rank "
-            f"{self.ranks([self.owner(factor)])}"
-        )
+        text = f"{factor.side.kind}, {factor.side.dim} wide{shared}; on rank {self._owner(factor)}"
         if key not in curvature.factors:
-            return f"{head}: call explain there for its updates"
+            return f"{text}: call explain there for its updates"
         count = float(curvature.factors[key].updates)
-        updates = f"{head}; {count:.0f} updates"
+        text += f"; {count:.0f} updates"
         if key not in curvature.log.updates:
-            return f"{updates}, none since this process started or loaded"
-        step, column, numbers = curvature.log.updates[key]
+            return f"{text}, none since this process started or loaded"
+        return f"{text}; last batch: {self._last_batch_text(factor, has_updates=count > 0)}"
+
+    def _last_batch_text(self, factor: FactorSpec, *, has_updates: bool) -> str:
+        """Say what the factor's last batch had, and what became of it."""
+        step, column, numbers = self.curvature.log.updates[factor.key]
         limited, unchanged, rows, changed = numbers[:, column].tolist()
-        last = (
-            f"{updates}; last batch: step {step}, {rows:.0f} "
-            f"{'rows' if factor.is_A else 'loss terms'}"
-        )
+        unit = "rows" if factor.is_A else "loss terms"
+        text = f"step {step}, {rows:.0f} {unit}"
         if unchanged or rows <= 0:
-            frozen = " as its weight is frozen" if self.kfac.proving.frozen(self.layer) else ""
-            why = ", not finite" if rows > 0 else frozen or " on the ranks that contribute"
-            since = f"step {changed:.0f}" if changed >= 0 else "this process started or loaded"
-            return f"{last}{why}, so it left the factor as it was" + (
-                f"; unchanged since {since}" if count else ""
-            )
-        if factor.is_A and not isinstance(wanted, str) and rows < needed(factor, wanted):
-            last += (
-                f", fewer than the {needed(factor, wanted)} that an update asks for (factor.rows)"
-            )
-        return f"{last}, scaled down: far above the average" if limited else last
+            if rows > 0:
+                reason = ", not finite"
+            elif self.kfac.proving.frozen(self.layer):
+                reason = " as its weight is frozen"
+            else:
+                reason = " on the ranks that contribute"
+            text += f"{reason}, so it left the factor as it was"
+            if has_updates:
+                is_here = changed >= 0
+                since = f"step {changed:.0f}" if is_here else "this process started or loaded"
+                text += f"; unchanged since {since}"
+            return text
+        wanted = self.kfac.plan.config.factor.rows
+        if factor.is_A and not isinstance(wanted, str):
+            asked = needed(factor, wanted)
+            if rows < asked:
+                text += f", fewer than the {asked} that an update asks for (factor.rows)"
+        return f"{text}, scaled down: far above the average" if limited else text

@@ -1,5 +1,4 @@
-"""The report at attach: a summary that ``check`` prints too, and what was chosen for which
-layer."""
+"""The attach report: a summary, which ``check`` prints too, and what was chosen for each layer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,35 +28,69 @@ from ds_kfac.update.groups import basis_bytes
 from ds_kfac.zero import deepspeed_versions
 
 LINES = 12
-"""Of a summary, at most."""
+"""Largest number of lines of a summary."""
 LOW_SHARE = 0.8
-"""Of the trained matrix parameters: where K-FAC steps less of them, the summary says what is left
-out."""
+"""Fraction of the trained matrix parameters below which the summary names what is left out."""
+MEMORY_SHARE = 0.1
+"""Fraction of a device's free memory above which K-FAC's need for memory is a warning."""
+BATCH_NORM: Any = nn.modules.batchnorm._BatchNorm
+
+PIPELINE_SCALES = (
+    "each pipeline stage takes the scale of G from the rows of its own last layer: if the last "
+    "stage's layers have fewer (a pooled head), G of the others is larger by that factor "
+    "(docs/reference/supported.md)"
+)
+ZERO_NORMS = (
+    "{count} norms begin with a weight of zero ({first}, ..): the layers below get hardly any "
+    "gradient at first, and relative damping makes full steps of it. If training stands still use "
+    'kfac.damping {{"kind": "tikhonov"}}, KFACAdamW, or let them begin at one (docs/howto/tune.md)'
+)
+LOCAL_STATISTICS = (
+    "BatchNorm's running statistics stay each rank's own, and a checkpoint has those of rank 0; "
+    "average them before evaluation and saving (examples/job.py does)"
+)
+MIXED_BATCH_NORM = (
+    "BatchNorm does not run on a CPU with 16-bit weights and fp32 statistics; set "
+    '"data_types": {"buffer_dtype": ...} to the weights\' dtype'
+)
+SILENT_SKIPS = (
+    "torch_autocast fp16 skips overflowed steps without notice; ds_kfac watches its scale"
+)
 
 
-def report(kfacs: Sequence[KFACPreconditioner], found: Scan, given: KFACConfig) -> str:
-    """The text of ``engine.kfac.report``, of all domains of this rank. The first rank of the job
-    says as much of it as ``kfac.report`` wants, and so does the first one of each pipeline stage.
-    ``given``: the config as it was given."""
-    first, layout = kfacs[0], kfacs[0].layout
-    warnings = list(dict.fromkeys(text for kfac in kfacs for text in attach_warnings(kfac, given)))
-    where = f", {first.engine_view.domain.name}" if first.engine_view.domain.name else ""
-    mode, plans, inner = (
-        f"{_mode(first)}{where}",
-        [kfac.plan for kfac in kfacs],
-        first.engine_view.inner,
-    )
-    optimizer, ratio = type(inner).__name__, getattr(inner, "adam_ratio", 1.0)
+def report(kfacs: Sequence[KFACPreconditioner], scan: Scan, given: KFACConfig) -> str:
+    """Return the text of ``engine.kfac.report``, and print what the key ``report`` asks for.
+
+    The first rank of the job prints, and so does the first rank of each pipeline stage.
+
+    Args:
+        kfacs: preconditioners of all of this rank's domains.
+        given: the config as the user gave it.
+    """
+    first = kfacs[0]
+    domain = first.engine_view.domain
+    inner = first.engine_view.inner
+    texts = [text for kfac in kfacs for text in attach_warnings(kfac, given)]
+    warnings = list(dict.fromkeys(texts))  # domains may have the same ones
     brief = summary(
-        layout.engine.module, found, plans, first.rule.facts, optimizer, mode, warnings, ratio
+        first.layout.engine.module,
+        scan,
+        [kfac.plan for kfac in kfacs],
+        first.rule.facts,
+        optimizer=type(inner).__name__,
+        mode=f"{_mode(first)}, {domain.name}" if domain.name else _mode(first),
+        warnings=warnings,
+        ratio=getattr(inner, "adam_ratio", 1.0),
     )
-    skipped = skipped_lines(found, whole=first.config.report == "full")
-    details = [
-        line for kfac in kfacs for line in (*_details(kfac), *(skipped if kfac is first else []))
-    ]
-    # of a summary that is too long, the rest of its warnings
-    text = "\n".join([*brief, *(line for line in warnings if line not in brief), *details])
-    if given.report != "none" and first.rank == 0 and first.engine_view.domain.shard[0] == 0:
+    details: list[str] = []
+    for kfac in kfacs:
+        details += _details(kfac)
+        if kfac is first:
+            details += skipped_lines(scan, every_module=first.config.report == "full")
+    # a summary that would be too long lacks some of the warnings
+    left_out = [line for line in warnings if line not in brief]
+    text = "\n".join([*brief, *left_out, *details])
+    if given.report != "none" and first.rank == 0 and domain.shard[0] == 0:
         say(fitted(text if given.report == "full" else "\n".join(brief)), here=True)
     return text
 
@@ -72,25 +105,28 @@ def summary(
     warnings: Sequence[str],
     ratio: float,
 ) -> list[str]:
-    """What a run does, in :data:`LINES` lines at most; it describes plans, not measurements.
+    """Return what a run does, in :data:`LINES` lines at most. It describes plans, not measurements.
 
     Args:
-        plans: of each domain here.
-        optimizer: class or type of the innermost one.
-        mode: of the engine, in words.
-        ratio: rate of what is in no layer, over the optimizer's lr.
+        plans: the plan of each of this rank's domains.
+        optimizer: class or type of the innermost optimizer.
+        mode: the engine's mode, in words.
+        ratio: learning rate of parameters in no layer, as a multiple of the optimizer's.
     """
-    plan, share = plans[0], share_of(model, scan)
-    rest = facts.others(optimizer, ratio, share.matrices - share.stepped)
-    state = sum(max(plan.assignment.memory) for plan in plans)
-    lines = [
-        f"ds_kfac steps {share}",
-        *([f"  all other trained parameters ({share.others:,}): {rest}"] if share.others else []),
+    plan = plans[0]
+    share = share_of(model, scan)
+    state_bytes = sum(max(plan.assignment.memory) for plan in plans)
+    method = plan.method.words
+    lines = [f"ds_kfac steps {share}"]
+    if share.others:
+        others = facts.others(optimizer, ratio, share.matrices - share.stepped)
+        lines.append(f"  all other trained parameters ({share.others:,}): {others}")
+    lines += [
         f"  step: {facts.described(plan, optimizer, ratio)}",
-        f"  factors every {_interval(plan.schedule.update)}, {plan.method.words} every "
+        f"  factors every {_interval(plan.schedule.update)}, {method} every "
         f"{_interval(plan.schedule.refresh)}",
-        f"  memory: K-FAC state at most {number(state, 'B')} on a rank (factors, "
-        f"{plan.method.words}, moments)",
+        f"  memory: K-FAC state at most {number(state_bytes, 'B')} on a rank (factors, {method}, "
+        "moments)",
         f"  {mode}",
     ]
     if share.fraction < LOW_SHARE:
@@ -100,84 +136,97 @@ def summary(
         )
         warnings = [low, *warnings]
     if len(lines) + len(warnings) > LINES:
-        kept = LINES - len(lines) - 1
-        more = (
-            f'  WARNING: {len(warnings) - kept} more: see engine.kfac.report, or "report": "full"'
-        )
-        warnings = [*warnings[:kept], more]
+        shown = LINES - len(lines) - 1
+        more = len(warnings) - shown
+        pointer = f'  WARNING: {more} more: see engine.kfac.report, or "report": "full"'
+        warnings = [*warnings[:shown], pointer]
     return [*lines, *warnings]
 
 
 def _details(kfac: KFACPreconditioner) -> list[str]:
-    """What was configured or chosen, and the tables of a domain."""
-    config, plan, whole = kfac.config, kfac.plan, kfac.config.report == "full"
-    ours, precision = sum(layer.numel for layer in kfac.layers), kfac.direction.precision
-    _, buckets = kfac.curvature.reducer.layout.of(frozenset(kfac.curvature.specs), 0)
-    nbytes = (
-        sum(part.values()) for bucket in buckets for part in payloads(bucket, plan.wire.itemsize)
-    )
-    sent = sum(nbytes) // kfac.channel.world
-    several, batched = (
-        [x.layers for x in kfac.direction.layer_groups if len(x.layers) > 1],
-        "layer by layer",
-    )
-    if several:
-        batched = (
-            f"{sum(map(len, several))} of this rank's {len(kfac.owned)} layers in {len(several)} "
-            f"groups of one shape, "
-            f"{sum(map(basis_bytes, several)):,} bytes of eigenvectors in them"
-        )
-    where: dict[str, tuple[str, ...]] = {}
-    for layer in kfac.layers if whole else ():
-        own = kfac.curvature.of_layer.get(layer.name, {})
-        eigen_workers = ", ".join(
-            f"{side} {plan.assignment.eigen_workers[spec.key]}" for side, spec in own.items()
-        )
-        where[layer.name] = (
-            ", ".join(map(str, plan.assignment.workers[layer.name])),
-            eigen_workers,
-        )
-    return [
-        *(["", f"{kfac.engine_view.domain.name}:"] if kfac.engine_view.domain.name else []),
+    """Return what was configured or chosen, and the tables of a domain."""
+    config, plan = kfac.config, kfac.plan
+    domain = kfac.engine_view.domain.name
+    lines = ["", f"{domain}:"] if domain else []
+    lines += [
         f"  deepspeed {deepspeed.__version__}, torch {torch.__version__}; "
         f"load max/mean {plan.assignment.imbalance:.2f}",
         f"  factors: decay {config.factor.decay}, {config.factor.fisher} Fisher, "
-        f"{config.factor.weight_sharing}, "
-        f"{plan.method.words} by {plan.method.solver}",
-        f"  products: {precision}; {batched}",
+        f"{config.factor.weight_sharing}, {plan.method.words} by {plan.method.solver}",
+        f"  products: {kfac.direction.precision}; {_batched(kfac)}",
         f"  memory: {_memory(kfac)}",
         f"  ops: {chosen(kfac.curvature.device.type)}",
-        *([f"  burn-in: {plan.schedule.burn_in}"] if plan.schedule.burn_in else []),
-        f"  relayout moves {kfac.exchange.plan.gather.total_numel:,} of {ours:,} gradient "
-        f"elements to their workers, "
-        f"{kfac.exchange.plan.scatter.total_numel:,} back; batch sums {sent:,} bytes a rank in "
-        # of a step with all factors due
-        f"{str(plan.wire).removeprefix('torch.')}, {len(buckets)} messages",
-        *(["  chosen: " + ", ".join(plan.answers)] if plan.answers else []),
-        *(f"  plan: {reason}" for reason in plan.reasons),
-        "",
-        *layer_lines(kfac.layers, config, kfac.rule.facts, where),
     ]
+    if plan.schedule.burn_in:
+        lines.append(f"  burn-in: {plan.schedule.burn_in}")
+    lines.append(f"  {_traffic(kfac)}")
+    if plan.answers:
+        lines.append("  chosen: " + ", ".join(plan.answers))
+    lines += [f"  plan: {reason}" for reason in plan.reasons]
+    ranks = _ranks_of_layers(kfac) if config.report == "full" else None
+    return [*lines, "", *layer_lines(kfac.layers, config, kfac.rule.facts, ranks)]
+
+
+def _batched(kfac: KFACPreconditioner) -> str:
+    """Say how many of this rank's layers are stepped together."""
+    groups = [group.layers for group in kfac.direction.layer_groups if len(group.layers) > 1]
+    if not groups:
+        return "layer by layer"
+    return (
+        f"{sum(map(len, groups))} of this rank's {len(kfac.owned)} layers in {len(groups)} groups "
+        f"of one shape, {sum(map(basis_bytes, groups)):,} bytes of eigenvectors in them"
+    )
+
+
+def _traffic(kfac: KFACPreconditioner) -> str:
+    """Say what travels between ranks in a step in which all factors are due."""
+    _, buckets = kfac.curvature.reducer.layout.of(frozenset(kfac.curvature.specs), 0)
+    wire = kfac.plan.wire
+    total_bytes = sum(
+        sum(part.values()) for bucket in buckets for part in payloads(bucket, wire.itemsize)
+    )
+    relayout = kfac.exchange.plan
+    gradient_elements = sum(layer.numel for layer in kfac.layers)
+    return (
+        f"relayout moves {relayout.gather.total_numel:,} of {gradient_elements:,} gradient "
+        f"elements to their workers, {relayout.scatter.total_numel:,} back; batch sums "
+        f"{total_bytes // kfac.channel.world:,} bytes a rank in {_name(wire)}, {len(buckets)} "
+        "messages"
+    )
+
+
+def _ranks_of_layers(kfac: KFACPreconditioner) -> dict[str, tuple[str, str]]:
+    """Return layer name -> (gradient workers, ranks that decompose its factors)."""
+    assignment = kfac.plan.assignment
+    ranks = {}
+    for layer in kfac.layers:
+        factors = kfac.curvature.of_layer.get(layer.name, {})
+        workers = ", ".join(map(str, assignment.workers[layer.name]))
+        eigen_workers = ", ".join(
+            f"{side} {assignment.eigen_workers[factor.key]}" for side, factor in factors.items()
+        )
+        ranks[layer.name] = (workers, eigen_workers)
+    return ranks
 
 
 def _memory(kfac: KFACPreconditioner) -> str:
-    """Of this rank once everything is there."""
-    nbytes, kinds = (
-        kfac.plan.assignment.memory[kfac.rank],
-        f"factors, {kfac.plan.method.words}, moments",
-    )
-    text = f"K-FAC state {nbytes:,} bytes on this rank ({kinds})"
+    """Say what this rank keeps once everything is there."""
+    plan = kfac.plan
+    state_bytes = plan.assignment.memory[kfac.rank]
+    text = f"K-FAC state {state_bytes:,} bytes on this rank (factors, {plan.method.words}, moments)"
     if kfac.rule.optimizer_type is not None:
-        rest = kfac.engine_view.other_params
-        held = rest.shards.held(range(len(rest.params)))[kfac.rank]
-        others = 8 * held
-        moments = sum(
+        others = kfac.engine_view.other_params
+        held_elements = others.shards.held(range(len(others.params)))[kfac.rank]
+        optimizer_bytes = 8 * held_elements  # two moments in fp32
+        moment_bytes = sum(
             state.moments.nbytes for state in kfac.state.values() if state.moments is not None
         )
-        text += f"; moments {moments:,} in eigenbases and {others:,} in the optimizer"
-    device = kfac.device.type
-    if kept := kfac.rule.facts.kept(kfac.plan, kfac.owned, device):
-        text += f"; {kept:,} for steps as one CUDA graph, and what a step takes stays reserved"
+        text += f"; moments {moment_bytes:,} in eigenbases and {optimizer_bytes:,} in the optimizer"
+    kept_bytes = kfac.rule.facts.kept(plan, kfac.owned, kfac.device.type)
+    if kept_bytes:
+        text += (
+            f"; {kept_bytes:,} for steps as one CUDA graph, and what a step takes stays reserved"
+        )
     return text
 
 
@@ -185,19 +234,20 @@ def _interval(value: Value) -> str:
     return f"{value} steps" if value.kind == "constant" else f"N steps, N = {value}"
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _mode(kfac: KFACPreconditioner) -> str:
-    engine = kfac.layout.engine
-    dtype = str(next(iter(kfac.layout.params)).dtype).removeprefix("torch.")
-    offload = (
-        ", optimizer offloaded to CPU"
-        if engine.zero_optimization() and engine.zero_cpu_offload()
-        else ""
-    )
+    """Say how DeepSpeed trains here."""
+    layout, engine = kfac.layout, kfac.layout.engine
+    parameters = next(iter(layout.params)).dtype
+    is_offloaded = engine.zero_optimization() and engine.zero_cpu_offload()
+    offload = ", optimizer offloaded to CPU" if is_offloaded else ""
     return (
-        f"ZeRO stage {int(engine.zero_optimization_stage())}, {dtype} parameters, gradients in "
-        f"{str(kfac.layout.dtype).removeprefix('torch.')}, {type(engine.optimizer).__name__}, "
-        f"gradient accumulation {engine.gradient_accumulation_steps()}{offload}, world size "
-        f"{kfac.layout.world}"
+        f"ZeRO stage {int(engine.zero_optimization_stage())}, {_name(parameters)} parameters, "
+        f"gradients in {_name(layout.dtype)}, {type(engine.optimizer).__name__}, gradient "
+        f"accumulation {engine.gradient_accumulation_steps()}{offload}, world size {layout.world}"
     )
 
 
@@ -205,144 +255,140 @@ def layer_lines(
     layers: Sequence[LayerSpec],
     config: KFACConfig,
     facts: RuleFacts,
-    where: Mapping[str, Sequence[str]] | None = None,
+    ranks: Mapping[str, Sequence[str]] | None = None,
 ) -> list[str]:
-    """The preconditioned layers. ``where``: layer name -> gradient workers and eigen workers, for a
-    row for each layer; None: equal layers in a row."""
+    """Return the table of the preconditioned layers.
+
+    Args:
+        ranks: layer name -> (gradient workers, ranks that decompose its factors), for a row for
+            each layer; None: equal layers share a row.
+    """
     choices = [facts.choice(config, layer) for layer in layers]
-    step = any(choice is not None for choice in choices)
+    has_choices = any(choice is not None for choice in choices)
+    head = ["layer", "type", "G", "A", "bias"]
+    if ranks:
+        head += ["workers", "decomposed on"]
+    if has_choices:
+        head.append("step")
     rows = []
     for layer, choice in zip(layers, choices, strict=True):
-        ranks = where[layer.name] if where else ()
-        sides = (
-            f"{side.dim}{'' if side.kind == 'dense' else f' ({side.kind})'}"
-            for side in (layer.G, layer.A)
-        )
-        own = layer.name or "(model)", layer.kind, *sides, "yes" if layer.bias else "no"
-        rows.append((*own, *ranks, *([choice or ""] if step else [])))
-    ranks = ("workers", "decomposed on") if where else ()
-    head = ("layer", "type", "G", "A", "bias", *ranks, *(["step"] if step else []))
-    return columns([head, *(rows if where else folded(rows))])
+        row = [layer.name or "(model)", layer.kind]
+        for side in (layer.G, layer.A):
+            row.append(f"{side.dim}" if side.kind == "dense" else f"{side.dim} ({side.kind})")
+        row.append("yes" if layer.bias else "no")
+        if ranks:
+            row += ranks[layer.name]
+        if has_choices:
+            row.append(choice or "")
+        rows.append(tuple(row))
+    return columns([tuple(head), *(rows if ranks else folded(rows))])
 
 
-def skipped_lines(scan: Scan, *, whole: bool = False) -> list[str]:
-    """What is not preconditioned, and why; nothing if all is. ``whole``: a row for each module."""
+def skipped_lines(scan: Scan, *, every_module: bool = False) -> list[str]:
+    """Return the table of what is not preconditioned, and why; empty if all is.
+
+    Args:
+        every_module: whether each module has a row; equal modules share one otherwise.
+    """
     if not scan.skipped:
         return []
+    head = ("not preconditioned", "type", "parameters", "why")
     rows = [
-        (left.name or "(model)", left.kind, f"{left.numel:,}", left.reason) for left in scan.skipped
+        (module.name or "(model)", module.kind, f"{module.numel:,}", module.reason)
+        for module in scan.skipped
     ]
-    return [
-        "",
-        *columns(
-            [
-                ("not preconditioned", "type", "parameters", "why"),
-                *(rows if whole else folded(rows)),
-            ]
-        ),
-    ]
-
-
-BATCH_NORM: Any = nn.modules.batchnorm._BatchNorm
-SHARE = 0.1
-"""Of a device's free memory: K-FAC that needs more is worth a line."""
+    return ["", *columns([head, *(rows if every_module else folded(rows))])]
 
 
 def attach_warnings(kfac: KFACPreconditioner, given: KFACConfig) -> list[str]:
-    """Lines of the report."""
-    engine, world = kfac.layout.engine, kfac.layout.world
+    """Return the lines of the report that ask for attention.
+
+    Args:
+        given: the config as the user gave it.
+    """
+    engine = kfac.layout.engine
     modules: dict[str, Any] = dict(engine.module.named_modules())
     texts = without_effect(kfac.rule, given, kfac.layers, type(kfac.engine_view.inner).__name__)
-    if (
-        isinstance(engine, PipelineEngine)
-        and engine.num_stages > 1
-        and "damping" in kfac.rule.blocks
-    ):
-        texts.append(  # G's scale counts
-            "each pipeline stage takes the scale of G from the rows of its own last layer: if the "
-            "last stage's layers "
-            "have fewer (a pooled head), G of the others is larger by that factor "
-            "(docs/reference/supported.md)"
-        )
-    # knows no absolute size
-    relative = "damping" in kfac.rule.blocks and kfac.config.damping.kind == "relative"
-    norms = {
-        name: m.weight
-        for name, m in modules.items()
-        if relative and isinstance(m, BATCH_NORM | nn.GroupNorm)
-    }
-    # at ZeRO-3 a weight may not be there
-    if zero := [
-        name for name, w in norms.items() if w is not None and w.numel() and not w.detach().any()
-    ]:
-        texts.append(
-            f"{len(zero)} norms begin with a weight of zero ({zero[0]}, ..): the layers below get "
-            f"hardly any "
-            "gradient at first, and relative damping makes full steps of it. If training stands "
-            "still use "
-            'kfac.damping {"kind": "tikhonov"}, KFACAdamW, or let them begin at one '
-            "(docs/howto/tune.md)"
-        )
+    has_damping = "damping" in kfac.rule.blocks
+    is_pipeline = isinstance(engine, PipelineEngine) and engine.num_stages > 1
+    if is_pipeline and has_damping:  # without damping the scale of G has no effect
+        texts.append(PIPELINE_SCALES)
+    if has_damping and kfac.config.damping.kind == "relative":
+        texts += _zero_norms(modules)
     texts += far_from_recipes(kfac)
-    texts += _of_memory(kfac)
-    faults = list(kfac.layout.faults)
-    batch_norms = [
-        m for m in modules.values() if isinstance(m, BATCH_NORM) and m.running_mean is not None
-    ]
-    if world > 1 and any(not isinstance(m, nn.SyncBatchNorm) for m in batch_norms):
-        faults.append(
-            "BatchNorm's running statistics stay each rank's own, and a checkpoint has those of "
-            "rank 0; average them "
-            "before evaluation and saving (examples/job.py does)"
-        )
-    mixed = [
-        m for m in batch_norms if m.weight is not None and m.weight.dtype != m.running_mean.dtype
-    ]
-    if mixed and kfac.device.type == "cpu":
-        faults.append(
-            "BatchNorm does not run on a CPU with 16-bit weights and fp32 statistics; set "
-            '"data_types": '
-            '{"buffer_dtype": ...} to the weights\' dtype'
-        )
+    texts += _memory_warnings(kfac)
+    faults = [*kfac.layout.faults, *_batch_norm_faults(kfac, modules)]
     if kfac.layout.grad_scaler:
-        faults.append(
-            "torch_autocast fp16 skips overflowed steps without notice; ds_kfac watches its scale"
-        )
-    known = (f"  known fault of this mode in DeepSpeed: {fault}" for fault in faults)
-    newer = deepspeed_versions.untested()
-    return [*(f"  WARNING: {text}" for text in texts), *known, *([f"  {newer}"] if newer else [])]
+        faults.append(SILENT_SKIPS)
+    lines = [f"  WARNING: {text}" for text in texts]
+    lines += [f"  known fault of this mode in DeepSpeed: {fault}" for fault in faults]
+    untested = deepspeed_versions.untested()
+    if untested:
+        lines.append(f"  {untested}")
+    return lines
+
+
+def _zero_norms(modules: Mapping[str, Any]) -> list[str]:
+    """Return a warning if norms begin with a weight of zero."""
+    names = []
+    for name, module in modules.items():
+        weight = module.weight if isinstance(module, BATCH_NORM | nn.GroupNorm) else None
+        # at ZeRO stage 3 a weight may not be on this rank, and has no elements
+        if weight is not None and weight.numel() and not weight.detach().any():
+            names.append(name)
+    return [ZERO_NORMS.format(count=len(names), first=names[0])] if names else []
+
+
+def _batch_norm_faults(kfac: KFACPreconditioner, modules: Mapping[str, Any]) -> list[str]:
+    """Return what goes wrong with BatchNorm in DeepSpeed, with or without K-FAC."""
+    batch_norms = [
+        module
+        for module in modules.values()
+        if isinstance(module, BATCH_NORM) and module.running_mean is not None
+    ]
+    faults = []
+    are_synced = all(isinstance(module, nn.SyncBatchNorm) for module in batch_norms)
+    if kfac.layout.world > 1 and not are_synced:
+        faults.append(LOCAL_STATISTICS)
+    are_mixed = any(
+        module.weight is not None and module.weight.dtype != module.running_mean.dtype
+        for module in batch_norms
+    )
+    if are_mixed and kfac.device.type == "cpu":
+        faults.append(MIXED_BATCH_NORM)
+    return faults
 
 
 def without_effect(
     rule: UpdateRule, config: KFACConfig, layers: Sequence[LayerSpec], optimizer: str
 ) -> list[str]:
-    """Keys that were given but belong to another update rule than the optimizer's, or touch no
-    layer."""
-    others = {block for other in DIRECTIONS for block in other.blocks} - set(rule.blocks)
-    given = [
-        (b, key) for b in sorted(others) for key in sorted(getattr(config, b).model_fields_set)
-    ]
-    keys = [f"kfac.{b}.{key}" for b, key in given if key not in ("precision", "method")]
+    """Return a warning that names the keys that were given but have no effect: they belong to
+    another update rule than the optimizer's, or match no layer."""
+    all_blocks = {block for other in DIRECTIONS for block in other.blocks}
+    keys = []
+    for block in sorted(all_blocks - set(rule.blocks)):
+        for key in sorted(getattr(config, block).model_fields_set):
+            if key not in ("precision", "method"):
+                keys.append(f"kfac.{block}.{key}")
     keys += rule.facts.idle(config, layers)
-    return (
-        [f"without effect with {rule.optimizer_type or optimizer}: {', '.join(keys)}"]
-        if keys
-        else []
-    )
+    if not keys:
+        return []
+    return [f"without effect with {rule.optimizer_type or optimizer}: {', '.join(keys)}"]
 
 
-def _of_memory(kfac: KFACPreconditioner) -> list[str]:
-    """Of this rank, against what its device has left."""
-    plan, reducer = kfac.plan, kfac.curvature.reducer
-    slots, _ = reducer.layout.of(frozenset(kfac.curvature.specs), 0)
-    sums = sum(4 * slot.numel for slot in slots if kfac.rank in {slot.owner, *slot.contributors})
-    state, free = int(plan.assignment.memory[kfac.rank]), get_accelerator().available_memory()
-    if state + sums <= SHARE * free:
+def _memory_warnings(kfac: KFACPreconditioner) -> list[str]:
+    """Return a warning if this rank needs much of what its device has left."""
+    slots, _ = kfac.curvature.reducer.layout.of(frozenset(kfac.curvature.specs), 0)
+    held_slots = [slot for slot in slots if kfac.rank in {slot.owner, *slot.contributors}]
+    sum_bytes = 4 * sum(slot.numel for slot in held_slots)
+    state_bytes = int(kfac.plan.assignment.memory[kfac.rank])
+    free_bytes = get_accelerator().available_memory()
+    needed_bytes = state_bytes + sum_bytes
+    if needed_bytes <= MEMORY_SHARE * free_bytes:
         return []
     return [
-        f"K-FAC needs {state / 1e9:.1f} GB on this rank and {sums / 1e9:.1f} GB more in a step "
-        f"that updates all "
-        f"factors, {(state + sums) / free:.0%} of the {free / 1e9:.1f} GB that are free: see "
-        "kfac.factor.dense_max, kfac.layers.exclude, kfac.offload, or assignment.memory_budget_gb "
-        "at ZeRO stage 0"
+        f"K-FAC needs {state_bytes / 1e9:.1f} GB on this rank and {sum_bytes / 1e9:.1f} GB more in "
+        f"a step that updates all factors, {needed_bytes / free_bytes:.0%} of the "
+        f"{free_bytes / 1e9:.1f} GB that are free: see kfac.factor.dense_max, kfac.layers.exclude, "
+        "kfac.offload, or assignment.memory_budget_gb at ZeRO stage 0"
     ]
