@@ -12,8 +12,12 @@ Row = tuple[str, ...]
 
 
 def fitted(text: str, width: int | None = None) -> str:
-    """Break long lines at spaces, and indent the continuation by 4 more; a longer word stays whole.
-    ``width``: columns; None: the terminal's, or COLUMNS of the environment, or :data:`WIDTH`."""
+    """Break long lines at spaces, and indent what follows by 4 more. A longer word stays whole.
+
+    Args:
+        width: number of columns; None: the terminal's, or COLUMNS of the environment, or
+            :data:`WIDTH`.
+    """
     if width is None:
         width = max(NARROWEST, shutil.get_terminal_size(fallback=(WIDTH, 24)).columns)
     lines: list[str] = []
@@ -34,7 +38,11 @@ def fitted(text: str, width: int | None = None) -> str:
 
 
 def columns(rows: Sequence[Row], *, right: bool = False) -> list[str]:
-    """Indented lines; ``right``: all but the first column are numbers."""
+    """Return a table's rows as indented lines.
+
+    Args:
+        right: whether all columns but the first are aligned at the right, as numbers are.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     signs = ["<", *((">" if right else "<") * (len(widths) - 1))]
     cells = (
@@ -45,7 +53,7 @@ def columns(rows: Sequence[Row], *, right: bool = False) -> list[str]:
 
 
 def number(value: float, unit: str) -> str:
-    """Three digits and a decimal prefix."""
+    """Return a number with three digits, a decimal prefix and its unit, such as ``1.25 MB``."""
     for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= 0.9995 * size:
             digits = ".3g" if abs(value) < 999.5 * size else ".0f"
@@ -54,21 +62,25 @@ def number(value: float, unit: str) -> str:
 
 
 def folded(rows: Sequence[Row]) -> list[Row]:
-    """Rows whose names differ in numbers only, all else equal, as one: ``blocks.[0-31].mlp.up x
+    """Make one row of rows whose names differ in numbers only, such as ``blocks.[0-31].mlp.up x
     32``."""
-    together: dict[Row, list[list[int]]] = {}
+    numbers_of: dict[Row, list[list[int]]] = {}
     for name, *cells in rows:
         numbers = [int(number) for number in re.findall(r"\d+", name)]
-        together.setdefault((re.sub(r"\d+", "#", name), *cells), []).append(numbers)
+        pattern = re.sub(r"\d+", "#", name)
+        numbers_of.setdefault((pattern, *cells), []).append(numbers)
     return [
-        (_name(pattern, found) or "(model)", *cells)
-        for (pattern, *cells), found in together.items()
+        (_folded_name(pattern, numbers) or "(model)", *cells)
+        for (pattern, *cells), numbers in numbers_of.items()
     ]
 
 
-def _name(pattern: str, found: Sequence[Sequence[int]]) -> str:
-    ranges = [(min(column), max(column)) for column in zip(*found, strict=True)]
-    texts = iter(str(low) if low == high else f"[{low}-{high}]" for low, high in ranges)
-    return re.sub("#", lambda _: next(texts), pattern) + (
-        f" x {len(found)}" if len(found) > 1 else ""
-    )
+def _folded_name(pattern: str, numbers: Sequence[Sequence[int]]) -> str:
+    """Return a pattern with the ranges of the numbers that rows have in place of each ``#``."""
+    texts = []
+    for place in zip(*numbers, strict=True):
+        low, high = min(place), max(place)
+        texts.append(str(low) if low == high else f"[{low}-{high}]")
+    replacements = iter(texts)
+    name = re.sub("#", lambda _: next(replacements), pattern)
+    return f"{name} x {len(numbers)}" if len(numbers) > 1 else name
