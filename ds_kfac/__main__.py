@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ds_kfac import __version__, only_for_data
+from ds_kfac.diagnostics.text import fitted
 from ds_kfac.integrations import launcher, plot
-from ds_kfac.log import fitted
 
 
 def _count(text: str) -> int:
@@ -178,7 +178,7 @@ COMMANDS = {
     "factors": "ds_kfac.factors.command:run",
     "convert": "ds_kfac.factors.command:run_convert",
     "plot": "ds_kfac.integrations.plot:run",
-    "doctor": "ds_kfac.engine.doctor:doctor",
+    "doctor": "ds_kfac.diagnostics.doctor:doctor",
     "config": "ds_kfac.config.manual:manual",
     "schema": "ds_kfac.config.manual:schema",
 }

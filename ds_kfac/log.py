@@ -2,16 +2,12 @@
 
 The logger has a handler of its own and hands nothing on: DeepSpeed's stands at WARNING, and
 frameworks mute it and others. What a rank has to say of itself goes to :data:`logger` as to any; a
-program may change it as any. Below it lines, tables and numbers for a terminal.
+program may change it as any.
 """
 
 import logging
 import os
-import re
-import shutil
 import sys
-import textwrap
-from collections.abc import Sequence
 
 
 class _StandardError(logging.Handler):
@@ -46,72 +42,3 @@ def say(text: str, level: int = logging.INFO, *, here: bool | None = None) -> No
 def warn(text: str, *, here: bool | None = None) -> None:
     """Warn on rank 0, or as :func:`say` does."""
     say(f"ds_kfac: WARNING: {text}", logging.WARNING, here=here)
-
-
-WIDTH = 160
-"""Columns if there is no terminal, as in a file or a launcher's log."""
-NARROWEST = 40
-Row = tuple[str, ...]
-
-
-def fitted(text: str, width: int | None = None) -> str:
-    """Break long lines at spaces, and indent the continuation by 4 more; a longer word stays whole.
-    ``width``: columns; None: the terminal's, or COLUMNS of the environment, or :data:`WIDTH`."""
-    if width is None:
-        width = max(NARROWEST, shutil.get_terminal_size(fallback=(WIDTH, 24)).columns)
-    lines: list[str] = []
-    for line in text.split("\n"):
-        if len(line) <= width:
-            lines.append(line)
-            continue
-        indent = line[: len(line) - len(line.lstrip())]
-        lines += textwrap.wrap(
-            line.lstrip(),
-            width,
-            initial_indent=indent,
-            subsequent_indent=indent + 4 * " ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-    return "\n".join(lines)
-
-
-def columns(rows: Sequence[Row], *, right: bool = False) -> list[str]:
-    """Indented lines; ``right``: all but the first column are numbers."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    signs = ["<", *((">" if right else "<") * (len(widths) - 1))]
-    cells = (
-        [f"{cell:{sign}{width}}" for cell, sign, width in zip(row, signs, widths, strict=True)]
-        for row in rows
-    )
-    return [f"  {'  '.join(row).rstrip()}" for row in cells]
-
-
-def number(value: float, unit: str) -> str:
-    """Three digits and a decimal prefix."""
-    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= 0.9995 * size:
-            digits = ".3g" if abs(value) < 999.5 * size else ".0f"
-            return f"{value / size:{digits}} {prefix}{unit}"
-    return f"{value:.3g} {unit}"
-
-
-def folded(rows: Sequence[Row]) -> list[Row]:
-    """Rows whose names differ in numbers only, all else equal, as one: ``blocks.[0-31].mlp.up x
-    32``."""
-    together: dict[Row, list[list[int]]] = {}
-    for name, *cells in rows:
-        numbers = [int(number) for number in re.findall(r"\d+", name)]
-        together.setdefault((re.sub(r"\d+", "#", name), *cells), []).append(numbers)
-    return [
-        (_name(pattern, found) or "(model)", *cells)
-        for (pattern, *cells), found in together.items()
-    ]
-
-
-def _name(pattern: str, found: Sequence[Sequence[int]]) -> str:
-    ranges = [(min(column), max(column)) for column in zip(*found, strict=True)]
-    texts = iter(str(low) if low == high else f"[{low}-{high}]" for low, high in ranges)
-    return re.sub("#", lambda _: next(texts), pattern) + (
-        f" x {len(found)}" if len(found) > 1 else ""
-    )

@@ -6,7 +6,6 @@ import os
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.directions.kfac_adamw.user_optimizer import KFACAdamW
 from ds_kfac.engine.attachment import Attachment
-from ds_kfac.engine.batch_ramp import BatchRamp
 from ds_kfac.engine.entry import asked_for, attach, disable, enable, initialize, on_attached
 from ds_kfac.estimate.command import (
     estimate_kfac_mem_needs_all_cold,
@@ -15,6 +14,7 @@ from ds_kfac.estimate.command import (
 from ds_kfac.factors.files import Factors, FactorsError
 from ds_kfac.factors.fitting import fit
 from ds_kfac.integrations import log_in_trainer
+from ds_kfac.lr_schedulers.batch_ramp import BatchRamp
 
 __all__ = [
     "Attachment",

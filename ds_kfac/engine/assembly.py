@@ -1,5 +1,5 @@
-"""From an engine to its :class:`Job`: the engine's domains, and each one's layers, plan and
-preconditioner."""
+"""Assemble the :class:`Job` of an engine: the engine's domains, and the layers, the plan and the
+preconditioner of each."""
 
 import os
 from collections.abc import Sequence
@@ -37,25 +37,32 @@ from ds_kfac.zero.shards import held_by_layer, parameter_names, parts_of
 def assembled(
     engine: Any, config: KFACConfig, answers: tuple[str, ...], rule: UpdateRule
 ) -> tuple[Job, Scan]:
-    """The job of an engine, self-tested, and its layers and what was skipped. Collective. Raises on
-    every rank: ValueError if there is nothing to precondition, or no plan fits; RuntimeError if the
-    self-test failed."""
+    """Return the self-tested job of an engine, and a scan with its layers and what was skipped.
+
+    Collective.
+
+    Raises:
+        ValueError: on every rank; there is nothing to precondition, or no plan fits.
+        RuntimeError: on every rank; the self-test failed.
+    """
     optimized = [param for group in parameter_groups(engine.optimizer) for param in group]
-    parts = domains(engine, optimized)
-    several, seam = bool(parts[0].name), Seam(engine)
+    engine_domains = domains(engine, optimized)
+    is_model_parallel = bool(engine_domains[0].name)
+    seam = Seam(engine)
     _choose_backend(engine, config)
-    costs, sequence = _costs(torch.device(engine.device)), _sequence(engine)
+    costs = _costs(torch.device(engine.device))
+    sequence = _sequence(engine)
     head_shapes = _head_shapes(engine)
     # a single pipeline stage may have no layers, or too little memory: all ranks must fail together
     headline = "ds_kfac cannot attach to this model-parallel engine"
     together: Any = partial(failing_together, headline, torch.distributed.group.WORLD, ValueError)
-    agreeing = together if several else nullcontext
+    agreeing = together if is_model_parallel else nullcontext
     with agreeing():
         scanned = scan(
             engine.module, rule.scanned(config), optimized=optimized, head_shapes=head_shapes
         )
-        of_domains = _by_domain(rule.cut(config, scanned.layers), parts)
-        views = [_engine_view(engine, domain, layers, rule, seam) for domain, layers in of_domains]
+        by_domain = _by_domain(rule.cut(config, scanned.layers), engine_domains)
+        views = [_engine_view(engine, domain, layers, rule, seam) for domain, layers in by_domain]
         plans = [
             make_plan(view.layers, _engine_facts(view, config, sequence), budget, costs, answers)
             for view, budget in zip(views, _budgets(views, config), strict=True)
@@ -82,11 +89,14 @@ def assembled(
 
 
 def _choose_backend(engine: Any, config: KFACConfig) -> None:
-    """Build and check the backends of operations. If one that the config names cannot run on some
-    rank, that is an error on all of them. A backend that it does not name, or an op that computes
-    wrongly on some rank, is then used on no rank: replicas that round differently would drift
-    apart."""
-    name, device = config.ops.backend, torch.device(engine.device).type
+    """Build and check the backends of operations.
+
+    If a backend that the config names cannot run on some rank, all ranks raise an error. A backend
+    that the config does not name and that cannot run on some rank, or an op that computes wrongly
+    on some rank, is used on no rank: replicas that round differently would drift apart.
+    """
+    name = config.ops.backend
+    device = torch.device(engine.device).type
     error = RuntimeError if name is None else ValueError
     with failing_together("ds_kfac cannot attach", torch.distributed.group.WORLD, error):
         choice = dispatch.use(name, device)
@@ -103,7 +113,7 @@ def _choose_backend(engine: Any, config: KFACConfig) -> None:
 def _engine_view(
     engine: Any, domain: Domain, layers: tuple[LayerSpec, ...], rule: UpdateRule, seam: Seam
 ) -> EngineView:
-    """A domain's layers, and where the engine keeps their gradients."""
+    """Return a domain's layers, and where the engine keeps their gradients."""
     named = dict(engine.module.named_parameters())
     ours = [named[name] for name in parameter_names(layers)]
     our_ids = {id(parameter) for parameter in ours}
@@ -120,7 +130,7 @@ def _engine_view(
 
 
 def _engine_facts(view: EngineView, config: KFACConfig, sequence: int) -> EngineFacts:
-    """The facts about the engine that its plan depends on."""
+    """Return the facts about the engine that its plan depends on."""
     layout = view.layout
     return EngineFacts(
         world=layout.world,
@@ -149,28 +159,31 @@ def _head_shapes(engine: Any) -> set[tuple[int, int]] | None:
 
 
 def _sequence(engine: Any) -> int:
-    """Number of consecutive ranks that hold the parts of one sequence; of all ranks if they are not
-    consecutive. Collective under sequence parallelism."""
+    """Return the number of consecutive ranks that hold the parts of one sequence; that of all ranks
+    if they are not consecutive. Collective under sequence parallelism."""
     size = engine.sequence_parallel_size
     if size == 1:
         return 1
-    every = torch.distributed.get_process_group_ranks(engine.seq_data_parallel_group)
-    places = [
-        every.index(rank)
-        for rank in torch.distributed.get_process_group_ranks(engine.seq_parallel_group)
-    ]
+    ranks_of = torch.distributed.get_process_group_ranks
+    all_ranks = ranks_of(engine.seq_data_parallel_group)
+    places = [all_ranks.index(rank) for rank in ranks_of(engine.seq_parallel_group)]
     first = min(places)
-    consecutive = sorted(places) == list(range(first, first + size)) and first % size == 0
-    return size if all(gathered(consecutive)) else len(every)
+    are_consecutive = sorted(places) == list(range(first, first + size)) and first % size == 0
+    return size if all(gathered(are_consecutive)) else len(all_ranks)
 
 
 def _costs(device: torch.device) -> CostModel:
-    """The builtin cost model with this job's nodes by the launcher, if they are alike, the same on
-    every rank. Collective."""
-    size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+    """Return the builtin cost model, the same on every rank.
+
+    It has the size of this job's nodes, which the launcher says, if all nodes are alike.
+    Collective.
+    """
+    node_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
     at_once = max(1, (os.cpu_count() or 1) // torch.get_num_threads())
-    node = size, at_once if device.type == "cpu" and size > at_once else 0
-    node_size, node_cores = node if len(set(gathered(node))) == 1 else (1, 0)
+    node_cores = at_once if device.type == "cpu" and node_size > at_once else 0
+    are_alike = len(set(gathered((node_size, node_cores)))) == 1
+    if not are_alike:
+        node_size, node_cores = 1, 0
     return replace(
         BUILTIN["cpu" if device.type == "cpu" else "cuda"],
         node_size=node_size,
@@ -181,22 +194,28 @@ def _costs(device: torch.device) -> CostModel:
 def _by_domain(
     layers: Sequence[LayerSpec], domains: Sequence[Domain]
 ) -> list[tuple[Domain, tuple[LayerSpec, ...]]]:
-    """The domains that have layers, each with its own."""
+    """Return the domains that have layers, each with its layers."""
     pairs: list[tuple[Domain, tuple[LayerSpec, ...]]] = []
     for domain in domains:
-        # number of tensor-parallel ranks, each with a part of a layer or a copy
-        own, shards = [], domain.shard[1]
-        for layer in (layer for layer in layers if layer.weight in domain.names):
-            cut = (1, shards) if SHARDS.get(layer.kind) else (shards, 1)
-            own.append(
-                replace(layer, cut=cut) if layer.kind in SHARDS else replace(layer, copies=shards)
-            )
-        pairs += [(domain, tuple(own))] if own else []
+        # each tensor-parallel rank has a part of a layer, or a copy
+        shards = domain.shard[1]
+        domain_layers = []
+        for layer in layers:
+            if layer.weight not in domain.names:
+                continue
+            if layer.kind in SHARDS:
+                cut = (1, shards) if SHARDS[layer.kind] else (shards, 1)
+                domain_layers.append(replace(layer, cut=cut))
+            else:
+                domain_layers.append(replace(layer, copies=shards))
+        if domain_layers:
+            pairs.append((domain, tuple(domain_layers)))
     return pairs
 
 
 def _budgets(views: Sequence[EngineView], config: KFACConfig) -> list[KFACConfig]:
-    """A config for each of this rank's domains; their layers' needs divide the memory budget."""
+    """Return a config for each of this rank's domains. They share the memory budget in proportion
+    to what their layers need."""
     budget = config.assignment.memory_budget_gb
     if budget is None or len(views) == 1:
         return [config] * len(views)

@@ -26,17 +26,19 @@ from ds_kfac.checkpoint.order import groups_of
 from ds_kfac.checkpoint.save import save_checkpoint
 from ds_kfac.comm.lost import telling
 from ds_kfac.config.keys import KFACConfig
-from ds_kfac.engine.explain import explain
+from ds_kfac.diagnostics.explain import explain
+from ds_kfac.diagnostics.report import report
+from ds_kfac.diagnostics.share import share_of
+from ds_kfac.diagnostics.text import folded
+from ds_kfac.directions.kfac_adamw.matrices import other_matrices
 from ds_kfac.engine.monte_carlo import LossSampling, Sampler
 from ds_kfac.engine.pipeline import announcing
-from ds_kfac.engine.report import folded, report
 from ds_kfac.factors.export import begin_from, export
 from ds_kfac.factors.files import Factors, safetensors
 from ds_kfac.log import logger, warn
 from ds_kfac.metrics import STAGES, TIMER, Metrics
 from ds_kfac.model.masks import ReadMask
 from ds_kfac.model.scan import Scan
-from ds_kfac.model.share import other_matrices, share_of
 from ds_kfac.step.counters import PREFIX, constants, counters, health, selected
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner

@@ -25,11 +25,7 @@ import ds_kfac_startup
 from ds_kfac.checkpoint.moving import watch_loads
 from ds_kfac.config.keys import KFACConfig, parse
 from ds_kfac.config.values import find_block
-from ds_kfac.directions.base import UpdateRule
-from ds_kfac.directions.table import DIRECTIONS, is_factory, rule_in, when_made
-from ds_kfac.engine.assembly import assembled
-from ds_kfac.engine.attachment import HANDLE, Attachment
-from ds_kfac.engine.preflight import (
+from ds_kfac.diagnostics.preflight import (
     check_objects,
     check_tensors,
     saying_how_to_launch,
@@ -37,9 +33,13 @@ from ds_kfac.engine.preflight import (
     trains_nothing,
     warn_of_compilation,
 )
+from ds_kfac.directions.base import UpdateRule
+from ds_kfac.directions.table import DIRECTIONS, is_factory, rule_in, when_made
+from ds_kfac.engine.assembly import assembled
+from ds_kfac.engine.attachment import HANDLE, Attachment
 from ds_kfac.engine.refusals import check_config, of_engine, refused, without_optimizer
 from ds_kfac.log import say, warn
-from ds_kfac.schedule.polynomial_decay import PolynomialDecay
+from ds_kfac.lr_schedulers.polynomial_decay import PolynomialDecay
 
 _plain_initialize: Callable[..., tuple] = deepspeed.initialize
 """DeepSpeed's own function. Ours replaces it when ds_kfac is imported; until :func:`enable` ours

@@ -30,8 +30,7 @@ from ds_kfac.step.preconditioner import KFACPreconditioner
 _WHAT = 'kfac.factor.fisher "monte_carlo" needs a second backward through the graph'
 _CHECKPOINTING = (
     f"{_WHAT}, which this activation checkpointing refuses; use torch's with use_reentrant=False "
-    f"(not torch's "
-    "reentrant one, nor deepspeed.checkpointing of either kind)"
+    "(not torch's reentrant one, nor deepspeed.checkpointing of either kind)"
 )
 _DONATED = (
     f"{_WHAT}; compiled graphs give their buffers away in the first backward; set "
@@ -41,8 +40,9 @@ SEED = 0x5EED
 
 
 def graph(root: Node | None) -> Iterator[Node]:
-    """All nodes that a backward from ``root`` may run."""
-    seen, stack = set(), [root]
+    """Yield all nodes that a backward pass from ``root`` may run."""
+    seen = set()
+    stack = [root]
     while stack:
         node = stack.pop()
         if node is None or node in seen:
@@ -53,7 +53,7 @@ def graph(root: Node | None) -> Iterator[Node]:
 
 
 class LossSampling:
-    """Keeps each forward's prediction until its backward, and gives the capture gradients of a
+    """Keep each forward's prediction until its backward, and give the capture the gradients of a
     sampled loss.
 
     Attributes:
@@ -62,19 +62,22 @@ class LossSampling:
 
     def __init__(self, kfac: KFACPreconditioner, engine: Any) -> None:
         self.kfac = kfac
-        factor, modules = kfac.config.factor, dict(engine.module.named_modules())
+        factor = kfac.config.factor
+        modules = dict(engine.module.named_modules())
         self.sampler: Sampler = SAMPLERS[factor.sampler]
-        # live as long as pending calls
+        # predictions live as long as pending calls
         self._predictions: WeakKeyDictionary[Forward, Any] = WeakKeyDictionary()
         # DeepSpeed's OutputBackwardHookManager of forwards whose outputs live
         self._managers: WeakSet = WeakSet()
-        predicting = self._predicting = modules[factor.prediction or ""]
+        self._predicting = modules[factor.prediction or ""]
         self._handles = [
             engine.register_forward_hook(lambda module, inputs, output: self._collect(output)),
-            predicting.register_forward_hook(self._keep),
+            self._predicting.register_forward_hook(self._keep),
         ]
         self._generator = torch.Generator(device=kfac.device)
-        self._drawn, self._step, self._warned = 0, -1, False
+        self._drawn = 0  # predictions that labels were drawn for in step self._step
+        self._step = -1
+        self._warned = False
 
     def remove(self) -> None:
         while self._handles:
@@ -86,10 +89,14 @@ class LossSampling:
             self._managers.update(getattr(tensor, "_backward_hook_managers", ()))
 
     def _keep(self, module: Any, inputs: tuple, output: Any) -> None:
-        captures = self.kfac.capture.active and torch.is_grad_enabled()
-        if captures and module is self._predicting:  # not a copy of it, which has its hooks, too
-            if torch._C._current_graph_task_id() == -1:  # not a recomputation
-                self._predictions[self.kfac.capture.forward] = output
+        # Returns first where nothing is captured: such steps run under torch.compile, where what
+        # follows would break the graph.
+        if not self.kfac.capture.active or not torch.is_grad_enabled():
+            return
+        is_copy = module is not self._predicting  # a copy of the module has its hooks, too
+        is_recomputation = torch._C._current_graph_task_id() != -1
+        if not is_copy and not is_recomputation:
+            self._predictions[self.kfac.capture.forward] = output
 
     def sample(self, loss: Tensor) -> None:
         """Draw labels for every forward that waits for its backward, run the extra backward and add
@@ -121,40 +128,47 @@ class LossSampling:
                 "forward"
             )
         if self._step != self.kfac.steps:
-            self._step, self._drawn = self.kfac.steps, 0
+            self._step = self.kfac.steps
+            self._drawn = 0
+        # torch's and DeepSpeed's checkpointing have nodes of the same name
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes):
-            raise ValueError(_CHECKPOINTING)  # torch's and DeepSpeed's
+            raise ValueError(_CHECKPOINTING)
         # scaled like the true loss, so that 16-bit gradients neither underflow nor overflow
         scale = torch.as_tensor(
             self.kfac.layout.loss_scale(), dtype=torch.float32, device=loss.device
         ).reshape(())
         predictions = [prediction_tensor(self._predictions.pop(forward)) for forward in forwards]
-        true = self._gradients(loss, predictions, scale)
-        drawn = [self._sampled(*pair) for pair in zip(predictions, true, strict=True)]
-        for forward, sampled in zip(reversed(forwards), reversed(drawn), strict=True):
-            own = [call for call in calls if call.rows.forward is forward]
-            edges = [call.edge for call in own if call.edge]
+        true_gradients = self._gradients(loss, predictions, scale)
+        losses = [
+            self._sampled(prediction, gradient)
+            for prediction, gradient in zip(predictions, true_gradients, strict=True)
+        ]
+        for forward, sampled in zip(reversed(forwards), reversed(losses), strict=True):
+            calls_of_forward = [call for call in calls if call.rows.forward is forward]
+            edges = [call.edge for call in calls_of_forward if call.edge]
             with capture.recomputing(forward):
                 # a mean over forwards
                 gradients = self._gradients(sampled / len(forwards), edges, scale)
-            capture.add_asked(own, gradients, scale)
+            capture.add_asked(calls_of_forward, gradients, scale)
         capture.end_pass()
 
     def _gradients(self, loss: Tensor, inputs: Sequence[Any], scale: Tensor) -> list[Tensor | None]:
-        """Gradients of ``loss * scale`` at ``inputs``; None where the loss does not reach."""
+        """Return the gradients of ``loss * scale`` at ``inputs``; None where the loss does not
+        depend on an input."""
         if not loss.requires_grad or not inputs:
             return [None] * len(inputs)
         # outputs of engine.forward pass gradients on as they are and start no engine backward
         saved = [(one, one.preprocess_done, one.preprocess_per_tensor_fn) for one in self._managers]
         for manager, _, _ in saved:
-            manager.preprocess_done, manager.preprocess_per_tensor_fn = True, None
+            manager.preprocess_done = True
+            manager.preprocess_per_tensor_fn = None
         seed = scale.to(loss.dtype).expand(loss.shape)
         try:
             return list(
                 torch.autograd.grad(loss, list(inputs), seed, retain_graph=True, allow_unused=True)
             )
         except RuntimeError as error:
-            # DeepSpeed's non-reentrant kind has no node to find
+            # DeepSpeed's non-reentrant checkpointing has no node that sample() could find
             if "not compatible with .grad()" in str(error):
                 raise ValueError(_CHECKPOINTING) from error
             if "donated buffers" in str(error):
@@ -162,13 +176,16 @@ class LossSampling:
             raise
         finally:
             for manager, done, function in saved:
-                manager.preprocess_done, manager.preprocess_per_tensor_fn = done, function
+                manager.preprocess_done = done
+                manager.preprocess_per_tensor_fn = function
 
     @torch.enable_grad()
     def _sampled(self, prediction: Tensor, gradient: Tensor | None) -> Tensor:
-        """A loss on labels drawn from a prediction, for the terms of which the true loss has a
-        ``gradient``. The generator is seeded by step, forward and rank: a resumed run draws the
-        same labels."""
+        """Return a loss on labels drawn from a prediction, for the terms at which the true loss has
+        a ``gradient``.
+
+        The generator is seeded by step, forward and rank, so a resumed run draws the same labels.
+        """
         reached = (
             torch.zeros_like(prediction, dtype=torch.bool) if gradient is None else gradient != 0
         )
@@ -179,17 +196,21 @@ class LossSampling:
         return self.sampler(prediction, reached, self._generator).float()
 
     def check(self) -> None:
-        """At a step that captures, warn once if nothing was sampled: this rank then has no
-        statistics. It is no error, as the rank's batch may have been skipped, and an error on one
-        rank stops the job. Raises ValueError if nothing was ever sampled on this rank: then the
-        program lacks the call."""
+        """Check, at a step that captures, that something was sampled; warn once otherwise.
+
+        Without it this rank has no statistics. That is no error, as the rank's batch may have been
+        skipped, and an error on one rank stops the job.
+
+        Raises:
+            ValueError: nothing was ever sampled on this rank, so the program lacks the call.
+        """
         if self.kfac.capture.active and self._step != self.kfac.steps:
             text = (
                 'kfac.factor.fisher "monte_carlo": this step had no sampled backward; use '
-                "engine.backward(loss), or "
-                "call engine.kfac.sample(loss) before loss.backward()"
+                "engine.backward(loss), or call engine.kfac.sample(loss) before loss.backward()"
             )
-            if self._step < 0:
+            never_sampled = self._step < 0
+            if never_sampled:
                 raise ValueError(text)
             if not self._warned:
                 logger.warning(
@@ -197,6 +218,6 @@ class LossSampling:
                     f"{text}"
                 )
             self._warned = True
-        # predictions of forwards without a backward: a hook on their graph may hold the key, so
-        # weak keys do not drop it
+        # Drop predictions of forwards without a backward. Weak keys do not drop them if a hook on
+        # their graph holds the key.
         self._predictions.clear()

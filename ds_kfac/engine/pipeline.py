@@ -1,4 +1,5 @@
-"""Announces a pipeline's backward passes to the capture: no ``engine.backward`` does."""
+"""Announce a pipeline's backward passes to the capture, as a pipeline never calls
+``engine.backward``."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,11 +15,12 @@ from ds_kfac.zero.deepspeed_versions import INSTRUCTIONS
 
 
 def announcing(engine: Any, job: Job) -> dict[type, Any]:
-    """The engine's table of instructions, in which a micro-batch's backward pass is announced to
-    the capture. Several outputs get one backward, see :func:`joined`.
+    """Return the engine's table of instructions, changed so that each micro-batch's backward pass
+    is announced to the capture.
 
-    Wrapping ``engine.backward`` would not do: the last stage calls DeepSpeed's function, others get
-    a gradient.
+    A stage with several outputs gets one backward pass for all, see :func:`joined`. It would not do
+    to wrap ``engine.backward``: the last stage calls DeepSpeed's function, and others get a
+    gradient.
     """
     table = getattr(engine, INSTRUCTIONS)
 
@@ -49,22 +51,24 @@ class _Joined(Function):
 
 @contextmanager
 def joined(engine: Any, buffer_id: int) -> Iterator[None]:
-    """Wraps a backward pass: DeepSpeed runs one for each floating output of a stage, so a layer
-    would get its gradient in parts, and the sum of their squares is not the square of their sum.
-    Here one scalar output takes their place."""
+    """Make DeepSpeed run one backward pass for all outputs of a stage inside this context.
+
+    DeepSpeed runs one for each floating output, so a layer would get its gradient in parts, and the
+    sum of the parts' squares is not the square of their sum. Here one scalar output takes their
+    place.
+    """
     outputs = None if engine.is_last_stage() else engine.pipe_buffers["outputs"][buffer_id]
-    floating = (
-        [output for output in outputs if output.is_floating_point()]
-        if isinstance(outputs, tuple)
-        else []
-    )
+    floating = []
+    if isinstance(outputs, tuple):
+        floating = [output for output in outputs if output.is_floating_point()]
     if len(floating) < 2:
         yield
         return
     received = engine.grad_layer
-    whole = _Joined.apply(tuple(received), *floating)
-    engine.pipe_buffers["outputs"][buffer_id], engine.grad_layer = whole, torch.ones_like(whole)
+    scalar = _Joined.apply(tuple(received), *floating)
+    engine.pipe_buffers["outputs"][buffer_id] = scalar
+    engine.grad_layer = torch.ones_like(scalar)
     try:
         yield
     finally:
-        engine.grad_layer = received  # the buffer that the next ones are received in
+        engine.grad_layer = received  # DeepSpeed receives the next gradients in this buffer

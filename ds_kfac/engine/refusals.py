@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.config import DtypeEnum
 from deepspeed.runtime.engine import DummyOptim
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import nn
 
 from ds_kfac.comm.message import gathered
+from ds_kfac.config.deepspeed_config import accumulation, block, dtype_of
 from ds_kfac.config.keys import Block, KFACConfig
 from ds_kfac.model.layers import is_autoep
 from ds_kfac.zero import deepspeed_versions
@@ -145,7 +145,7 @@ def of_config(
         compressed=name.lower() in COMPRESSED,
         stage=stage,
         parameters=parameters,
-        autocast=_dtype(autocast.get("dtype"), "torch_autocast.dtype")
+        autocast=dtype_of(autocast.get("dtype"), "torch_autocast.dtype")
         if autocast.get("enabled") is True
         else None,
         bf16_optimizer=(stage, parameters, accumulation(ds_config))
@@ -157,27 +157,6 @@ def of_config(
         offload_device=device,
         super_offload=bool(offload.get("super_offload")),
     )
-
-
-def block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """An object inside a DeepSpeed config; empty if there is none."""
-    inner = config.get(key)
-    return inner if isinstance(inner, Mapping) else {}
-
-
-def accumulation(ds_config: Mapping[str, Any]) -> torch.dtype | None:
-    """dtype in which gradients are accumulated, by the config; None: the model's. ValueError for an
-    unknown one."""
-    return _dtype(
-        block(ds_config, "data_types").get("grad_accum_dtype"), "data_types.grad_accum_dtype"
-    )
-
-
-def _dtype(name: Any, where: str) -> torch.dtype | None:
-    try:
-        return None if name is None else DtypeEnum(name).value
-    except ValueError:
-        raise ValueError(f"{where}: got {name!r}; must be fp32, fp16 or bf16") from None
 
 
 SAMPLED = 'kfac.factor.fisher "monte_carlo"'

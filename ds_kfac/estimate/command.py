@@ -15,17 +15,17 @@ from ds_kfac.assignment.assign import worker_counts
 from ds_kfac.assignment.costs import BUILTIN, CostModel, measured
 from ds_kfac.config.values import find_block
 from ds_kfac.curvature.methods import METHODS, Method
+from ds_kfac.diagnostics.recipes import config_far_from_recipes
+from ds_kfac.diagnostics.report import layer_lines, skipped_lines, summary, without_effect
+from ds_kfac.diagnostics.share import share
+from ds_kfac.diagnostics.text import columns, number
 from ds_kfac.directions.kfac_adamw.optimizer import NAME, PARAMS
-from ds_kfac.engine.recipes import config_far_from_recipes
 from ds_kfac.engine.refusals import check_model
-from ds_kfac.engine.report import layer_lines, skipped_lines, summary, without_effect
 from ds_kfac.estimate.estimates import BESIDE, KINDS, PARTS, STATE, TRANSIENT, Estimate, same_block
 from ds_kfac.estimate.subject import Subject, Trace, build, config_of
 from ds_kfac.factors.fitting import peak_bytes, plan_of
-from ds_kfac.log import columns, number
 from ds_kfac.metrics import STAGES
 from ds_kfac.model.scan import scan
-from ds_kfac.model.share import share
 
 DEFAULT: Mapping[str, Any] = {"optimizer": {"type": NAME}, "kfac": {}}
 """The config of ``estimate`` without ``--config``."""

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ds_kfac.assignment.costs import CostModel
+from ds_kfac.config.deepspeed_config import accumulation, block
 from ds_kfac.config.keys import parse
 from ds_kfac.config.values import AUTO, find_block, read_config
 from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.kfac_adamw.user_optimizer import split_groups
 from ds_kfac.directions.table import rule_in
-from ds_kfac.engine.refusals import accumulation, block, of_config, refused
+from ds_kfac.engine.refusals import of_config, refused
 from ds_kfac.model.layers import LayerSpec, parameter_shape
 from ds_kfac.model.product_code import ADDED, COPIES, LINEAR, RIGHT, multiplied
 from ds_kfac.model.scan import scan

@@ -14,10 +14,10 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from ds_kfac.config.values import find_block, read_config
+from ds_kfac.diagnostics.text import Row, columns
 from ds_kfac.factors.convert import convert
 from ds_kfac.factors.files import Factors, FactorsError
 from ds_kfac.factors.fitting import fit, joined
-from ds_kfac.log import Row, columns
 
 SHOWN = 40
 """Most layers in the table that ``factors`` prints."""

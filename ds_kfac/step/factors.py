@@ -46,7 +46,7 @@ from ds_kfac.step.warner import NAMED
 @dataclass
 class FactorLog:
     """What became of factors since this rank started or loaded a checkpoint. It is shown to people
-    (``ds_kfac/engine/explain.py``); no step depends on it, and no checkpoint has it.
+    (``ds_kfac/diagnostics/explain.py``); no step depends on it, and no checkpoint has it.
 
     Attributes:
         updates: key -> last update on this rank, as a triple: the step; the factor's column; and

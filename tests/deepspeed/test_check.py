@@ -94,7 +94,6 @@ def worker(folder: str) -> dict:
         subject, rule = Subject(Net(), config), kfac.preconditioner.rule
         same = {
             "config": kfac.preconditioner.config == subject.config,
-            "clips": subject.context.clips == bool(engine.gradient_clipping()),
             "moments": subject.rule.moments_count(subject.config)
             == rule.moments_count(kfac.preconditioner.config),
             "optimizer": subject.rule is rule,

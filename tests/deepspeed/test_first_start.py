@@ -10,8 +10,9 @@ import deepspeed
 import pytest
 
 import ds_kfac
-from ds_kfac.engine import entry, preflight
-from ds_kfac.engine.preflight import OF_OTHERS, OF_RANK
+from ds_kfac.diagnostics import preflight
+from ds_kfac.diagnostics.preflight import OTHER_LAUNCHERS, RANK_VARIABLES
+from ds_kfac.engine import entry
 from tests.deepspeed.said import heard
 from tests.ranks import ROOT, free_port
 
@@ -39,7 +40,11 @@ def test_what_will_be_compiled_is_said_before_with_the_remedy(optimizer, launche
     script = tmp_path / "train.py"
     imports, rest = FIRST.replace("OPTIMIZER", repr(optimizer)).split("ds_kfac\n", 1)
     script.write_text(f"{imports}ds_kfac\ndeepspeed.ops.__compatible_ops__['{SHM}'] = True\n{rest}")
-    kept = {key: value for key, value in os.environ.items() if key not in (*OF_RANK, *OF_OTHERS)}
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in (*RANK_VARIABLES, *OTHER_LAUNCHERS)
+    }
     if launched:
         kept |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         kept["MASTER_PORT"] = str(free_port())
@@ -69,7 +74,7 @@ def test_a_rank_is_warned_by_enable_and_a_launcher_is_not(monkeypatch, tmp_path)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setitem(deepspeed.ops.__compatible_ops__, SHM, True)
     monkeypatch.setattr(entry, "_enabled", None)
-    for name in (*OF_RANK, *OF_OTHERS):
+    for name in (*RANK_VARIABLES, *OTHER_LAUNCHERS):
         monkeypatch.delenv(name, raising=False)
     for variable in ("RANK", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.setattr(preflight, "_announced", set())

@@ -536,7 +536,7 @@ def test_an_object_that_is_not_passed_on_is_an_error():
         text = found[way, "named in the config"]
         assert (
             not text.startswith("ValueError")
-            and "this engine trains with the rates of the config" in text
+            and "this engine trains with the learning rates of the config" in text
         )
         fine = ("of another model", "passed on", "stepped before", "a model that is not trained")
         silent = [(way, case, "deleted") for case in DROPPED] + [(way, case) for case in fine]

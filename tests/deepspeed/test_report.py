@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ds_kfac
-from ds_kfac.engine.report import folded
+from ds_kfac.diagnostics.text import folded
 from ds_kfac.step import proving
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, train, weights

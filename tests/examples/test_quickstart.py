@@ -10,7 +10,7 @@ from pathlib import Path
 import deepspeed
 import pytest
 
-from ds_kfac.engine import preflight
+from ds_kfac.diagnostics import preflight
 from tests.ranks import ROOT
 
 NOTEBOOK = ROOT / "examples/quickstart.ipynb"
@@ -34,7 +34,8 @@ engine.step()
 print("STEPS", engine.kfac.counters()["steps"], engine.global_steps)
 """  # noqa: E501
 SAYS = "no launcher has started this process: it is a job of one rank, on "
-OURS = (*preflight.OF_RANK, *preflight.OF_OTHERS, "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID")
+LAUNCHERS = (*preflight.RANK_VARIABLES, *preflight.OTHER_LAUNCHERS)
+OURS = (*LAUNCHERS, "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID")
 
 
 def run(folder: Path, code: str, *arguments: str) -> subprocess.CompletedProcess:
@@ -87,7 +88,7 @@ def nobody(monkeypatch):
     return monkeypatch
 
 
-@pytest.mark.parametrize("name", [*preflight.OF_RANK, *preflight.OF_OTHERS])
+@pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_launchers_process_is_left_alone(nobody, name):
     nobody.setenv(name, "1")
     assert not preflight.alone()

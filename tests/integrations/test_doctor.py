@@ -10,7 +10,7 @@ from filelock import FileLock
 from torch.utils import cpp_extension
 
 from ds_kfac.__main__ import main
-from ds_kfac.engine import doctor
+from ds_kfac.diagnostics import doctor
 from tests.ranks import ROOT
 
 OP = "deepspeed_shm_comm"
@@ -89,7 +89,7 @@ def test_what_is_wrong_is_named_with_its_remedy(
         monkeypatch.delenv(variable, raising=False)
     damage(monkeypatch, tmp_path)
     lines = said(capsys, status=1)
-    assert lines[0] == f"ds_kfac doctor: to be mended: {name}"
+    assert lines[0] == f"ds_kfac doctor: to be fixed: {name}"
     assert [
         line
         for line in lines[1:]

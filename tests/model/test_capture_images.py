@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ds_kfac.diagnostics.share import share_of
 from ds_kfac.model.scan import LayerChoice, scan
-from ds_kfac.model.share import share_of
 from tests.close import close, exact
 from tests.model.recorder import Recorder, Watched
 from tests.ops.specification import symmetric_pack

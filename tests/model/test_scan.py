@@ -6,11 +6,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from ds_kfac.curvature.factor import Side
+from ds_kfac.diagnostics.share import share_of
+from ds_kfac.directions.kfac_adamw.matrices import other_matrices
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.product_code import MatrixLayout, multiplied
 from ds_kfac.model.rows import ROWS
 from ds_kfac.model.scan import LayerChoice, scan
-from ds_kfac.model.share import other_matrices, share_of
 from tests.model.written import written
 
 

@@ -16,6 +16,7 @@ from deepspeed.runtime import lr_schedules
 from torch import nn
 from torch.optim import lr_scheduler
 
+from ds_kfac.directions.kfac_adamw.matrices import other_matrices
 from ds_kfac.directions.kfac_adamw.optimizer import (
     FLAG,
     GROWS,
@@ -28,7 +29,6 @@ from ds_kfac.directions.kfac_adamw.optimizer import (
     checked_group,
 )
 from ds_kfac.model.scan import LayerChoice, Scan, scan
-from ds_kfac.model.share import other_matrices
 
 
 def split_groups(

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from ds_kfac.config.keys import parse
+from ds_kfac.diagnostics.share import share_of
 from ds_kfac.directions.table import rule_in
 from ds_kfac.model.scan import scan
-from ds_kfac.model.share import share_of
 from tests.integrations.coverage.architectures import Architecture, at_full_size
 
 STEPS = 8

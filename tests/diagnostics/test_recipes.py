@@ -9,11 +9,11 @@ import pytest
 
 from ds_kfac.config.keys import parse
 from ds_kfac.config.values import find_block
+from ds_kfac.diagnostics.recipes import ADAPTERS, BETA2, EXPERTS, IMAGES, WORDS, recipe_warnings
+from ds_kfac.diagnostics.recipes import RECIPES as TABLE
 from ds_kfac.directions.table import rule_in
-from ds_kfac.engine.recipes import ADAPTERS, BETA2, EXPERTS, IMAGES, WORDS, said
-from ds_kfac.engine.recipes import RECIPES as TABLE
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs/howto/recipes.md").read_text()
 RECIPES = {
     title: json.loads(block)
@@ -91,9 +91,9 @@ def test_our_own_settings_are_near_a_recipe():
     for path in (ROOT / "configs").glob("*.json"):
         optimizer, lr, decay, beta2 = settings(json.loads(path.read_text()))
         kinds = (IMAGES,) if not path.name.startswith("gpt") else (WORDS, EXPERTS)
-        assert [said(kind, optimizer, lr, decay, beta2) for kind in kinds] == [[]] * len(kinds), (
-            path.name
-        )
+        assert [recipe_warnings(kind, optimizer, lr, decay, beta2) for kind in kinds] == [[]] * len(
+            kinds
+        ), path.name
     examples = "\n".join(path.read_text() for path in (ROOT / "examples/integrations").glob("*.py"))
     rates = {
         float(rate)
@@ -103,8 +103,10 @@ def test_our_own_settings_are_near_a_recipe():
     }
     assert len(rates) >= 3, rates
     for lr in rates:
-        assert not any(said(WORDS, "KFACAdamW", lr, decay, 0.999) for decay in (0.0, 0.01)), lr
-    assert not said(ADAPTERS, "KFACAdamW", 1e-3, 0.0, 0.999)
+        assert not any(
+            recipe_warnings(WORDS, "KFACAdamW", lr, decay, 0.999) for decay in (0.0, 0.01)
+        ), lr
+    assert not recipe_warnings(ADAPTERS, "KFACAdamW", 1e-3, 0.0, 0.999)
 
 
 @pytest.mark.parametrize(
@@ -135,11 +137,11 @@ def test_our_own_settings_are_near_a_recipe():
     ],
 )
 def test_what_is_far_from_every_recipe_is_said(kind, given, title, values):
-    (text,) = said(kind, *given)
+    (text,) = recipe_warnings(kind, *given)
     assert repr(title) in text and f"a {kind};" in text, text
     assert all(value in text for value in values), text
 
 
 @pytest.mark.parametrize("given", [("AdamW", 10.0, 0.0), ("KFACAdamW", 0.0, 0.0)])
 def test_without_a_recipe_or_a_rate_nothing_is_said(given):
-    assert said(WORDS, *given) == said(None, "KFACAdamW", 10.0, 0.0) == []
+    assert recipe_warnings(WORDS, *given) == recipe_warnings(None, "KFACAdamW", 10.0, 0.0) == []

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_kfac.schedule.polynomial_decay import PolynomialDecay
+from ds_kfac.lr_schedulers.polynomial_decay import PolynomialDecay
 from tests.close import close
 
 

@@ -1,13 +1,18 @@
-"""SP-NGD's learning rate."""
+"""SP-NGD's learning-rate scheduler."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 class PolynomialDecay:
-    """SP-NGD's learning rate (Osawa et al. 2020, arXiv:2002.06015; Osawa et al. 2019,
-    arXiv:1811.12019): ``"scheduler": {"type": "PolynomialDecay", "params": {"start": 100, "end":
-    3000, "power": 3.5}}``.
+    """Set the learning rate of SP-NGD.
+
+        "scheduler": {
+            "type": "PolynomialDecay",
+            "params": {"start": 100, "end": 3000, "power": 3.5}
+        }
+
+    Sources: Osawa et al. 2020 (arXiv:2002.06015); Osawa et al. 2019 (arXiv:1811.12019).
 
         rate(t) = rate_0 (1 - (t - start) / (end - start))^power   from start to end, else constant
         momentum(t) = momentum_0 rate(t) / rate_0                  if "ties_momentum"
@@ -17,11 +22,16 @@ class PolynomialDecay:
 
     Args:
         optimizer: torch's, or DeepSpeed's wrapper of one.
-        start, end: steps between which the rate falls. Training may end before ``end``.
-        power: 1 is linear.
-        ties_momentum: whether the momentum of groups that have one falls with the rate.
+        start, end: steps between which the learning rate falls. Training may end before ``end``.
+        power: exponent of the decay; 1 is linear.
+        ties_momentum: whether the momentum of groups that have one falls with the learning rate.
 
-    Raises ValueError if the steps or the power cannot be.
+    Attributes:
+        steps: number of steps taken.
+        first: the first learning rate and momentum of every parameter group.
+
+    Raises:
+        ValueError: ``start`` is negative or not below ``end``, or ``power`` is negative.
     """
 
     def __init__(
@@ -38,25 +48,30 @@ class PolynomialDecay:
                 f"PolynomialDecay: needs 0 <= start < end and power >= 0, got start {start}, end "
                 f"{end}, power {power}"
             )
-        inner = getattr(optimizer, "optimizer", optimizer)
-        self.optimizer, self.start, self.end, self.power = inner, start, end, power
-        self.ties_momentum, self.steps = ties_momentum, 0
-        self.first = [(float(group["lr"]), group.get("momentum")) for group in inner.param_groups]
+        self.optimizer = getattr(optimizer, "optimizer", optimizer)
+        self.start = start
+        self.end = end
+        self.power = power
+        self.ties_momentum = ties_momentum
+        self.steps = 0
+        self.first = [
+            (float(group["lr"]), group.get("momentum")) for group in self.optimizer.param_groups
+        ]
         self._set()
 
     @property
     def part(self) -> float:
-        """Fraction of the first rate that holds now."""
-        done = (self.steps - self.start) / (self.end - self.start)
-        return (1 - min(max(done, 0.0), 1.0)) ** self.power
+        """The current learning rate as a fraction of the first one."""
+        progress = (self.steps - self.start) / (self.end - self.start)
+        return (1 - min(max(progress, 0.0), 1.0)) ** self.power
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Advance by an optimizer step, or to a given one."""
+        """Advance by one step of the optimizer, or to the step with a given number."""
         self.steps = self.steps + 1 if last_batch_iteration is None else last_batch_iteration
         self._set()
 
     def get_lr(self) -> list[float]:
-        """The rate of every group."""
+        """Return the learning rate of every parameter group."""
         return [rate * self.part for rate, _ in self.first]
 
     get_last_lr = get_lr
@@ -70,8 +85,9 @@ class PolynomialDecay:
         return {"steps": self.steps, "first": self.first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.steps, first = state["steps"], [tuple(pair) for pair in state["first"]]
-        # else the save has other groups, and the config's rates hold
+        self.steps = state["steps"]
+        first = [tuple(pair) for pair in state["first"]]
+        # the learning rates of the config hold if the checkpoint has other groups
         if len(first) == len(self.first):
             self.first = first
         self._set()

@@ -5,7 +5,7 @@ import textwrap
 import pytest
 
 from ds_kfac.__main__ import must_exist
-from ds_kfac.log import fitted
+from ds_kfac.diagnostics.text import fitted
 
 TEXT = (
     "a head\n  a line of the report that is longer than others, by far\n\n  name   type\n  "

@@ -1,0 +1,28 @@
+"""Reads DeepSpeed's own keys of a config, as far as K-FAC depends on them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from deepspeed.runtime.config import DtypeEnum
+
+
+def block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """An object inside a DeepSpeed config; empty if there is none."""
+    inner = config.get(key)
+    return inner if isinstance(inner, Mapping) else {}
+
+
+def accumulation(ds_config: Mapping[str, Any]) -> torch.dtype | None:
+    """dtype in which gradients are accumulated, by the config; None: the model's. ValueError for an
+    unknown one."""
+    return dtype_of(
+        block(ds_config, "data_types").get("grad_accum_dtype"), "data_types.grad_accum_dtype"
+    )
+
+
+def dtype_of(name: Any, where: str) -> torch.dtype | None:
+    try:
+        return None if name is None else DtypeEnum(name).value
+    except ValueError:
+        raise ValueError(f"{where}: got {name!r}; must be fp32, fp16 or bf16") from None

@@ -1,0 +1,222 @@
+"""Compare a run's learning rate, weight decay and second beta with the recipes of
+docs/howto/recipes.md.
+
+A model does not show at attach what it is trained for: a decoder may be pretrained or fine-tuned,
+with its labels masked or not. So there is no warning if any recipe for the type of model has all
+three values within a factor of ten.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.runtime import lr_schedules
+from torch import nn
+
+from ds_kfac.config.deepspeed_config import block
+from ds_kfac.directions.kfac_adamw.optimizer import NAME
+from ds_kfac.model.layers import LayerSpec
+from ds_kfac.model.scan import ADAPTER
+from ds_kfac.step.preconditioner import KFACPreconditioner
+
+FAR = 10.0
+"""Factor by which a value may differ from a recipe's.
+
+Learning rates that work span a factor of four, and move with the batch (docs/howto/tune.md).
+"""
+MOST_APART = math.log(FAR) + 1e-6
+"""Largest difference of two logarithms that is not far. A weight decay of 0.1 for 1 is not far."""
+MOST_ABOVE = math.log(FAR) - 1e-6
+"""Largest excess of a learning rate's logarithm that is not far. Exactly ten times a recipe's
+learning rate is far, as it is likely to be a slip."""
+LEAST_DECAY = 0.01
+"""A weight decay that takes hardly anything back. Smaller ones count as this one."""
+BETA2 = (0.5, 0.999)
+"""Smallest and largest second beta that are not far; 0.999 is the default."""
+RECIPES_BETA2 = 0.95
+
+
+class Recipe(NamedTuple):
+    """A heading of docs/howto/recipes.md, and what its config has.
+
+    Attributes:
+        models: types of models that may follow the recipe, see :func:`model_type`.
+        optimizer: class of the innermost optimizer.
+    """
+
+    title: str
+    models: tuple[str, ...]
+    optimizer: str
+    lr: float
+    weight_decay: float
+
+
+WORDS = "language model"
+EXPERTS = "mixture of experts"
+ADAPTERS = "model with adapters"
+IMAGES = "convolutional network"
+RECIPES = (
+    Recipe("Pretraining a decoder", (WORDS, EXPERTS), NAME, 2e-3, 1.0),
+    Recipe("Masked model", (WORDS,), NAME, 2e-3, 0.01),
+    Recipe("Mixture of experts", (EXPERTS,), NAME, 2e-3, 0.01),
+    Recipe("Supervised fine-tuning", (WORDS, EXPERTS), NAME, 2e-5, 0.01),
+    Recipe("LoRA", (ADAPTERS,), NAME, 3e-5, 0.0),
+    Recipe("DPO", (WORDS, EXPERTS, ADAPTERS), NAME, 5e-7, 0.0),
+    Recipe("GRPO", (WORDS, EXPERTS, ADAPTERS), NAME, 2e-4, 0.0),
+    Recipe("A ResNet", (IMAGES,), "SGD", 0.3, 5e-4),
+    Recipe("A ResNet", (IMAGES,), NAME, 2.5e-3, 0.01),
+)
+
+
+def far_from_recipes(kfac: KFACPreconditioner) -> list[str]:
+    """Return a warning for the attach report if no recipe for the model is near; else nothing."""
+    groups = kfac.layout.optimizer.param_groups
+    rates = planned_rates(groups, kfac.layout.engine.lr_scheduler)
+    indices = {kfac.layout.group_index(parameter) for parameter in kfac.layout.params}
+    # the group that learns most: a schedule or a user may have groups with smaller learning rates
+    leading = max(indices, key=lambda index: rates[index])
+    betas = groups[leading].get("betas")
+    return recipe_warnings(
+        model_type(kfac.layers, kfac.engine_view.model),
+        kfac.rule.optimizer_type or type(kfac.engine_view.inner).__name__,
+        rates[leading],
+        max(float(groups[index].get("weight_decay", 0.0)) for index in indices),
+        None if betas is None else betas[1],
+    )
+
+
+def planned_rates(groups: Sequence[Mapping[str, Any]], scheduler: Any) -> list[float]:
+    """Return each parameter group's largest learning rate, as far as the scheduler says."""
+    schedules = [getattr(scheduler, name, None) for name in ("max_lrs", "org_lrs", "base_lrs")]
+    largest = []
+    for index, group in enumerate(groups):
+        rates = [group[key] for key in ("lr", "initial_lr", "max_lr") if key in group]
+        for schedule in schedules:
+            if isinstance(schedule, Sequence) and index < len(schedule):
+                rates.append(schedule[index])
+        largest.append(max(map(float, rates)))
+    return largest
+
+
+def config_far_from_recipes(
+    ds_config: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    layers: Sequence[LayerSpec],
+    model: nn.Module,
+) -> list[str]:
+    """Return what :func:`far_from_recipes` would, from a config alone.
+
+    Values of "auto" are filled in by a framework later, so a config that has one gets no warning.
+
+    Args:
+        defaults: parameters of the optimizer where the config leaves them out.
+    """
+    optimizer = block(ds_config, "optimizer")
+    params = {**defaults, **block(optimizer, "params")}
+    lr = params.get("lr")
+    decay = params.get("weight_decay")
+    betas = params.get("betas")
+    if not isinstance(lr, Real) or not isinstance(decay, Real):
+        return []
+    if not isinstance(betas, list | tuple | None):
+        return []
+    name = str(optimizer.get("type"))
+    peak = _peak_rate(name, float(lr), block(ds_config, "scheduler"))
+    if peak is None:
+        return []
+    beta2 = None if betas is None else betas[1]
+    return recipe_warnings(model_type(layers, model), name, peak, float(decay), beta2)
+
+
+def _peak_rate(optimizer: str, lr: float, schedule: Mapping[str, Any]) -> float | None:
+    """Return the largest learning rate of a config's "scheduler" block; None if it cannot be known.
+
+    DeepSpeed's own scheduler computes it, on an optimizer of a single number.
+    """
+    stand_in: type[torch.optim.Optimizer] = (
+        torch.optim.SGD if optimizer == "SGD" else torch.optim.AdamW
+    )
+    one = stand_in([torch.zeros(1, dtype=torch.float32, device="cpu")], lr=lr)  # type: ignore[call-arg]
+    scheduler = None
+    name = schedule.get("type")
+    if name:
+        try:
+            module = lr_schedules if hasattr(lr_schedules, name) else torch.optim.lr_scheduler
+            scheduler = getattr(module, name)(one, **block(schedule, "params"))
+        except Exception:
+            # "auto" among its parameters, or wrong ones, which attach or DeepSpeed will refuse
+            return None
+    (peak,) = planned_rates(one.param_groups, scheduler)
+    return peak
+
+
+def model_type(layers: Sequence[LayerSpec], model: nn.Module) -> str | None:
+    """Return the type of a model, as far as its layers and modules show it.
+
+    None means that no recipe is for such a model, or that the type is not known, as for a stage of
+    a pipeline.
+    """
+    if any(ADAPTER.search(layer.module) for layer in layers):
+        return ADAPTERS
+    in_convolutions = sum(layer.numel for layer in layers if layer.kind in ("Conv2d", "Conv3d"))
+    if 2 * in_convolutions > sum(layer.numel for layer in layers):
+        return IMAGES
+    modules = list(model.modules())
+    vocabularies = {module.num_embeddings for module in modules if isinstance(module, nn.Embedding)}
+    predicts_words = any(
+        isinstance(module, nn.Linear) and module.out_features in vocabularies for module in modules
+    )
+    if not predicts_words:
+        return None
+    has_experts = any(layer.part[1] > 1 or "expert" in layer.module for layer in layers)
+    return EXPERTS if has_experts else WORDS
+
+
+def recipe_warnings(
+    model: str | None, optimizer: str, lr: float, weight_decay: float, beta2: float | None = None
+) -> list[str]:
+    """Return the warning for a run with these settings; nothing if a recipe is near, or if no
+    recipe is for this type of model and optimizer.
+
+    Args:
+        model: see :func:`model_type`.
+        lr: learning rate of the matrices, the largest of the schedule as far as it is known.
+    """
+    recipes = [
+        recipe for recipe in RECIPES if model in recipe.models and recipe.optimizer == optimizer
+    ]
+    if not recipes or not lr:
+        return []
+    nearest = min(recipes, key=lambda recipe: _distance(recipe, lr, weight_decay))
+    far: dict[str, tuple[float, float]] = {}  # name -> (value of the run, value of the recipe)
+    if not -MOST_APART <= math.log(lr / nearest.lr) <= MOST_ABOVE:
+        far["lr"] = (lr, nearest.lr)
+    if _decay_apart(nearest, weight_decay) > MOST_APART:
+        far["weight_decay"] = (weight_decay, nearest.weight_decay)
+    if beta2 is not None and optimizer == NAME and not BETA2[0] <= beta2 <= BETA2[1]:
+        far["betas[1]"] = (beta2, RECIPES_BETA2)
+    if not far:
+        return []
+    values = ", ".join(
+        f"{name} {value:g} ({of_recipe:g} there)" for name, (value, of_recipe) in far.items()
+    )
+    return [
+        f"far from every recipe for a {model}; from the nearest one, {nearest.title!r} in "
+        f"docs/howto/recipes.md: {values}. If you chose these values on purpose, ignore this line"
+    ]
+
+
+def _decay_apart(recipe: Recipe, weight_decay: float) -> float:
+    """Return the difference of two weight decays' logarithms, without a sign."""
+    ratio = max(weight_decay, LEAST_DECAY) / max(recipe.weight_decay, LEAST_DECAY)
+    return abs(math.log(ratio))
+
+
+def _distance(recipe: Recipe, lr: float, weight_decay: float) -> tuple[int, float]:
+    """Return how many of the two values are far, and the difference of the learning rates'
+    logarithms."""
+    rate_apart = abs(math.log(lr / recipe.lr))
+    decay_apart = _decay_apart(recipe, weight_decay)
+    return sum(apart > MOST_APART for apart in (rate_apart, decay_apart)), rate_apart

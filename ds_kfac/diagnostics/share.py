@@ -1,0 +1,115 @@
+"""How much of a model K-FAC steps, and which matrices it leaves out."""
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from ds_kfac.directions.kfac_adamw.matrices import is_matrix, other_matrices
+from ds_kfac.model.layers import LayerSpec
+from ds_kfac.model.scan import Scan, numel
+
+NAMED = 3
+"""Number of kinds of left-out modules that the report names, those with the most elements."""
+UNKNOWN = "parameter", "held by no module"
+"""Kind and reason for a matrix that the scan did not see."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Counts of trained parameters.
+
+    Attributes:
+        matrices: elements of all matrices. Tables, in which rows are looked up, and parameters that
+            are broadcast do not count.
+        stepped: elements of matrices in K-FAC layers.
+        curved: elements of matrices in K-FAC layers of which a factor is more than a diagonal.
+        kinds: one ``(type of layer, number of layers)`` pair for each type of K-FAC layer.
+        others: elements of all parameters in no K-FAC layer.
+        skipped: one ``((type of module, reason), elements)`` pair for the matrices in no K-FAC
+            layer, largest first.
+    """
+
+    matrices: int
+    stepped: int
+    curved: int
+    kinds: tuple[tuple[str, int], ...]
+    others: int
+    skipped: tuple[tuple[tuple[str, str], int], ...]
+
+    @property
+    def fraction(self) -> float:
+        """Fraction of the matrix elements that K-FAC steps; 1 for a model without matrices."""
+        return self.stepped / self.matrices if self.matrices else 1.0
+
+    @property
+    def curved_fraction(self) -> float:
+        """Fraction of the matrix elements that have curvature."""
+        return self.curved / max(1, self.matrices)
+
+    def __str__(self) -> str:
+        layer_count = sum(count for _, count in self.kinds)
+        return (
+            f"{self.fraction:.0%} of the trained matrix parameters ({self.stepped:,} of "
+            f"{self.matrices:,}) in {layer_count} K-FAC layers ({_listed(self.kinds)}), "
+            f"{self.curved_fraction:.0%} with curvature"
+        )
+
+    def exceptions(self) -> str:
+        """Name the largest matrices that K-FAC does not step, with the reasons."""
+        texts = [f"{kind} {count:,} ({reason})" for (kind, reason), count in self.skipped[:NAMED]]
+        if len(self.skipped) > NAMED:
+            texts.append("..")
+        return ", ".join(texts)
+
+
+def share(layers: Sequence[LayerSpec], parameters: int) -> str:
+    """Say how many of a model's ``parameters`` the layers have."""
+    in_layers = sum(layer.numel for layer in layers)
+    kinds = Counter(layer.kind for layer in layers)
+    return (
+        f"{parameters:,} parameters, {in_layers:,} of them ({in_layers / parameters:.0%}) in "
+        f"{len(layers)} K-FAC layers ({_listed(kinds.items())})"
+    )
+
+
+def share_of(model: nn.Module, scan: Scan, without: Collection[str] = ()) -> Share:
+    """Count the parameters of a model, or of a pipeline stage, that are in the layers of ``scan``.
+
+    Args:
+        without: names of layers that have lost their curvature.
+    """
+    stepped = {name for layer in scan.layers for name in layer.parameters}
+    curved = {
+        name
+        for layer in scan.layers
+        if layer.name not in without and max(layer.A.block, layer.G.block) > 1
+        for name in layer.parameters
+    }
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    others = other_matrices(model, scan)
+    matrices = {
+        name: numel(parameter)
+        for name, parameter in trained.items()
+        if name in others or (name in stepped and is_matrix(parameter))
+    }
+    reasons = {module.name: (module.kind, module.reason) for module in scan.skipped}
+    skipped: Counter[tuple[str, str]] = Counter()
+    for name in matrices.keys() - stepped:
+        module_name = name.rpartition(".")[0]
+        # the scan names a module, or the parameter itself
+        reason = reasons.get(module_name, reasons.get(name, UNKNOWN))
+        skipped[reason] += matrices[name]
+    return Share(
+        matrices=sum(matrices.values()),
+        stepped=sum(size for name, size in matrices.items() if name in stepped),
+        curved=sum(size for name, size in matrices.items() if name in curved),
+        kinds=tuple(Counter(layer.kind for layer in scan.layers).items()),
+        others=sum(numel(p) for name, p in trained.items() if name not in stepped),
+        skipped=tuple(skipped.most_common()),
+    )
+
+
+def _listed(kinds: Collection[tuple[str, int]]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in kinds)

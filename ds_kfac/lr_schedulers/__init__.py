@@ -1,0 +1,1 @@
+"""Learning-rate schedulers that programs give to DeepSpeed."""
