@@ -520,7 +520,7 @@ _ROWS = {
     ],
     ("model/proof.py", _PROOF): [
         ("proof: TF32 is unknown", 'TF32 if images or device.type != "cpu" else 0.0)', "0.0)"),
-        ("proof: no rounding of long sides", "t_K.norm(dim=-1) + size", "t_K.norm(dim=-1)"),
+        ("proof: no rounding of long sides", "t_2MP.norm(dim=-1) + size_M", "t_2MP.norm(dim=-1)"),
         (
             "proof: probes of a layer, not of its A",
             "narrow = layer.A.dim < NARROW * layer.groups",
