@@ -294,8 +294,8 @@ _ROWS = {
         ),
         (
             "left product: columns taken for rows",
-            "gradient = gradient.mT if columns",
-            "gradient = gradient if columns",
+            "gradient = gradient.mT",
+            "pass",
         ),
         (
             "grouped products: rows behind the groups count",
@@ -451,8 +451,8 @@ _ROWS = {
     ("model/products.py", "tests/model/test_product_rows.py"): [
         (
             "an einsum with a part of a stack is one with all of it",
-            "whole = place.shape[0] == count if sums.stacked else",
-            "whole = True if sums.stacked else",
+            "return place.shape[0] == count and ",
+            "return ",
         ),
         (
             "a weight's rows are inputs",
@@ -460,11 +460,11 @@ _ROWS = {
             "if place is None",
         ),
         ("alpha of addmm forgotten", "gradient if scale == 1 else gradient * scale", "gradient"),
-        ("every second row is taken for the first ones", "(O == 1 or of_O == I)", "True"),
+        ("every second row is taken for the first ones", "(O == 1 or stride_O == I)", "True"),
         (
             "the first dimension is the stack's",
-            "front = output.ndim - len(place.shape) + stack[0]",
-            "front = stack[0]",
+            "front = output.ndim - len(place.shape) + stack_dim",
+            "front = stack_dim",
         ),
     ],
     ("model/places.py", "tests/model/test_product_rows.py"): [
@@ -631,8 +631,8 @@ _ROWS = {
     ("model/products.py", "tests/model/test_calls.py"): [
         (
             "products: other threads are watched",
-            "if not thread.depth and all(",
-            "if False and all(",
+            "if is_inactive and not thread.depth:",
+            "if False:",
         ),
         (
             "products: not where they are recomputed",
