@@ -140,40 +140,58 @@ def _stack(module: nn.Module, holder: nn.Module, name: str, cut: str | int) -> i
     )
 
 
-def borrowed_weights(module: nn.Module) -> list[tuple[nn.Module, bool, int]]:
-    """Children whose weights a module's code multiplies, or passes to a function; whether it calls
-    them, too; and into how many matrices of as many rows each it cuts the weight."""
-    if isinstance(module, nn.MultiheadAttention):  # in torch's functions
-        return [(module.out_proj, False, 1)]
-    kind: Any = type(module)
-    # deepspeed.moe's
-    if kind.__name__ == "TopKGate" and isinstance(gate := module._modules.get("wg"), nn.Linear):
-        return [(gate, False, 1)]
-    children = [(module._modules.get(name), *how) for name, how in _borrowed(kind).items()]
-    found = [
-        (x, called, _stack(module, x, "weight", cut), cut)
-        for x, called, cut in children
-        if x is not None
-    ]
-    return [(child, called, stack) for child, called, stack, cut in found if stack > 1 or not cut]
+class BorrowedWeight(NamedTuple):
+    """A module whose weight other code multiplies by, or passes to a function.
 
-
-def tables(model: nn.Module) -> set[int]:
-    """Ids of the parameters in which a module's code looks up rows: its own parameters, or those of
-    its children.
-
-    A table is stepped as an embedding is, even if it is also multiplied: by a head that shares it,
-    or in a codebook, whose product only selects the nearest row and gets no gradient.
+    Attributes:
+        module: the module that holds the weight.
+        is_called: whether that code calls the module, too.
+        matrices: number of matrices, of equally many rows each, that it cuts the weight into.
     """
-    ids = set()
+
+    module: nn.Module
+    is_called: bool
+    matrices: int
+
+
+def borrowed_weights(module: nn.Module) -> list[BorrowedWeight]:
+    """Return the children of a module whose weights its code multiplies by itself."""
+    if isinstance(module, nn.MultiheadAttention):  # in torch's functions
+        return [BorrowedWeight(module.out_proj, False, 1)]
+    kind: Any = type(module)
+    if kind.__name__ == "TopKGate":  # deepspeed.moe's
+        gate = module._modules.get("wg")
+        if isinstance(gate, nn.Linear):
+            return [BorrowedWeight(gate, False, 1)]
+    weights = []
+    for name, (is_called, cut) in _borrowed(kind).items():
+        child = module._modules.get(name)
+        if child is None:
+            continue
+        matrices = _stack(module, child, "weight", cut)
+        # a cut that does not fit the weight is not understood
+        if matrices > 1 or not cut:
+            weights.append(BorrowedWeight(child, is_called, matrices))
+    return weights
+
+
+def tables(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters in which a module's code looks up rows: the module's own parameters, or
+    those of its children.
+
+    A table is stepped as an embedding is, even if it is also multiplied. It may be multiplied by a
+    head that shares it, or in a codebook, whose product only selects the nearest row and gets no
+    gradient.
+    """
+    parameters = set()
     for module in model.modules():
         kind: Any = type(module)
-        for path, dims in _look_ups(kind):
+        for path, removed_dims in _look_ups(kind):
             parameter = _parameter_at(module, path.split("."))
-            # a row or less is left
-            if parameter is not None and len(parameter_shape(parameter)) - dims < 2:
-                ids.add(id(parameter))
-    return ids
+            # at most a row is left
+            if parameter is not None and len(parameter_shape(parameter)) - removed_dims < 2:
+                parameters.add(parameter)
+    return parameters
 
 
 def _parameter_at(module: nn.Module, path: list[str]) -> Any:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from ds_kfac.model.layers import LayerSpec, parameter_shape
 from ds_kfac.model.product_code import tables
@@ -60,32 +60,50 @@ class Share:
 
 
 def share(layers: Sequence[LayerSpec], parameters: int) -> str:
-    """Text that says which part of a model's parameters the layers are."""
-    ours, kinds = sum(layer.numel for layer in layers), Counter(layer.kind for layer in layers)
+    """Return text that says which part of a model's parameters is in its K-FAC layers.
+
+    Args:
+        layers: the layers.
+        parameters: number of elements of all parameters.
+    """
+    ours = sum(layer.numel for layer in layers)
+    counts = Counter(layer.kind for layer in layers)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     return (
         f"{parameters:,} parameters, {ours:,} of them ({ours / parameters:.0%}) in {len(layers)} "
-        f"K-FAC layers "
-        f"({', '.join(f'{n} {kind}' for kind, n in kinds.items())})"
+        f"K-FAC layers ({kinds})"
     )
 
 
 def share_of(model: nn.Module, scan: Scan, without: Collection[str] = ()) -> Share:
-    """The share of a model, or of a pipeline stage, that is in the layers of ``scan``; the layers
-    ``without``, by name, have lost their curvature."""
+    """Return the share of a model, or of a pipeline stage, that is in K-FAC layers.
+
+    Args:
+        model: the model.
+        scan: its layers.
+        without: names of the layers that have lost their curvature.
+    """
     ours = {name for layer in scan.layers for name in layer.parameters}
-    curved_layers = [layer for layer in scan.layers if max(layer.A.block, layer.G.block) > 1]
     curved = {
-        name for layer in curved_layers if layer.name not in without for name in layer.parameters
+        name
+        for layer in scan.layers
+        if max(layer.A.block, layer.G.block) > 1 and layer.name not in without
+        for name in layer.parameters
     }
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     others = other_matrices(model, scan)
     matrices = {
-        n: numel(p) for n, p in trained.items() if n in others or (n in ours and is_matrix(p))
+        name: numel(p)
+        for name, p in trained.items()
+        if name in others or (name in ours and is_matrix(p))
     }
+    # module or parameter -> (its kind, why it is in no layer)
     reasons = {each.name: (each.kind, each.reason) for each in scan.skipped}
     skipped: Counter[tuple[str, str]] = Counter()
     for name in matrices.keys() - ours:
-        skipped[reasons.get(name.rpartition(".")[0], reasons.get(name, UNKNOWN))] += matrices[name]
+        module = name.rpartition(".")[0]
+        reason = reasons.get(module, reasons.get(name, UNKNOWN))
+        skipped[reason] += matrices[name]
     return Share(
         matrices=sum(matrices.values()),
         stepped=sum(size for name, size in matrices.items() if name in ours),
@@ -97,30 +115,33 @@ def share_of(model: nn.Module, scan: Scan, without: Collection[str] = ()) -> Sha
 
 
 def other_matrices(model: nn.Module, scan: Scan) -> set[str]:
-    """Names of the matrices in no K-FAC layer, trained or frozen; tables, such as embeddings, do
-    not count."""
+    """Return the names of the matrices in no K-FAC layer, trained or frozen.
+
+    Tables, such as embeddings, are no matrices here.
+    """
     ours = {name for layer in scan.layers for name in layer.parameters}
-    table_ids = {
-        id(module.weight)
+    in_tables: set[Tensor] = {
+        module.weight
         for module in model.modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag)
     }
-    table_ids |= tables(model)
+    in_tables |= tables(model)
     others = set[str]()
     for name, parameter in model.named_parameters():
-        if name not in ours and id(parameter) not in table_ids and is_matrix(parameter):
-            module = model.get_submodule(name.rpartition(".")[0])
-            # not module.weight's: modules of TorchScript have no parameters by name
-            shape = parameter_shape(parameter)
-            kernel = isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
-            # with a side of 1 it is made to be broadcast
-            if kernel or len(shape) == 2 or 1 not in shape[:-1]:
-                others.add(name)
+        if name in ours or parameter in in_tables or not is_matrix(parameter):
+            continue
+        # the module is looked up by name, because modules of TorchScript have no attribute weight
+        module = model.get_submodule(name.rpartition(".")[0])
+        is_kernel = isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
+        # a tensor of more dimensions with a side of 1 is made to be broadcast
+        shape = parameter_shape(parameter)
+        if is_kernel or len(shape) == 2 or 1 not in shape[:-1]:
+            others.add(name)
     return others
 
 
 def is_matrix(parameter: nn.Parameter) -> bool:
-    """Whether a parameter has the shape of a matrix: at least two sides above 1, and several
-    outputs."""
+    """Return whether a parameter has the shape of a matrix: at least two sides are longer than 1,
+    the first one among them."""
     shape = parameter_shape(parameter)
     return sum(size > 1 for size in shape) > 1 and shape[0] > 1

@@ -397,7 +397,7 @@ _ROWS = {
     ("model/scan.py", "tests/model/test_products.py"): [
         (
             "a weight that is lent, called as a module",
-            "            product = True",
+            "            is_product = True",
             "            pass",
         )
     ],
@@ -422,8 +422,8 @@ _ROWS = {
         ),
         (
             "a table that is multiplied is a layer",
-            "if id(weight) in self.tables else None",
-            "if False else None",
+            "if weight in self.tables:",
+            "if False:",
         ),
         ("modules of one weight, biases apart", "len(biases) == 1 and", ""),
         (
