@@ -328,7 +328,7 @@ class Capture:
         self.inputs.begin_step()
         self.active = keys is not None
         self.step = step
-        self.rows.turn = step
+        self.rows.step = step
         self.keys = keys if isinstance(keys, Mapping) else dict.fromkeys(keys or (), 1)
         self.measured = {} if measure else None
         self.proof = proof

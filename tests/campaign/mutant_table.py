@@ -868,7 +868,7 @@ _ROWS = {
         )
     ],
     ("model/rows.py", "tests/deepspeed/test_contributors.py"): [
-        ("rows by a stride begin at the same place in every step", "phase(self.turn, stride)", "0")
+        ("rows by a stride begin at the same place in every step", "phase(self.step, stride)", "0")
     ],
     ("checkpoint/load.py", "tests/deepspeed/test_contributors.py"): [
         (
@@ -1680,8 +1680,8 @@ _ROWS = {
         ("rule: flattened rows are not masked", "return mask.reshape(-1)", "return None"),
         (
             "rule: one mask of several leaves a row out",
-            "union = union | mask",
-            "union = union & mask",
+            "if union is None else union | fitted",
+            "if union is None else union & fitted",
         ),
         (
             "rule: an additive mask leaves rows out",
@@ -1713,7 +1713,7 @@ _ROWS = {
     ("model/passes.py", _RULE): [
         (
             "rule: rows of the layer farthest from the loss",
-            "torch.where(found, total, rows)",
+            "torch.where(is_found, total, rows)",
             "rows",
         ),
         (
@@ -1813,15 +1813,15 @@ _ROWS = {
         ),
         (
             "inputs of some outputs count as those of all",
-            "scale: Tensor | float = taken.stride * call.share",
-            "scale: Tensor | float = taken.stride",
+            "scale: Tensor | float = sample.stride * call.share",
+            "scale: Tensor | float = sample.stride",
         ),
         (
             "a gradient's row by a stride stands for itself alone",
-            "factor: Tensor | float = float(taken.stride)",
+            "factor: Tensor | float = float(sample.stride)",
             "factor: Tensor | float = 1.0",
         ),
-        ("rows by a stride begin at the same place in every step", "phase(self.turn, stride)", "0"),
+        ("rows by a stride begin at the same place in every step", "phase(self.step, stride)", "0"),
         (
             "pairs: rows that do not count have inputs",
             "return torch.where(kept.reshape(*x_NTI.shape[:2], 1), x_NTI, 0.0)",
@@ -1853,15 +1853,15 @@ _ROWS = {
     ("model/passes.py", "tests/model/test_calls.py"): [
         (
             "reduce: a head in tiles is another batch",
-            "return not known or examples in (*known, sum(known))",
-            "return not known or examples == known[0]",
+            "return not sizes or examples in (*sizes, sum(sizes))",
+            "return not sizes or examples == sizes[0]",
         )
     ],
     ("model/masks.py", "tests/model/test_calls.py"): [
         (
             "reduce: a row of a flattened batch is none",
-            "(mask.flatten(1).any(dim=1) if mask.ndim > 1 else mask).sum()",
-            "mask.flatten(1).any(dim=1).sum()",
+            "mask.flatten(1).any(dim=1) if mask.ndim > 1 else mask",
+            "mask.flatten(1).any(dim=1)",
         )
     ],
     ("model/calls.py", "tests/model/test_products.py"): [
@@ -1892,7 +1892,11 @@ _ROWS = {
             "if True:",
         ),
         ("shared inputs: rows that wait are lost", "return waiting\n", "return []\n"),
-        ("shared inputs: gradients of zero are as any", "known.get(id(alive), True)", "True"),
+        (
+            "shared inputs: gradients of zero are as any",
+            "True if seen.alive is None else next(values)",
+            "True",
+        ),
         ("shared inputs: version ignored", "x.stride(), x._version", "x.stride(), 0"),
     ],
     ("model/convolutions.py", "tests/model/test_capture_images.py"): [
