@@ -437,13 +437,19 @@ _ROWS = {
         ("tables that are broadcast are matrices", "1 not in shape[:-1]", "True")
     ],
     ("model/product_code.py", "tests/model/test_scan.py"): [
-        ("a stack's matrices are rows of a table", "- dims < 2:", "- dims < 3:"),
-        ("a product of two parameters makes a layer", " or other in parameters:", ":"),
+        ("a stack's matrices are rows of a table", "- removed_dims < 2:", "- removed_dims < 3:"),
+        ("a product of two parameters makes a layer", " or product.other in parameters:", ":"),
     ],
     (
         "model/product_code.py",
         "tests/model/test_products.py::test_a_view_that_is_no_stack_is_none",
-    ): [("rows viewed as a stack: cut anywhere", " and shape[0] % count == 0 else 1", " else 1")],
+    ): [
+        (
+            "rows viewed as a stack: cut anywhere",
+            "return count if shape[0] % count == 0 else 1",
+            "return count",
+        )
+    ],
     (
         "model/scan.py",
         "tests/model/test_products.py::test_rows_that_are_viewed_as_a_stack_are_a_matrix_each",
