@@ -1457,10 +1457,10 @@ _ROWS = {
             "return heads * width, shared * width, shared * width",
             "return (rows // 3,) * 3",
         ),
-        ("blocks: gates that take turns are halves", "(1, 1) if kind in IN_TURN else ", ""),
+        ("blocks: gates that take turns are halves", "in IN_TURN:", "in ():"),
         (
             "blocks: any Wi has a gate",
-            "(rows // 2,) * 2 if 2 * _inputs(after) == rows else ()",
+            "(rows // 2,) * 2 if is_gated else ()",
             "(rows // 2,) * 2",
         ),
         ("blocks: what was guessed is not said", "guessed = BY_NAME if fits else ONE_MAP", "pass"),
