@@ -717,8 +717,8 @@ _ROWS = {
         ),
         (
             "Conv1D's gradient not transposed",
-            "weight.view(*groups, -1, O).mT if self.transposed else",
-            "weight.view(*groups, O, -1) if self.transposed else",
+            "weight_OI = weight.view(*groups, -1, O).mT",
+            "weight_OI = weight.view(*groups, O, -1)",
         ),
     ],
     ("model/registry.py", "tests/model/test_layer_matrix.py"): [
