@@ -74,10 +74,10 @@ def is_nonzero(rows: Tensor) -> Tensor:
     return rows.abs().amax(dim=-1) != 0  # the fastest way on a CPU
 
 
-def have_gradient(kind: LayerType, gradient: Tensor) -> Tensor:
+def have_gradient(layer_type: LayerType, gradient: Tensor) -> Tensor:
     """Return which rows [.., O] of an output gradient are not zero, bool [..]; for images, which
     entries are not."""
-    return gradient != 0 if kind.images else is_nonzero(gradient)
+    return gradient != 0 if layer_type.images else is_nonzero(gradient)
 
 
 def kept_rows(x: Tensor, with_gradient: Tensor, mask: Tensor | None) -> Tensor:
@@ -153,11 +153,11 @@ class RowSums:
             batch: the sum.
             stride: one row in so many is taken.
         """
-        layer, kind = call.layer, call.kind
+        layer, layer_type = call.layer, call.kind
         bias = layer.bias is not None
         with self._stage():
-            if isinstance(kind, Convolution):
-                patches = kind.input_patches(call.module, x)
+            if isinstance(layer_type, Convolution):
+                patches = layer_type.input_patches(call.module, x)
                 if self.weight_sharing == "expand":
                     patches.add_to_(
                         batch.sum_P, layer.A, self._grid(patches, call), bias=bias, kept=alive
@@ -181,7 +181,7 @@ class RowSums:
                 kept = sample.of(kept.reshape(-1))
             scale: Tensor | float = sample.stride * call.share
             batch.counts[ROWS].add_(kept.sum() * scale)
-            if call.mask is None and not bias and not kind.images:
+            if call.mask is None and not bias and not layer_type.images:
                 # Rows that do not count are zero anyway, unless no row counts, which ``alive``
                 # says. So the kernel need not look at each row
                 layer.A.accumulate_(batch.sum_P, rows, scale=alive * scale)
@@ -218,21 +218,21 @@ class RowSums:
             scale: the loss scale, a number or a scalar on the device.
             stride: one row in so many is taken.
         """
-        layer, kind = call.layer, call.kind
+        layer, layer_type = call.layer, call.kind
         with self._stage():
-            if self.weight_sharing == "expand" and isinstance(kind, Convolution):
-                patches = kind.gradient_patches(call.module, gradient)
+            if self.weight_sharing == "expand" and isinstance(layer_type, Convolution):
+                patches = layer_type.gradient_patches(call.module, gradient)
                 patches.add_to_(batch.sum_P, layer.G, self._grid(patches, call), gain=1.0 / scale)
                 batch.counts[ROWS].add_(patches.count * alive)
                 return
-            rows = kind.gradient_rows(call.module, x, gradient)
+            rows = layer_type.gradient_rows(call.module, x, gradient)
             if self.weight_sharing == "reduce":
                 rows = by_example(rows).sum(dim=1, dtype=torch.float32)
                 sample = EVERY_ROW
             else:
                 rows = rows.reshape(-1, rows.shape[-1])
                 # a convolution has its own sample, and a norm's rows cost no matrix product
-                is_sampled = not kind.images and not kind.needs_gradients
+                is_sampled = not layer_type.images and not layer_type.needs_gradients
                 sample = self._sample(stride, len(rows)) if is_sampled else EVERY_ROW
                 rows = sample.of(rows)
             factor: Tensor | float = float(sample.stride)
@@ -241,7 +241,7 @@ class RowSums:
             else:
                 is_unscaled = isinstance(scale, float) and scale == 1.0
                 rows = rows.float() if is_unscaled else rows.float() / scale
-            side = layer.A if kind.needs_gradients else layer.G
+            side = layer.A if layer_type.needs_gradients else layer.G
             side.accumulate_(batch.sum_P, rows, scale=factor)
             batch.counts[ROWS].add_(len(rows) * sample.stride * alive)
 
@@ -268,13 +268,13 @@ def pairs(call: Call, x: Tensor, gradient: Tensor, kept: Tensor) -> tuple[Tensor
         gradient: its output gradients [.., O], or images.
         kept: bool of the leading shape of the rows, which of them count.
     """
-    kind: Any = call.kind
-    if isinstance(kind, Convolution):
-        x = kind.input_patches(call.module, x).all_rows()
-        gradient = kind.gradient_patches(call.module, gradient).all_rows()
+    layer_type: Any = call.kind
+    if isinstance(layer_type, Convolution):
+        x = layer_type.input_patches(call.module, x).all_rows()
+        gradient = layer_type.gradient_patches(call.module, gradient).all_rows()
         kept = kept.expand(x.shape[:-1])
     else:
-        gradient = kind.gradient_rows(call.module, x, gradient)
+        gradient = layer_type.gradient_rows(call.module, x, gradient)
     x_NTI, g_NTO = by_example(x).float(), by_example(gradient).float()
     if call.layer.bias is not None:
         x_NTI = torch.cat([x_NTI, torch.ones_like(x_NTI[..., :1])], dim=-1)

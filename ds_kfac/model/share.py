@@ -1,4 +1,4 @@
-"""How much of a model K-FAC steps, and which matrices it leaves out."""
+"""Counts how much of a model K-FAC steps, and which matrices it leaves out."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -11,7 +11,7 @@ from ds_kfac.model.product_code import tables
 from ds_kfac.model.scan import Scan, numel
 
 NAMED = 3
-"""Kinds of modules that the report names, those with the most elements."""
+"""How many (kind of module, reason) pairs the report names: those with the most elements."""
 UNKNOWN = "parameter", "held by no module"
 
 
@@ -20,8 +20,8 @@ class Share:
     """Counts of trained parameters.
 
     Attributes:
-        matrices: elements of all matrices, without tables (where rows are looked up) and parameters
-            that are broadcast.
+        matrices: elements of all matrices. Tables, in which rows are looked up, and parameters that
+            are broadcast are none.
         stepped: elements of matrices in K-FAC layers.
         curved: elements of matrices in K-FAC layers with a factor that is more than a diagonal.
         kinds: (kind of layer, number of layers).
@@ -39,22 +39,25 @@ class Share:
 
     @property
     def fraction(self) -> float:
+        """The fraction of the matrices' elements that K-FAC steps."""
         return self.stepped / self.matrices if self.matrices else 1.0
 
     @property
     def curved_fraction(self) -> float:
+        """The fraction of the matrices' elements that have curvature."""
         return self.curved / max(1, self.matrices)
 
     def __str__(self) -> str:
+        layers = sum(count for _, count in self.kinds)
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds)
         return (
             f"{self.fraction:.0%} of the trained matrix parameters ({self.stepped:,} of "
-            f"{self.matrices:,}) in "
-            f"{sum(n for _, n in self.kinds)} K-FAC layers "
-            f"({', '.join(f'{n} {kind}' for kind, n in self.kinds)}), "
+            f"{self.matrices:,}) in {layers} K-FAC layers ({kinds}), "
             f"{self.curved_fraction:.0%} with curvature"
         )
 
     def exceptions(self) -> str:
+        """Return text that names the largest matrices in no K-FAC layer, with the reasons."""
         named = [f"{kind} {n:,} ({reason})" for (kind, reason), n in self.skipped[:NAMED]]
         return ", ".join(named) + (", .." if len(self.skipped) > NAMED else "")
 

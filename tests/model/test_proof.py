@@ -174,15 +174,13 @@ def test_a_recomputed_layer_fits(reentrant):
 def test_a_use_that_is_not_seen_is_found_and_the_layer_is_named():
     class Tied(Tokens):
         def forward(self, x):
-            return (
-                super().forward(x)
-                + torch.linalg.multi_dot([x[0], self.first.weight.T, self.first.weight]).mean()
-            )
+            weight = self.first.weight
+            return super().forward(x) + torch.linalg.multi_dot([x[0], weight.T, weight]).mean()
 
     found = prove(made(Tied))
     assert unfit(found) == {"first"} and "another use was not seen" in str(found["first"])
     lines = inspect.getsourcelines(Tied)[1], inspect.getsourcelines(Tokens.forward)[1]
-    assert f"test_proof.py:{lines[0] + 2} (linalg_multi_dot)" in str(found["first"])
+    assert f"test_proof.py:{lines[0] + 3} (linalg_multi_dot)" in str(found["first"])
     assert f"test_proof.py:{lines[1] + 1} (linear)" in str(found["first"])
     assert all("(bmm)" in found[f"experts.{entry}"].uses for entry in range(4)), (
         "a stack's layers have one weight"
