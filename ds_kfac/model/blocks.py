@@ -1,17 +1,17 @@
-"""Which row blocks of a layer's matrix are separate maps, and which large matrices are cut into
-several layers.
+"""Finds row blocks of a matrix that are separate maps, and cuts large matrices into several layers.
 
-**Blocks** are maps in one weight: queries, keys and values; a gate and its values; projections of
-latent attention and of state space models. They share A, but each is orthogonalized and scaled like
-a separate weight. ``kfac.adam.blocks`` names them; of names in use :func:`known_sizes` has them,
-from numbers that the module around the layer holds. Any other matrix is one map. The attach report
-lists blocks that were taken by name alone, and matrices with such a name that are one map. Sizes
-are those of :attr:`ds_kfac.model.layers.LayerSpec.blocks`.
+**Blocks** are several maps in one weight, such as queries, keys and values; a gate and its values;
+or the projections of latent attention and of state space models. The blocks share A, but each is
+orthogonalized and scaled like a separate weight. The user names blocks in ``kfac.adam.blocks``. For
+names that are in common use, :func:`known_sizes` computes the blocks from numbers that the module
+around the layer holds. Any other matrix is one map. The attach report lists blocks that were taken
+by name alone, and matrices with such a name that are one map. Sizes of blocks are those of
+:attr:`ds_kfac.model.layers.LayerSpec.blocks`.
 
-**Parts**: a head over a large vocabulary is cut into parts of its outputs, a layer each, because
-one owner would be too slow. This is done only where the update stays the same: G is the identity,
-and the update rule does not mix rows. Parts share A. Their number depends on the layer's shape
-alone, so that a checkpoint fits any number of ranks.
+**Parts** are layers that each have some of the outputs of a large matrix. A head over a large
+vocabulary is cut into parts, because a single owner would be too slow. A matrix is cut only if that
+does not change the update: G is the identity, and the update rule does not mix rows. Parts share A.
+Their number depends on the layer's shape alone, so that a checkpoint fits any number of ranks.
 """
 
 import re
@@ -39,10 +39,10 @@ SEVERAL = (
     "w12",
     "weights_in",
 )
-"""Last parts of names that mean several maps, in anybody's code."""
+"""Last parts of names of weights that hold several maps, in anybody's code."""
 BY_NAME = "by its name (kfac.adam.blocks)"
 IN_TURN = ("GptOssExperts", "OpenAIPrivacyFilterExperts")
-"""Modules whose gates and values take turns."""
+"""Modules in which the rows of gates and values alternate."""
 ONE_MAP = "as one map: nothing shows its parts (kfac.adam.blocks)"
 WRAPPERS = (
     r"modules_to_save\.[^.]+",
@@ -56,7 +56,7 @@ hold; regexes."""
 WRAPPED = re.compile(rf"(\.({'|'.join(WRAPPERS)}))+$")
 Sizes = tuple[int, ...]
 SizesOf = Callable[[nn.Module | None, int], Sizes]
-"""From a weight's module and number of rows to its blocks."""
+"""A function that gets a weight's module and its number of rows, and returns the blocks."""
 Blocks = int | Sequence[int]
 """A number of equal blocks, one after the other; or the sizes of the blocks, which repeat down to
 the last row."""
@@ -76,11 +76,15 @@ SHARED_HEADS = (
 def with_blocks(
     layer: LayerSpec, modules: Mapping[str, nn.Module], chosen: Sequence[tuple[str, Blocks]]
 ) -> LayerSpec:
-    """The layer with its blocks. ``chosen``: (regex for the end of a name, blocks), with precedence
-    over all else.
+    """Return a layer with its blocks.
+
+    Args:
+        layer: the layer.
+        modules: the model's modules by name.
+        chosen: (regex for the end of a name, blocks) pairs, which come before all else.
 
     Raises:
-        ValueError: the matrix's rows are no multiple of the chosen blocks.
+        ValueError: the number of rows is no multiple of the chosen blocks.
     """
     if layer.kind not in KINDS or layer.groups > 1:
         return layer
@@ -88,15 +92,15 @@ def with_blocks(
     rows = layer.shape[-2]
     for pattern, blocks in chosen:
         if named(pattern, name):
-            return replace(
-                layer, blocks=block_sizes(rows, blocks, f"kfac.adam.blocks {pattern!r}: {name}")
-            )
+            where = f"kfac.adam.blocks {pattern!r}: {name}"
+            return replace(layer, blocks=block_sizes(rows, blocks, where))
     # an entry of a ModuleList has the list's name
     holder, _, last = re.sub(r"(\.\d+)+$", "", unwrapped(name)).rpartition(".")
-    module, guessed = modules.get(holder), ""
+    module = modules.get(holder)
+    guessed = ""
     try:
         sizes = known_sizes(last, module, rows)
-    except LookupError:  # no number of the module shows them
+    except LookupError:  # the module does not have the numbers
         sizes = ()
     fits = len(sizes) > 1 and min(sizes) > 0 and rows % sum(sizes) == 0
     if last in SEVERAL:
@@ -105,57 +109,77 @@ def with_blocks(
 
 
 def named(pattern: str, name: str) -> bool:
-    """Whether a pattern matches the end of a name, from a dot or from its beginning: "head" matches
-    "head" and "vit.head", but neither "lm_head" nor "heads.0.key" nor "head.dense". What wrappers
-    have put behind the name may be left out: "score" also matches
-    "score.modules_to_save.default"."""
+    """Return whether a pattern matches the end of a name, from a dot or from its beginning.
+
+    "head" matches "head" and "vit.head", but neither "lm_head" nor "heads.0.key" nor "head.dense".
+    What wrappers have put behind the name may be left out: "score" also matches
+    "score.modules_to_save.default".
+    """
     ends_with = re.compile(rf"(?:^|\.)(?:{pattern})$")
     return any(ends_with.search(candidate) for candidate in (name, unwrapped(name)))
 
 
 def unwrapped(name: str) -> str:
-    """A module's name as its model has it, without what wrappers have put behind it."""
+    """Return a module's name as its model has it, without what wrappers have put behind it."""
     return WRAPPED.sub("", name)
 
 
 def weight_name(layer: LayerSpec) -> str:
-    """The name that patterns of blocks are matched with."""
+    """Return the name that patterns of blocks are matched with."""
     return layer.weight.removesuffix(".weight")
 
 
 def block_sizes(rows: int, blocks: Blocks, where: str) -> Sizes:
-    """Sizes of the blocks in ``rows`` rows; () for a single block. Raises ValueError if they do not
-    fit."""
-    each = blocks if isinstance(blocks, int) else sum(blocks)
-    if rows % each:
-        what = (
-            f"{blocks} equal blocks"
-            if isinstance(blocks, int)
-            else f"blocks of {list(blocks)} rows"
-        )
+    """Return the sizes of the blocks in ``rows`` rows; () for a single block.
+
+    Args:
+        rows: number of rows of the matrix.
+        blocks: a number of equal blocks, or their sizes.
+        where: text for the error, which names the setting and the matrix.
+
+    Raises:
+        ValueError: the blocks do not fit.
+    """
+    if isinstance(blocks, int):
+        fits = rows % blocks == 0
+        sizes: Sizes = (rows // blocks,) * blocks
+        what = f"{blocks} equal blocks"
+    else:
+        fits = rows % sum(blocks) == 0
+        sizes = tuple(blocks)
+        what = f"blocks of {list(blocks)} rows"
+    if not fits:
         raise ValueError(f"{where} has {rows} rows, which cannot be cut into {what}")
-    sizes = (rows // blocks,) * blocks if isinstance(blocks, int) else tuple(blocks)
     return sizes if len(sizes) > 1 else ()
 
 
 def blocks_text(layer: LayerSpec) -> str:
-    """A layer's blocks, for people: "128 + 128 + 128 rows", "8 x (64 + 64) rows"; many equal ones:
-    "32 of 128 rows"."""
-    blocks, repeats = layer.blocks, layer.shape[-2] // sum(layer.blocks)
-    text = (
-        f"{len(blocks)} of {blocks[0]}"
-        if len(set(blocks)) == 1 and len(blocks) > 3
-        else " + ".join(map(str, blocks))
-    )
+    """Return a layer's blocks as text for people.
+
+    For example "128 + 128 + 128 rows", "8 x (64 + 64) rows", or "32 of 128 rows" for many equal
+    ones.
+    """
+    blocks = layer.blocks
+    repeats = layer.shape[-2] // sum(blocks)
+    text = " + ".join(map(str, blocks))
+    if len(set(blocks)) == 1 and len(blocks) > 3:
+        text = f"{len(blocks)} of {blocks[0]}"
     return f"{repeats} x ({text}) rows" if repeats > 1 else f"{text} rows"
 
 
 def _number(module: nn.Module | None, *names: str, default: int | None = None) -> int:
-    """The first positive attribute of these names in a module or its config, else ``default``;
-    LookupError if that is None."""
+    """Return the first positive attribute of these names in a module or its config.
+
+    Args:
+        default: the result if there is none.
+
+    Raises:
+        LookupError: there is none, and no default.
+    """
     for place in (module, value_of(module, "config")):
         for name in names:
-            if isinstance(value := value_of(place, name), int) and value > 0:
+            value = value_of(place, name)
+            if isinstance(value, int) and value > 0:
                 return value
     if default is None:
         raise LookupError(names)
@@ -163,7 +187,7 @@ def _number(module: nn.Module | None, *names: str, default: int | None = None) -
 
 
 def _inputs(module: Any) -> int:
-    """How many inputs a linear module's weight [.., O, I] takes; 0 if it is none."""
+    """Return how many inputs a linear module's weight [.., O, I] takes; 0 if it has no weight."""
     weight = value_of(module, "weight")
     return 0 if weight is None else parameter_shape(weight)[-1]
 
@@ -191,11 +215,11 @@ def _heads(module: nn.Module | None, default: int | None = None) -> tuple[int, i
 
 
 def _queries_keys_values(module: nn.Module | None, rows: int) -> Sizes:
-    kind = type(module).__name__
-    if kind == "CodeGenAttention":  # for each quarter of the heads
+    class_name = type(module).__name__
+    if class_name == "CodeGenAttention":  # for each quarter of the heads
         return (rows // 12,) * 3
-    for_each_head = kind == "MiniMaxLightningAttention"
-    if for_each_head or value_of(module, "multi_query") is False:
+    # for each head
+    if class_name == "MiniMaxLightningAttention" or value_of(module, "multi_query") is False:
         return (rows // (3 * _number(module, *HEADS)),) * 3
     if value_of(module, "q_attn") is not None:  # GPT-2's cross-attention: keys and values
         return (rows // 2,) * 2
@@ -211,20 +235,25 @@ def _queries_key_value_of_each_key_head(module: nn.Module | None, rows: int) -> 
 
 
 def _gate_and_values(module: nn.Module | None, rows: int) -> Sizes:
-    return (1, 1) if type(module).__name__ in IN_TURN else (rows // 2,) * 2
+    if type(module).__name__ in IN_TURN:
+        return 1, 1
+    return (rows // 2,) * 2
 
 
 def _gate_and_values_before(after: str) -> SizesOf:
-    """A gate and its values, if the module of this name, which follows, takes half as many."""
+    """Return a function for a gate and its values. They are two blocks if the linear layer that
+    follows, the attribute ``after``, has half as many inputs as there are rows."""
 
     def sizes(module: nn.Module | None, rows: int) -> Sizes:
-        return (rows // 2,) * 2 if 2 * _inputs(value_of(module, after)) == rows else ()
+        is_gated = 2 * _inputs(value_of(module, after)) == rows
+        return (rows // 2,) * 2 if is_gated else ()
 
     return sizes
 
 
 def _keys_and_values(module: nn.Module | None, rows: int) -> Sizes:
-    """JetMoE's; DeepSeek's is one map, whose module does not have the number."""
+    """Keys and values of JetMoE. DeepSeek's weight of this name is one map, and its module does not
+    have the number."""
     return (_number(module, "kv_projection_size"),) * 2
 
 
@@ -243,8 +272,8 @@ def _key_and_value_of_each_head(module: nn.Module | None, rows: int) -> Sizes:
 
 
 def _mamba_inputs(module: nn.Module | None, rows: int) -> Sizes:
-    """Mamba: inputs, gates (interleaved in Zamba). Mamba2: gates, inputs, B, C, time steps.
-    LFM's short convolution: B, C, inputs."""
+    """Mamba has inputs and gates, whose rows alternate in Zamba. Mamba2 has gates, inputs, B, C and
+    time steps. LFM's short convolution has B, C and inputs."""
     if type(module).__name__.endswith("ShortConv"):
         return (rows // 3,) * 3
     if value_of(module, "A_log") is None:
@@ -268,7 +297,7 @@ def _delta_net_queries_keys_values(module: nn.Module | None, rows: int) -> Sizes
 
 
 def _delta_net_with_gates(module: nn.Module | None, rows: int) -> Sizes:
-    """For each key head: query, key, its values, as many gates."""
+    """For each key head: the query, the key, its values, and as many gates."""
     heads = _number(module, "num_k_heads")
     width = _number(module, "head_k_dim")
     values = (rows // heads - 2 * width) // 2
@@ -276,7 +305,7 @@ def _delta_net_with_gates(module: nn.Module | None, rows: int) -> Sizes:
 
 
 def _delta_net_b_and_a(module: nn.Module | None, rows: int) -> Sizes:
-    """For each key head: a b for each of its value heads, then an a for each."""
+    """For each key head: one row of b for each of its value heads, then one row of a for each."""
     return (rows // (2 * _number(module, "num_k_heads")),) * 2
 
 
@@ -299,20 +328,27 @@ BY_LAST_NAME: dict[str, SizesOf] = {
 """Last part of a weight's name -> its blocks."""
 
 LARGEST = 1 << 27
-"""Elements of a layer that is not cut, at most: a rank's share of 8.6 G parameters on 64 ranks."""
+"""Most elements of a layer that is not cut: a rank's share of 8.6 G parameters on 64 ranks."""
 PART = 1 << 25
-"""Elements of a part, at most."""
+"""Most elements of a part."""
 
 
 def cut(layers: Iterable[LayerSpec], by_rows: Callable[[LayerSpec], bool]) -> tuple[LayerSpec, ...]:
-    """The layers, large ones in parts. ``by_rows``: whether the update rule steps each row of a
-    layer on its own."""
+    """Return the layers, with large ones cut into parts.
+
+    Args:
+        layers: the layers.
+        by_rows: returns whether the update rule steps each row of a layer on its own.
+    """
     specs: list[LayerSpec] = []
     for layer in layers:
-        count, name = _parts(layer) if layer.numel > LARGEST and by_rows(layer) else 1, layer.name
+        count = 1
+        if layer.numel > LARGEST and by_rows(layer):
+            count = _parts(layer)
         if count == 1:
             specs.append(layer)
             continue
+        name = layer.name
         part = replace(layer, G=Side.identity(layer.G.dim // count), blocks=())
         for index in range(count):
             shares = f"{name}.0" if index else None
@@ -321,14 +357,19 @@ def cut(layers: Iterable[LayerSpec], by_rows: Callable[[LayerSpec], bool]) -> tu
 
 
 def _parts(layer: LayerSpec) -> int:
-    """The smallest number of equal parts with at most :data:`PART` elements; 1: the layer cannot be
-    cut. Only a Linear with A and without G can be, if it is no shard, copy, product, part of a
-    stack or group."""
+    """Return the smallest number of equal parts with at most :data:`PART` elements each; 1 if the
+    layer cannot be cut.
+
+    Only a Linear with an A and without a G can be cut, and only if it is no shard, copy, product or
+    part of a stack, and has no groups.
+    """
     is_alone = layer.part == (0, 1) and layer.cut == (1, 1) and layer.groups == layer.copies == 1
     if not is_alone or layer.product or layer.kind != "Linear":
         return 1
     if layer.A.block == 0 or layer.G.block > 0:
         return 1
-    return next(
-        (n for n in range(-(-layer.numel // PART), layer.G.dim + 1) if layer.G.dim % n == 0), 1
-    )
+    fewest = -(-layer.numel // PART)  # rounded up
+    for count in range(fewest, layer.G.dim + 1):
+        if layer.G.dim % count == 0:
+            return count
+    return 1

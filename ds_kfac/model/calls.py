@@ -1,9 +1,8 @@
-"""A call of a layer whose output gradient is still to come; and what it keeps of its input until
-then.
+"""A call of a layer that waits for the gradient of its output, and keeps its input until then.
 
-A hook on a node of the graph holds its call for as long as the graph lives. So a call must never
-hold that node, nor a tensor of the graph: the cycle runs through C++, where no garbage collector
-sees it, and would never free the graph.
+Note: Who holds whom. A hook on a node of autograd's graph holds its call for as long as the graph
+    lives. So a call must never hold that node, nor a tensor of the graph. The cycle would run
+    through C++, where no garbage collector sees it, and the graph would never be freed.
 """
 
 from collections.abc import Callable
@@ -28,19 +27,21 @@ class _Keep(torch.autograd.Function):
         return x.new_empty(0)
 
 
-def kept(x: Tensor, *, multiplies: bool = True) -> Any:
-    """A node whose ``saved_tensors`` is (x,), saved as autograd saves the input of a layer.
+def node_that_saves(x: Tensor, *, multiplies: bool = True) -> Any:
+    """Return an autograd node whose ``saved_tensors`` is (x,).
 
-    Autograd keeps the storage of ``x`` for the weight's gradient anyhow, so this costs no memory;
-    and whatever treats saved tensors specially (activation checkpointing, offload to the host)
-    treats this one the same way.
+    Autograd keeps the storage of x anyway, for the weight's gradient, so this costs no memory.
+    Whatever treats saved tensors specially, such as activation checkpointing and offload to the
+    host, treats this one in the same way.
 
     Args:
-        multiplies: whether the layer multiplies by it. Under autocast it then multiplies a 16-bit
-            copy, so a copy is saved, too: the input itself would cost memory, and the user may
-            change it in place.
+        x: the input of a layer.
+        multiplies: whether the layer multiplies by it. Under autocast it then multiplies by a
+            16-bit copy, and a 16-bit copy is saved here. The input itself would cost memory, and
+            the user may change it in place.
     """
-    x, device = x.detach(), x.device.type
+    x = x.detach()
+    device = x.device.type
     if multiplies and torch.is_autocast_enabled(device) and x.dtype is torch.float32:
         x = x.to(torch.get_autocast_dtype(device))
     anchor = torch.zeros((), dtype=torch.float32, device=x.device, requires_grad=True)
@@ -55,9 +56,9 @@ class Rows:
         layer: name of the parameter, or of the module.
         forward: the forward pass that the call belongs to.
         leading: leading dimensions of the rows, where a mask could fit them; else None.
-        number: how many rows there are.
-        recomputed: whether the call was made inside a backward pass. It gets a gradient then only
-            if that is reentrant checkpointing's.
+        number: number of rows.
+        recomputed: whether the call was made inside of a backward pass. It then gets a gradient
+            only with reentrant checkpointing.
     """
 
     layer: str
@@ -69,21 +70,26 @@ class Rows:
 
 @dataclass(eq=False)
 class Call:
-    """One call of a K-FAC layer, or one product of its matrix. An expert's is a part of a stack's
-    call.
+    """One call of a K-FAC layer, or one product with its matrix.
+
+    A call of an expert is a part of the call of a stack.
 
     Attributes:
-        rows: those of the whole call.
-        shape: shape of its rows of G, with all leading dimensions.
-        sides: which factors its rows are for, "AG", "A" or "G".
-        input: which input it had, see :meth:`ds_kfac.model.shared.SharedInputs.number`.
-        kept: see :func:`kept`; None: its input is not needed, or was let go.
-        select: which rows of the product are its own, such as those of an expert; None: all.
-        columns: which outputs of the layer it made; None: all.
-        to_rows: turns the gradient that arrives at the output into rows [.., O]; None: it is in
-            rows.
-        edge: where the gradient of its output arrives, if autograd is to be asked for it. No node
-            may hold such a call.
+        layer: the layer.
+        kind: its type.
+        module: the module that was called, or whose code computed the product.
+        rows: the rows of the whole call.
+        shape: shape [.., O] of the layer's rows of G, with all leading dimensions.
+        sides: the factors that the rows are for: "AG", "A" or "G".
+        input: number of the input, see :meth:`ds_kfac.model.shared.SharedInputs.number`.
+        kept: see :func:`node_that_saves`; None if the input is not needed, or no longer.
+        select: which rows of the product belong to the layer, such as those of an expert; None:
+            all.
+        columns: which outputs of the layer the call made; None: all.
+        to_rows: turns the gradient that arrives at the output into rows [.., O]; None: the gradient
+            is in rows already.
+        edge: where the gradient of the output arrives, if autograd is to be asked for it. No hook
+            on a node may hold such a call, see "Note: Who holds whom".
     """
 
     layer: LayerSpec
@@ -101,26 +107,30 @@ class Call:
 
     @property
     def mask(self) -> Tensor | None:
-        """Which of its rows the attention masks do not leave out; None: no mask fits."""
+        """Bool of the rows' leading shape, False for rows that the attention masks leave out; None
+        if no mask fits."""
         return None if self.select is not None else self.rows.forward.mask(self.rows.leading)
 
     @property
     def share(self) -> float:
-        """Part of the layer's outputs that it made. Its inputs count so much in A: cross attention
-        has other rows for keys and values than for queries."""
-        return (
-            1.0
-            if self.columns is None
-            else (self.columns.stop - self.columns.start) / self.shape[-1]
-        )
+        """The fraction of the layer's outputs that the call made.
+
+        A counts the inputs by this fraction, because in cross attention the keys and values are
+        made of other rows than the queries.
+        """
+        if self.columns is None:
+            return 1.0
+        return (self.columns.stop - self.columns.start) / self.shape[-1]
 
     def input_rows(self, x: Tensor) -> Tensor:
-        """Its part of a product's input [.., I]."""
+        """Return the call's part of a product's input [.., I]."""
         return x if self.select is None else x.reshape(-1, x.shape[-1])[self.select]
 
     def gradient_rows(self, gradient: Tensor) -> Tensor:
-        """Its part of the gradient of an output, of :attr:`shape`; zero in columns that it did not
-        make."""
+        """Return the call's part of the gradient of an output, of :attr:`shape`.
+
+        It is zero in columns that the call did not make.
+        """
         gradient = gradient.detach()
         if self.to_rows is not None:
             gradient = self.to_rows(gradient)

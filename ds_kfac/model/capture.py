@@ -1,40 +1,41 @@
-"""Hooks on the layers: sums of a a^T and g g^T, taken when the gradient of a call's output arrives.
+"""Hooks on the layers, which add up a a^T and g g^T when the gradient of a call's output arrives.
 
-docs/explanation/capture.md has the rule.
+docs/explanation/capture.md has the rule: which rows count.
 
-In a captured step the forward hook saves the layer's input as autograd does (``calls.py``) and puts
-a prehook on the node of the output. When the gradient arrives there, the rows of a and g are added
-to the step's sums. A call that gets no gradient has no rows. In other steps the hooks return at
-once.
+In a captured step the forward hook saves the layer's input as autograd does (``calls.py``), and
+registers a prehook on the autograd node of the output. When the gradient arrives there, the prehook
+adds the rows of a and g to the step's sums. A call that gets no gradient has no rows. In other
+steps the hooks return at once.
 
-Note: Scale of G. G is K times the sum over backward passes p of R_p times the sum of g^ g^^T. g^ is
-    a row's part of the
-averaged gradient; K counts the passes of the step on all ranks, and R_p the rows of the layer
-nearest to the loss in pass p: the first whose gradient is not zero. Its later calls in the pass are
-not known then, so a pass has sums of its own, which are multiplied by R_p when it has ended. K and
-the ranks' average follow after the reduction (``step/factors.py``).
+Note: Scale of G. G is K times the sum over backward passes p of R_p times the sum of g^ g^^T. Here
+    g^ is a row's part of the averaged gradient, and K the number of backward passes of the step on
+    all ranks. R_p is the number of rows of the layer nearest to the loss in pass p, the first layer
+    there whose gradient is not zero. When that gradient arrives, the layer's other calls in the
+    pass have not arrived yet, so R_p is known only when the pass has ended. Therefore a pass has
+    sums of its own, which are multiplied by R_p at its end. ``step/factors.py`` multiplies by K,
+    and by the ranks' average, after the reduction.
 
-Note: Own passes. An engine's statistics are of its own loss, not of a generator's loss that runs
-    through its
-discriminator. Its own passes are those that the engine announces (:meth:`Capture.own_backward`). A
-backward pass inside the model's forward, as of DeepSpeed's tiled loss, is a part of the pass that
-follows. As long as the engine has announced none, a plain ``loss.backward()`` is its own, too, if
-no other engine announces one and the forward's inputs have no graph. A backward pass that does not
-add to a layer's weight, such as ``torch.autograd.grad``, never counts.
+Note: Own passes. An engine collects statistics of its own loss only, and not, for example, of a
+    generator's loss that runs through its discriminator. The engine's own passes are those that it
+    announces (:meth:`Capture.own_backward`). A backward pass inside the model's forward, such as
+    that of DeepSpeed's tiled loss, is a part of the pass that follows. A plain ``loss.backward()``
+    is also an own pass if this engine has never announced one, no other engine announces this one,
+    and the inputs of the forward have no graph. A backward pass that does not add to a layer's
+    weight, such as ``torch.autograd.grad``, never counts.
 
-Note: Recomputation. Activation checkpointing compares what its two runs save, and raises in the
-    user's backward if they
-differ. So a forward decides once which inputs it saves, and what is recomputed follows the forward
-that it belongs to: the last one to whose output the backward pass has come; before that, as in a
-loss in tiles, the one after whose begin the node was made that recomputes. A backward pass may come
-after the step of its forward, which has no rows then, but saves the same tensors; and what is
-recomputed of a forward that was not captured saves none.
+Note: Recomputation. Activation checkpointing runs a part of the forward a second time, in the
+    backward pass. It compares what the two runs save, and raises in the user's backward if they
+    differ. So a forward decides once which inputs it saves, and a recomputation follows the forward
+    that it belongs to. That is the last forward to whose output the running backward pass has come.
+    If the pass has not come to an output yet, as in a loss that is computed in tiles, it is the
+    last forward that began before the node was made that runs now. A backward pass may come after
+    the step of its forward. The forward then has no rows, but its recomputations save the same
+    tensors. Recomputations of a forward that was not captured save nothing.
 
-Note: Hooks. A prehook of the output's node is needed, not a tensor hook, which would run before
-    DeepSpeed divides the
-gradient by the accumulation steps, nor a full backward hook, which breaks with in-place
-activations. No exception leaves a hook: it would stop one rank in a backward pass that the others
-finish.
+Note: Kinds of hooks. A prehook on the output's node is needed. A tensor hook would run before
+    DeepSpeed divides the gradient by the accumulation steps, and a full backward hook breaks with
+    in-place activations. No exception leaves a hook, because it would stop one rank in a backward
+    pass that the others finish.
 """
 
 import threading
@@ -52,7 +53,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import _StopRecomputationError
 
 from ds_kfac.log import logger
-from ds_kfac.model.calls import Call, Rows, kept
+from ds_kfac.model.calls import Call, Rows, node_that_saves
 from ds_kfac.model.layers import LayerSpec, tensors_of
 from ds_kfac.model.masks import ArgumentMasks, Forward, ReadMask, Shape, masks_in
 from ds_kfac.model.passes import BackwardPass
@@ -66,35 +67,42 @@ CPU = torch.device("cpu")
 
 
 class Capture:
-    """Installs the hooks. They return at once unless :attr:`active`.
+    """Installs the hooks, and holds the sums of the running step.
+
+    The hooks return at once unless :attr:`active`.
 
     Args:
-        scale: gives the loss scale of a backward pass, a number or a scalar on the device; asked
-            with whether the engine announced the pass.
-        device: of the sums.
+        model: the model.
+        layers: the layers whose rows are captured.
+        scale: returns the loss scale of a backward pass, a number or a scalar on the device. Its
+            argument says whether the engine announced the pass.
+        device: device of the sums.
+        rows: adds rows to sums.
         inputs: numbers the inputs, to find layers that share theirs.
         sampled: whether G comes from the gradients of a sampled loss, for which autograd is asked
-            (:meth:`add_asked`), as ``ds_kfac.fit`` does for all. The calls wait in :attr:`pending`
-            then.
-        counts_terms: whether :attr:`terms` are needed in steps that update no factor made of
-            gradients, too.
+            (:meth:`add_asked`). The calls then wait in :attr:`pending`. ``ds_kfac.fit`` asks for
+            all gradients in this way.
+        counts_terms: whether :attr:`terms` are also needed in steps that update no factor made of
+            gradients.
 
     Attributes:
-        sums: factor key -> sum of the step so far; missing if there is none.
-        keys: keys of the factors that are summed -> of how many rows one is taken.
+        sums: factor key -> the step's sum so far. A factor without rows so far has none.
+        keys: keys of the factors that are summed in this step -> stride: one row in so many is
+            taken.
         passes, terms: this rank's number of own backward passes in the step, and the sum of their
             R_p.
         current: the running backward pass.
         forward: the model's last forward pass, or one for calls outside of any.
         pending: calls whose gradient autograd is to be asked for.
-        proof, uses: in a step that proves, the proof, and a recorder of where weights are used;
-            else None.
+        proof: the proof, in a step that proves its rows; else None.
+        uses: a recorder of where weights are used, in a step that proves; else None.
         failed: layer -> error that a hook raised. Such a layer has no rows any more.
         counted, outside: number of calls whose gradient came in an own pass, and in others.
-        measured: layer -> number of its rows in a step in which these are counted, maybe a scalar
-            on the device.
+        measured: layer -> number of its rows, maybe a scalar on the device; None in a step that
+            does not count them.
         seen: layers that had a row in this step, maybe without a gradient.
-        read_mask: gives the attention masks of a forward.
+        of_gradients: keys of the factors that are made of gradients.
+        read_mask: returns the attention masks of a forward.
     """
 
     _backwards: ClassVar[list["Capture"]] = []
@@ -122,25 +130,29 @@ class Capture:
         self.read_mask: ReadMask = ArgumentMasks(model)
         self.active = False
         self.failed: dict[str, str] = {}
-        self._told: set[tuple[str, ...]] = set()  # groups whose inputs have parted
+        # groups of layers about whose different inputs the user was warned
+        self._warned_groups: set[tuple[str, ...]] = set()
         self._announced = False  # whether a pass was ever announced
-        self._thread = 0  # that runs the forward
+        self._thread = 0  # the thread that runs the forward
         self.step = -1
         self._forget()
-        self._layers = layers = tuple(layers)
+        self._layers = tuple(layers)
         # names of the layers whose inputs this step's forwards save
         self._saved: frozenset[str] = frozenset()
         self._numels: dict[str, int] = {}
         self.of_gradients: set[str] = set()
-        for layer in layers:
+        for layer in self._layers:
             A, G = layer.keys
-            self._numels |= {A: layer.A.numel, G: layer.G.numel}
+            self._numels[A] = layer.A.numel
+            self._numels[G] = layer.G.numel
             self.of_gradients.add(A if LAYERS[layer.kind].needs_gradients else G)
         parameters = dict(model.named_parameters())
-        self._weights = {layer.name: parameters[layer.weight] for layer in layers}
-        self._stacks: dict[int, list[LayerSpec]] = {}  # id of a parameter -> its layers, in order
+        self._weights = {layer.name: parameters[layer.weight] for layer in self._layers}
+        # parameter that products are watched for -> its layers, in order
+        self._stacks: dict[nn.Parameter, list[LayerSpec]] = {}
         self._handles: list[Any] = []
-        self._install(layers)
+        self._products: Products | None = None
+        self._install()
 
     def _forget(self) -> None:
         """Forget everything of the step before."""
@@ -150,15 +162,15 @@ class Capture:
         self.terms: int | Tensor = 0
         self.current = BackwardPass()
         self.forward = Forward()
-        self._forwards: list[Forward] = []  # whose backward pass is to come
-        self._begun: list[Forward] = []  # all of the step
-        self._running: Forward | None = None  # to which the running backward pass has come
-        self._unpacks = False  # whether an input is read after its backward pass
+        self._forwards: list[Forward] = []  # those whose backward pass is still to come
+        self._begun: list[Forward] = []  # all forwards of the step
+        self._running: Forward | None = None  # the one that the running backward pass has come to
+        self._unpacks = False  # whether an input is being read after its backward pass
         self.pending: list[Call] = []
         self.proof: Proof | None = None
         self.uses: Uses | None = None
         self._forward_runs = False
-        self._tasks: set[int] = set()  # graph tasks of a pass that was not announced
+        self._tasks: set[int] = set()  # autograd's graph tasks of a pass that was not announced
         self.counted = 0
         self.outside = 0
         self.measured: dict[str, int | Tensor] | None = None
@@ -166,41 +178,20 @@ class Capture:
 
     # the hooks
 
-    def _install(self, layers: Sequence[LayerSpec]) -> None:
+    def _install(self) -> None:
         model = self._model
         self._hook(model.register_forward_pre_hook, model, self._begin_forward, with_kwargs=True)
         self._hook(model.register_forward_hook, model, self._end_forward, always_call=True)
         hooked = set[nn.Module]()
-        watched = {"": model}
-        counts: dict[nn.Parameter, int] = {}
-        for layer in layers:
-            modules = {name: model.get_submodule(name) for name in (layer.module, *layer.also)}
-            hooked.update(modules.values())
-            if not layer.product:
-                for module in modules.values():
-                    called = partial(self._layer_called, layer)
-                    # before the hooks of others, which may replace the output; but if autograd is
-                    # asked for gradients after ZeRO-3's, which wraps it in a function that fetches
-                    # the weights of its backward
-                    prepend = not self.sampled
-                    self._hook(
-                        module.register_forward_hook,
-                        module,
-                        called,
-                        with_kwargs=True,
-                        prepend=prepend,
-                    )
-                continue
-            watched |= modules
-            # a module around it may multiply by its weight
-            if isinstance(modules[layer.module], nn.Linear):
-                around = layer.module.rpartition(".")[0]
-                watched |= {
-                    name: model.get_submodule(name) for name in (around, around.rpartition(".")[0])
-                }
-            weight = model.get_parameter(layer.weight)
-            counts[weight] = layer.part[1]
-            self._stacks.setdefault(id(weight), []).append(layer)
+        multiplying: list[LayerSpec] = []
+        for layer in self._layers:
+            modules = [model.get_submodule(name) for name in (layer.module, *layer.also)]
+            hooked.update(modules)
+            if layer.product:
+                multiplying.append(layer)
+            else:
+                for module in modules:
+                    self._hook_layer(layer, module)
         for name, module in model.named_modules():
             if module not in hooked and is_linear_map(module):
                 self._hook(
@@ -209,17 +200,57 @@ class Capture:
                     partial(self._other_called, name),
                     prepend=True,
                 )
-        self._products = Products(counts, self._product) if counts else None
-        if self._products is None:
-            return
-        products = self._products
-        enter: Any = lambda module, inputs: products.enter(module)  # noqa: E731
-        leave: Any = lambda module, inputs, output: products.leave(module)  # noqa: E731
+        if multiplying:
+            self._hook_products(multiplying)
+
+    def _hook_layer(self, layer: LayerSpec, module: nn.Module) -> None:
+        """Hook a module whose calls are calls of a layer."""
+        # The hook runs before those of others, which may replace the output. But if autograd is
+        # asked for gradients, it runs after ZeRO-3's hook, which wraps the output in a function
+        # that fetches the weights for the backward pass
+        self._hook(
+            module.register_forward_hook,
+            module,
+            partial(self._layer_called, layer),
+            with_kwargs=True,
+            prepend=not self.sampled,
+        )
+
+    def _hook_products(self, layers: Sequence[LayerSpec]) -> None:
+        """Watch the products of some layers, in the forwards of the modules that compute them."""
+        model = self._model
+        watched = {"": model}
+        matrices: dict[nn.Parameter, int] = {}
+        for layer in layers:
+            names = [layer.module, *layer.also]
+            # a module around a linear layer may multiply by its weight
+            if isinstance(model.get_submodule(layer.module), nn.Linear):
+                around = layer.module.rpartition(".")[0]
+                names += (around, around.rpartition(".")[0])
+            watched |= {name: model.get_submodule(name) for name in names}
+            weight = model.get_parameter(layer.weight)
+            _, matrices[weight] = layer.part
+            self._stacks.setdefault(weight, []).append(layer)
+        self._products = Products(matrices, self._product)
         for module in watched.values():
-            self._hook(module.register_forward_pre_hook, module, enter)
-            # before the hooks of others: DeepSpeed's profiler puts functions of torch back there
+            self._hook(module.register_forward_pre_hook, module, self._enter_module)
+            # before the hooks of others, because DeepSpeed's profiler puts back functions of torch
             # that we replace
-            self._hook(module.register_forward_hook, module, leave, always_call=True, prepend=True)
+            self._hook(
+                module.register_forward_hook,
+                module,
+                self._leave_module,
+                always_call=True,
+                prepend=True,
+            )
+
+    def _enter_module(self, module: nn.Module, inputs: tuple) -> None:
+        assert self._products is not None
+        self._products.enter(module)
+
+    def _leave_module(self, module: nn.Module, inputs: tuple, output: Any) -> None:
+        assert self._products is not None
+        self._products.leave(module)
 
     def _hook(
         self,
@@ -228,40 +259,48 @@ class Capture:
         function: Callable[..., None],
         **how: Any,
     ) -> None:
-        """``function`` as a hook of ``ours`` alone, not of its copies, that runs in captured
-        forwards of no trace, export or torch.func, and in recomputations of earlier ones.
-        torch.compile sees the first condition alone."""
+        """Register ``function`` as a hook that runs in captured forwards and their recomputations.
 
-        def outside(module: nn.Module, *values: Any) -> None:
-            is_plain = (
-                torch._C._functorch.peek_interpreter_stack()
-                is torch._C._get_tracing_state()
-                is None
-            )
-            # of a forward in another thread
+        It does not run in traces, exports and torch.func, nor for copies of the module. It runs in
+        recomputations of earlier captured forwards, too.
+
+        Args:
+            register: the module's method that registers the hook.
+            ours: the module.
+            function: the hook.
+            how: keywords of ``register``.
+        """
+
+        def when_captured(module: nn.Module, *values: Any) -> None:
+            is_traced = torch._C._get_tracing_state() is not None
+            if is_traced or torch._C._functorch.peek_interpreter_stack() is not None:
+                return
             is_others = self._forward_runs and self._thread != threading.get_ident()
-            if is_plain and (self._recomputes() or (self.active and not is_others)):
+            if self._recomputes() or (self.active and not is_others):
                 function(module, *values)
 
-        # not as a decorator, which imports torch's compiler with ds_kfac
-        captured = torch.compiler.disable(outside)
+        # torch.compile must not look inside. This is not a decorator, because that would import
+        # torch's compiler together with ds_kfac
+        untraced = torch.compiler.disable(when_captured)
 
+        # torch.compile sees these conditions alone
         def hook(module: nn.Module, *values: Any) -> None:
             if not (torch.is_grad_enabled() and (self.active or self._running is not None)):
                 return
             if module is ours and not torch.compiler.is_exporting():
-                captured(module, *values)
+                untraced(module, *values)
 
         self._handles.append(register(hook, **how))
 
     def remove(self) -> None:
+        """Remove the hooks."""
         while self._handles:
             self._handles.pop().remove()
         self.leave()
         self.active = False
 
     def leave(self) -> None:
-        """No forward runs any more: calls of torch are not looked at."""
+        """Note that no forward runs any more: calls of torch are no longer watched."""
         if self._products is not None:
             self._products.leave(None)
 
@@ -275,19 +314,21 @@ class Capture:
         measure: bool = False,
         proof: Proof | None = None,
     ) -> None:
-        """Prepare for a step; forgets all calls since the last one.
+        """Prepare for a step, and forget all calls since the last one.
 
         Args:
-            keys: keys of the factors that this rank captures in the step, in a mapping with of how
-                many rows one is taken; None: the hooks do nothing.
-            step: decides which rows are sampled, if not all are.
-            measure: count the rows of all layers.
-            proof: gets the rows of all layers, to compare them with the gradients.
+            keys: keys of the factors that this rank captures in the step. If it is a mapping, its
+                values are strides: one row in so many is taken. None: the hooks do nothing.
+            step: number of the step. It decides which rows a sub-sample has.
+            measure: whether to count the rows of all layers.
+            proof: gets the rows of all layers, to compare them with the gradients; None: the step
+                does not prove.
         """
         self._forget()
         self.inputs.begin_step()
         self.active = keys is not None
-        self.step = self.rows.turn = step
+        self.step = step
+        self.rows.step = step
         self.keys = keys if isinstance(keys, Mapping) else dict.fromkeys(keys or (), 1)
         self.measured = {} if measure else None
         self.proof = proof
@@ -307,17 +348,18 @@ class Capture:
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """All passes of the step have ended. Each sum gets their number, also one that has no row
-        here."""
+        """End the step, after all of its passes, and store their number in each sum.
+
+        A factor without a row on this rank gets a sum, too, so that the ranks' numbers add up.
+        """
         self._end_plain_pass()
-        for group in self.inputs.parted() - self._told:
-            self._told.add(group)
+        for group in self.inputs.parted() - self._warned_groups:
+            self._warned_groups.add(group)
             logger.warning(
                 f"ds_kfac: {', '.join(group)} had one input in the first captured step, and have "
-                f"several in step "
-                f"{self.step}: the factor A that they share has the rows of all of them. If their "
-                f"inputs differ "
-                "for good, exclude some of these layers (kfac.layers.exclude)"
+                f"several in step {self.step}: the factor A that they share has the rows of all of "
+                f"them. If their inputs differ for good, exclude some of these layers "
+                f"(kfac.layers.exclude)"
             )
         for key in self.keys:
             counts = self._sum(key).counts
@@ -336,7 +378,7 @@ class Capture:
             return
         self.leave()  # still entered if the last forward raised
         self._end_plain_pass()
-        self._running = None  # of a pass that raised, which has no end
+        self._running = None  # it may be left from a pass that raised, which had no end
         self._tasks.clear()
         self._forward_runs = True
         self._thread = threading.get_ident()
@@ -355,6 +397,7 @@ class Capture:
             return
         self._forward_runs = False
         forward = self.forward
+        # The prehook lives as long as the output. It refers to the forward weakly, so that a user
         # who keeps an output does not keep the masks
         late = Forward(step=forward.step, saved=forward.saved)
         for tensor in tensors_of(output):
@@ -365,7 +408,11 @@ class Capture:
                 forward.is_watched = True
 
     def _forward_of(self, recomputed: bool) -> Forward | None:
-        """The forward pass of a call; None: it was not captured. Note: Recomputation."""
+        """Return the forward pass of a call; None: it was not captured. See "Note: Recomputation".
+
+        Args:
+            recomputed: whether the call is made inside of a backward pass.
+        """
         if recomputed:
             if self._running is not None:
                 return self._running
@@ -383,19 +430,26 @@ class Capture:
         return self.forward
 
     def _made(self) -> Forward | None:
-        """The forward pass of this step that made, or after which was made, the node that runs
-        now."""
+        """Return the last forward pass of this step that began before the node was made that runs
+        now; None if there is none."""
         node = torch._C._current_autograd_node()
         number = -1 if node is None else node._sequence_nr()
-        return next(
-            (forward for forward in reversed(self._begun) if forward.begins <= number), None
-        )
+        for forward in reversed(self._begun):
+            if forward.begins <= number:
+                return forward
+        return None
 
     # calls
 
     def _layer_called(
         self, layer: LayerSpec, module: nn.Module, inputs: tuple, named: dict[str, Any], output: Any
     ) -> None:
+        """Note that a module was called whose calls are calls of a layer.
+
+        Args:
+            inputs, named: positional and keyword arguments of the call. The first is the input.
+            output: its result.
+        """
         weight: Any = module._parameters.get("weight")  # module.weight would make ZeRO-3 fetch it
         if weight is not None and not weight.requires_grad:
             self._other_called(layer.weight, module, inputs, output)
@@ -403,34 +457,45 @@ class Capture:
         with self._guarded([layer]):
             # Megatron's linears return their bias, too
             output = output[0] if isinstance(output, tuple) else output
-            if output.requires_grad:
-                x = inputs[0] if inputs else next(iter(named.values()))
-                leading = None if LAYERS[layer.kind].images else tuple(output.shape[:-1])
-                rows = self._rows(
-                    layer.weight, leading, LAYERS[layer.kind].rows(x, output), len(output)
-                )
-                if rows is not None:
-                    self._called(
-                        [Call(layer, LAYERS[layer.kind], module, rows, output.shape)], x, output
-                    )
+            if not output.requires_grad:
+                return
+            x = inputs[0] if inputs else next(iter(named.values()))
+            layer_type = LAYERS[layer.kind]
+            leading = None if layer_type.images else tuple(output.shape[:-1])
+            rows = self._rows(layer.weight, leading, layer_type.rows(x, output), len(output))
+            if rows is not None:
+                call = Call(layer, layer_type, module, rows, output.shape)
+                self._called([call], x, output)
 
     def _other_called(self, name: str, module: nn.Module, inputs: tuple, output: Any) -> None:
-        """A layer was called that K-FAC does not step. It may be the one nearest to the loss."""
+        """Note that a linear map was called that K-FAC does not step. It may be the layer nearest
+        to the loss."""
         with self._guarded([]):
             output = output[0] if isinstance(output, tuple) else output
-            if isinstance(output, Tensor) and output.requires_grad:
-                is_convolution = isinstance(module, nn.modules.conv._ConvNd)
-                number = output.numel() // max(1, output.shape[1 if is_convolution else -1])
-                rows = self._rows(
-                    name, None if is_convolution else tuple(output.shape[:-1]), number, len(output)
-                )
-                if rows is not None:
-                    node, place = _origin(output)
-                    node.register_prehook(partial(self._other_arrived, rows, place))
+            if not isinstance(output, Tensor) or not output.requires_grad:
+                return
+            if isinstance(module, nn.modules.conv._ConvNd):
+                leading, channels = None, output.shape[1]
+            else:
+                leading, channels = tuple(output.shape[:-1]), output.shape[-1]
+            number = output.numel() // max(1, channels)
+            rows = self._rows(name, leading, number, len(output))
+            if rows is not None:
+                node, output_nr = _origin(output)
+                node.register_prehook(partial(self._other_arrived, rows, output_nr))
 
     def _rows(self, layer: str, leading: Shape | None, number: int, examples: int) -> Rows | None:
-        """The rows of a call, which its forward pass counts, but for those of a recomputation;
-        None: its forward pass was not captured."""
+        """Return the rows of a call, and count them in its forward pass; None: that pass was not
+        captured.
+
+        The rows of a recomputation are not counted a second time.
+
+        Args:
+            layer: name of the parameter, or of the module.
+            leading: leading dimensions of the rows, where a mask could fit them; else None.
+            number: number of rows.
+            examples: size of the first dimension.
+        """
         if self.rows.weight_sharing == "reduce":
             number = examples
         recomputed = self._recomputes()
@@ -442,11 +507,16 @@ class Capture:
         return Rows(layer, forward, leading, number, recomputed)
 
     def _called(self, calls: Sequence[Call], x: Tensor, output: Tensor) -> None:
-        """A layer was called with ``x`` and returned ``output``, or a product of x with the
-        matrices of several layers did: then there is a call for each of these."""
+        """Save the input of a call, and wait for the gradient of its output.
+
+        Args:
+            calls: one call. If x was multiplied by the matrices of several layers, one for each.
+            x: the input.
+            output: the result.
+        """
         rows = calls[0].rows
         if any(call.layer.name in rows.forward.saved for call in calls):
-            node_of_x = kept(x, multiplies=not calls[0].kind.needs_gradients)
+            node_of_x = node_that_saves(x, multiplies=not calls[0].kind.needs_gradients)
             for call in calls:
                 call.kept = node_of_x
         if rows.forward.step != self.step or (rows.recomputed and self.sampled):
@@ -459,82 +529,105 @@ class Capture:
                 self.seen.add(call.layer.name)
             call.input = self.inputs.number(call.layer.name, x)
             self.inputs.called(call)
-        node, place = _origin(output)
+        node, output_nr = _origin(output)
         if self.sampled:
-            self.pending += [replace(call, edge=GradientEdge(node, place)) for call in calls]
+            edge = GradientEdge(node, output_nr)
+            self.pending += [replace(call, edge=edge) for call in calls]
         if not self.sampled or self.proof is not None:
-            node.register_prehook(partial(self._arrived, calls, place))
+            node.register_prehook(partial(self._arrived, calls, output_nr))
 
     def _product(self, product: Product) -> None:
-        layers = self._stacks[id(product.param)]
+        """Note a product with the matrices of some layers."""
+        layers = self._stacks[product.param]
         with self._guarded(layers):
-            self._multiplied(layers, product)
+            if product.window is not None or LAYERS[layers[0].kind].images:
+                self._convolved(layers[0], product)
+            else:
+                self._multiplied(layers, product)
+
+    def _convolved(self, layer: LayerSpec, product: Product) -> None:
+        """Turn a convolution with a layer's weight into a call of the layer, if its stride, padding
+        and so on are those of the layer's module."""
+        module = self._model.get_submodule(layer.module)
+        names = ("stride", "padding", "dilation", "groups")
+        if product.window != tuple(getattr(module, name, None) for name in names):
+            return
+        layer_type, output = LAYERS[layer.kind], product.output
+        number = layer_type.rows(product.x, output)
+        rows = self._rows(layer.weight, None, number, len(output))
+        if rows is not None:
+            call = Call(layer, layer_type, module, rows, output.shape)
+            self._called([call], product.x, output)
 
     def _multiplied(self, layers: Sequence[LayerSpec], product: Product) -> None:
         """Turn a product into calls of its layers. A stack's shared A gets all rows from its first
         layer."""
-        x, output, first = product.x, product.output, layers[0]
-        kind = LAYERS[first.kind]
-        module = self._model.get_submodule(first.module)
-        if product.window is not None or kind.images:
-            if product.window == tuple(
-                getattr(module, x, None) for x in ("stride", "padding", "dilation", "groups")
-            ):
-                rows = self._rows(first.weight, None, kind.rows(x, output), len(output))
-                if rows is not None:
-                    self._called([Call(first, kind, module, rows, output.shape)], x, output)
-            return
+        first = layers[0]
         parts = parts_of(product, layers)
         if not parts:
             return
-        leading = torch.Size(x.shape[:-1])
-        is_whole = len(parts) == 1 and parts[0].picked is None
+        leading = torch.Size(product.x.shape[:-1])
+        is_plain = len(parts) == 1 and parts[0].picked is None
         number = sum(part.number for part in parts if part.sides != "A")
         examples = leading[0] if leading else 1
-        rows = self._rows(first.weight, tuple(leading) if is_whole else None, number, examples)
+        rows = self._rows(first.weight, tuple(leading) if is_plain else None, number, examples)
         if rows is None:
             return
+        module = self._model.get_submodule(first.module)
         calls = []
         for part in parts:
-            shape = torch.Size(
-                (*(leading if part.picked is None else (part.number,)), part.layer.G.dim)
+            leading_of_part = leading if part.picked is None else (part.number,)
+            call = Call(
+                layer=part.layer,
+                kind=LAYERS[first.kind],
+                module=module,
+                rows=rows,
+                shape=torch.Size((*leading_of_part, part.layer.G.dim)),
+                sides=part.sides,
+                select=part.picked,
+                columns=product.columns,
+                to_rows=product.to_rows,
             )
-            call = Call(part.layer, kind, module, rows, shape, part.sides, select=part.picked)
-            call.columns = product.columns
-            call.to_rows = product.to_rows
             calls.append(call)
-        self._called(calls, x, output)
+        self._called(calls, product.x, product.output)
 
     # gradients
 
     def _arrived(
-        self, calls: Sequence[Call], place: int, gradients: tuple[Tensor | None, ...]
+        self, calls: Sequence[Call], output_nr: int, gradients: tuple[Tensor | None, ...]
     ) -> None:
-        """The gradient of an output has arrived at its node; ``calls`` are those that made the
-        output."""
-        nodes = [call.kept for call in calls]
+        """Add the rows of calls, because the gradient of their output has arrived at its node.
+
+        Args:
+            calls: the calls that made the output.
+            output_nr: which of the node's outputs it is.
+            gradients: the gradients of all the node's outputs.
+        """
+        node_of_x = calls[0].kept  # the same for all calls
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             for call in calls:
                 call.kept = None  # autograd frees what its nodes saved, but not what ours did
-        gradient = gradients[place]
+        gradient = gradients[output_nr]
         calls = [call for call in calls if call.layer.name not in self.failed]
         if gradient is None or not calls or not self._is_current(calls[0].rows.forward):
             return
         is_own = self._is_own(calls[0].rows.forward)
-        self.outside += 0 if is_own else len(calls)
+        if not is_own:
+            self.outside += len(calls)
         if self.proof is None and (not is_own or self.sampled):
             return
         with self._guarded([call.layer for call in calls]):
             weight = self._weights[calls[0].layer.name]
             if not weight.requires_grad or not _runs(get_gradient_edge(weight).node):
                 return
-            # once: checkpointing refuses a second time
-            x = None if nodes[0] is None else nodes[0].saved_tensors[0]
+            # read once for all calls, because checkpointing refuses a second time
+            x = None if node_of_x is None else node_of_x.saved_tensors[0]
             is_announced = self in self._backwards
             if is_own and not self.sampled and not is_announced:
                 self._watch_task()
                 self.current.adds = True
-            is_inner = self._forward_runs and not is_announced  # which DeepSpeed does not scale
+            # a backward pass inside of the forward, whose loss DeepSpeed does not scale
+            is_inner = self._forward_runs and not is_announced
             scale = 1.0 if is_inner else self._scale(is_announced)
             for call in calls:
                 with self._guarded([call.layer]):
@@ -543,15 +636,17 @@ class Capture:
                     else:
                         self._add(call, x, gradient, scale)
 
-    def _other_arrived(self, rows: Rows, place: int, gradients: tuple[Tensor | None, ...]) -> None:
-        """The gradient of a layer that K-FAC does not step has arrived."""
-        gradient = gradients[place]
+    def _other_arrived(
+        self, rows: Rows, output_nr: int, gradients: tuple[Tensor | None, ...]
+    ) -> None:
+        """Note that the gradient of a layer has arrived that K-FAC does not step."""
+        gradient = gradients[output_nr]
         if gradient is None or self.sampled or not self.counts_rows:
             return
         if not self._is_current(rows.forward) or not self._is_own(rows.forward):
             return
         if self not in self._backwards:
-            if self._forward_runs:  # maybe autograd.grad
+            if self._forward_runs:  # it may be autograd.grad
                 return
             self._watch_task()
         with self._guarded([]):
@@ -561,11 +656,11 @@ class Capture:
             self.current.arrived(rows, with_gradient, self.rows.weight_sharing)
 
     def _is_current(self, forward: Forward) -> bool:
-        """Whether a forward pass is of the running step, and that captures."""
+        """Return whether a forward pass belongs to the running step, and the step captures."""
         return self.active and forward.step == self.step
 
     def _is_own(self, forward: Forward) -> bool:
-        """Whether the running backward pass is this engine's. Note: Own passes."""
+        """Return whether the running backward pass is this engine's. See "Note: Own passes"."""
         if self._backwards:
             return self in self._backwards
         return self._forward_runs or (forward.detached and not self._announced)
@@ -576,14 +671,17 @@ class Capture:
         """Add a call's rows to the sums.
 
         Args:
-            gradient: of its output; None: the factors need none, and every row of an input counts
-                but padding.
-            scale: factor on the gradient.
+            call: the call.
+            x: its input, or that of the whole product; None if it was not saved.
+            gradient: the gradient of the output; None if the factors need none. All rows of the
+                input then count, except padding.
+            scale: factor on the gradient, by which it is divided.
         """
         self.counted += 1
         if gradient is not None:
             gradient = call.gradient_rows(gradient)
-            if not self.sampled:  # else the true gradient's rows are proven
+            # with a sampled loss the rows of the true gradient are proven
+            if not self.sampled:
                 self._prove(call, x, gradient)
         if x is not None:
             x = call.input_rows(x)
@@ -612,7 +710,7 @@ class Capture:
             self._count_rows(call, x, with_gradient, alive)
 
     def _gradient_arrived(self, call: Call, gradient: Tensor, with_gradient: Tensor) -> Tensor:
-        """Note the rows of a call that have a gradient. Returns the rows that count."""
+        """Note which rows of a call have a gradient. Returns whether any has one, a bool scalar."""
         alive = self.current.arrived(call.rows, with_gradient, self.rows.weight_sharing)
         if self.rows.weight_sharing == "reduce":
             self.current.check_examples(call.rows, gradient)
@@ -630,7 +728,8 @@ class Capture:
         makes_A: bool,
         makes_G: bool,
     ) -> None:
-        """Add to the sums of G, or to those of the A of a layer whose A needs gradients."""
+        """Add a call's gradient to the sum of G; or to that of A, if the layer's A is made of
+        gradients."""
         sums = self.current.sums
         if call.kind.needs_gradients:
             if makes_A:
@@ -642,7 +741,11 @@ class Capture:
             self.rows.add_gradients(call, x, gradient, alive, batch, scale, stride=self.keys[G])
 
     def _counts_rows_of(self, call: Call) -> bool:
-        """Whether the rows of a call are counted: once for a layer, whose A may be another's."""
+        """Return whether the rows of a call are to be counted.
+
+        Each row of a layer is counted once. A layer of a stack may use another layer's A, so there
+        the calls for G count.
+        """
         if self.measured is None:
             return False
         is_entry_of_stack = call.layer.product and call.layer.part[1] > 1
@@ -658,10 +761,11 @@ class Capture:
         self.measured[name] = self.measured.get(name, 0) + number
 
     def _add_input(self, complete: Input) -> None:
+        """Add an input to the sum of A."""
         call, x, alive = complete.call, complete.x, complete.alive
         A = self.inputs.key(call.layer)
-        kept_ = alive if call.kind.images else kept_rows(x, complete.with_gradient, call.mask)
-        self.rows.add_inputs(call, x, kept_, alive, self._sum(A), stride=self.keys[A])
+        counts = alive if call.kind.images else kept_rows(x, complete.with_gradient, call.mask)
+        self.rows.add_inputs(call, x, counts, alive, self._sum(A), stride=self.keys[A])
 
     def _prove(
         self, call: Call, x: Tensor | None, gradient: Tensor, *, others: bool = False
@@ -670,7 +774,12 @@ class Capture:
             self.proof.see(call, call.input_rows(x), gradient, others=others)
 
     def _sum(self, key: str, sums: dict[str, BatchSum] | None = None) -> BatchSum:
-        """The sum of a factor, in those of the step or of the pass."""
+        """Return the sum of a factor, which may be new.
+
+        Args:
+            key: key of the factor.
+            sums: where the sum is; None: in the step's sums.
+        """
         sums = self.sums if sums is None else sums
         if key not in sums:
             sums[key] = BatchSum.empty(self._numels[key], self._device)
@@ -680,7 +789,10 @@ class Capture:
 
     @contextmanager
     def own_backward(self) -> Iterator[None]:
-        """Wraps an own backward pass, in steps without capture, too."""
+        """Announce the backward pass that runs in this context as the engine's own.
+
+        Also in steps that do not capture.
+        """
         self._announced = True
         self._backwards.append(self)
         watched: AbstractContextManager[None] = nullcontext()
@@ -693,7 +805,7 @@ class Capture:
             self._backwards.remove(self)
             self._running = None
             self.leave()
-            # else it came to no layer
+            # a pass that came to no layer has not begun
             if self.active and not self.sampled and self.current.has_begun:
                 self.end_pass()
 
@@ -703,23 +815,33 @@ class Capture:
         gradients: Sequence[Tensor | None] | None,
         scale: Tensor | float,
     ) -> None:
-        """Add some of :attr:`pending`, with the gradients, times ``scale``, that autograd was asked
-        for. None: the loss does not depend on the call. Without ``gradients`` there is no G, and
-        every row of an input counts but padding.
+        """Add some of :attr:`pending` to the sums.
+
+        Args:
+            calls: the calls.
+            gradients: for each call the gradient of its output, for which autograd was asked; None
+                where the loss does not depend on it. If all is None there is no G, and all rows of
+                an input count, except padding.
+            scale: factor on the gradients, by which they are divided.
         """
         asked = [None] * len(calls) if gradients is None else gradients
-        # in a backward pass's order
+        # in the order of a backward pass
         for call, gradient in zip(reversed(calls), reversed(asked), strict=True):
             with self._guarded([call.layer]):
                 if gradient is not None or gradients is None:
                     self._add(call, self.unpacked(call), gradient, scale)
-        done = set(map(id, calls))
-        self.pending = [call for call in self.pending if id(call) not in done]
+        done = set(calls)
+        self.pending = [call for call in self.pending if call not in done]
 
     def rows_of_pass(
         self, calls: Sequence[Call], gradients: Sequence[Tensor | None]
     ) -> int | Tensor:
-        """R_p of a pass of which autograd was asked for all gradients."""
+        """Return R_p of a pass of which autograd was asked for all gradients.
+
+        Args:
+            calls: all calls of the pass.
+            gradients: the gradients of their outputs; None where the loss does not depend on one.
+        """
         for call, gradient in zip(reversed(calls), reversed(gradients), strict=True):
             if gradient is not None:
                 with_gradient = have_gradient(call.kind, call.gradient_rows(gradient))
@@ -728,7 +850,8 @@ class Capture:
 
     @contextmanager
     def recomputing(self, forward: Forward) -> Iterator[None]:
-        """Wraps what may recompute calls of a forward outside of its backward pass."""
+        """Note that calls made in this context may be recomputations of a forward, although no
+        backward pass runs."""
         self._running = forward
         try:
             yield
@@ -736,8 +859,10 @@ class Capture:
             self._running = None
 
     def unpacked(self, call: Call) -> Tensor:
-        """The input of one of :attr:`pending`. With activation checkpointing this recomputes other
-        calls, too, which are none of the step's."""
+        """Return the input of one of :attr:`pending`.
+
+        With activation checkpointing this may recompute other calls, which do not count.
+        """
         with self.recomputing(call.rows.forward):
             self._unpacks = True
             try:
@@ -746,13 +871,14 @@ class Capture:
                 self._unpacks = False
 
     def _recomputes(self) -> bool:
-        """Whether a call that is made now is a recomputation, if any is."""
+        """Return whether calls that are made now are recomputations."""
         return self._unpacks or torch._C._current_graph_task_id() != -1
 
     @torch.no_grad()
     def end_pass(self) -> None:
-        """A backward pass has ended: what it summed counts R_p times."""
-        ended, self.current = self.current, BackwardPass()
+        """End the running backward pass: multiply its sums by R_p, and add them to the step's."""
+        ended = self.current
+        self.current = BackwardPass()
         rows = ended.rows(self.rows.weight_sharing) if self.counts_rows else 0
         self.passes += 1
         self.terms = self.terms + rows
@@ -780,8 +906,12 @@ class Capture:
     def _output_reached(
         self, reference: weakref.ref[Forward], late: Forward, gradients: tuple[Tensor | None, ...]
     ) -> None:
-        """A backward pass has come to the output of a forward; ``late`` stands for one that is
-        forgotten."""
+        """Note that a backward pass has come to the output of a forward.
+
+        Args:
+            reference: refers to the forward.
+            late: takes the place of a forward that the capture has forgotten.
+        """
         forward = reference() or late
         self._comes_to(forward)
         is_plain = not self.sampled and not self._backwards and self._is_own(forward)
@@ -789,7 +919,7 @@ class Capture:
             self._watch_task()
 
     def _comes_to(self, forward: Forward) -> None:
-        """The running graph task has come to a forward."""
+        """Note that autograd's running graph task has come to a forward."""
         self._running = forward
         Variable._execution_engine.queue_callback(self._left)
 
@@ -812,8 +942,12 @@ class Capture:
 
     @contextmanager
     def _guarded(self, layers: Sequence[LayerSpec]) -> Iterator[None]:
-        """Keeps exceptions inside a hook, but for the one by which checkpointing ends a
-        recomputation."""
+        """Keep exceptions inside of a hook, except the one by which checkpointing ends a
+        recomputation.
+
+        Args:
+            layers: the layers that have no rows any more after an exception.
+        """
         try:
             yield
         except _StopRecomputationError:
@@ -828,30 +962,33 @@ class Capture:
                 )
 
     def fail(self, layer: LayerSpec, error: Exception) -> None:
-        """A hook raised: the layer has no rows in this step, nor in later ones."""
+        """Drop the rows of a layer whose hook raised, in this step and in all later ones."""
         if layer.name in self.failed:
             return
         self.failed[layer.name] = f"{type(error).__name__}: {error}"
         logger.warning(
             f"ds_kfac: the rows of {layer.name or '(model)'} ({layer.kind}) are not known: its "
-            f"factors stay as they "
-            f"are, and from the next check of rows on it is without curvature: "
-            f"{self.failed[layer.name]}"
+            f"factors stay as they are, and from the next check of rows on it is without "
+            f"curvature: {self.failed[layer.name]}"
         )
         for key in (self.inputs.key(layer), layer.keys[1]):
             self.sums.pop(key, None)
             self.current.sums.pop(key, None)
 
     def used(self, layer: str) -> str:
-        """Text that says where a layer's weight is used; "" if that was not recorded."""
+        """Return text that says where a layer's weight is used; "" if that was not recorded."""
         return "" if self.uses is None else self.uses.of(layer)
 
 
 def _origin(output: Tensor) -> tuple[Any, int]:
-    """The node at which the gradient of an output arrives, and at which of its places. The output
-    of a Linear with bias is a view; an in-place activation replaces a view's node, but not that of
-    its base."""
-    origin, base = output, output._base
+    """Return the autograd node at which the gradient of an output arrives, and which of the node's
+    outputs it is.
+
+    The output of a Linear with a bias is a view. An in-place activation replaces the view's node,
+    but not that of its base, so the node of the base is taken.
+    """
+    origin = output
+    base = output._base
     if base is not None and base.numel() == output.numel() and base.grad_fn is not None:
         origin = base
     assert origin.grad_fn is not None, "the output requires no gradient"
@@ -859,9 +996,12 @@ def _origin(output: Tensor) -> tuple[Any, int]:
 
 
 def _runs(node: Any) -> bool:
-    """Whether the running backward pass runs a parameter's node, and so adds to its gradient, as
-    ``autograd.grad`` and other ``inputs`` do not."""
-    # autograd.grad with its tensor among the inputs: the gradient goes to the caller
+    """Return whether the running backward pass runs a parameter's node, and so adds to its
+    gradient.
+
+    ``autograd.grad`` does not, nor does a backward pass with other ``inputs``.
+    """
+    # it raises in autograd.grad for the node's own tensor, whose gradient goes to the caller
     with suppress(RuntimeError):
         return bool(torch._C._will_engine_execute_node(node))
     return False

@@ -68,8 +68,11 @@ class Grid(NamedTuple):
 
 
 class Patches:
-    """The patches of images [N, C, *S], in any memory format, that a convolution ``seen_by`` sees;
-    None: their pixels.
+    """The patches of images that a convolution sees.
+
+    Args:
+        image: [N, C, *S], in any memory format.
+        seen_by: the convolution module; None: the patches are the pixels.
 
     Attributes:
         positions: number of positions of the kernel along each dimension.
@@ -78,41 +81,50 @@ class Patches:
 
     def __init__(self, image: Tensor, seen_by: Any = None) -> None:
         size = image.shape[2:]
-        self.image, self.padding, self.mode = image, (0,) * 2 * len(size), "zeros"
-        self.kernel = self.stride = self.dilation = (1,) * len(size)
+        dims = len(size)
+        self.image = image
+        self.mode = "zeros"
+        self.kernel: tuple[int, ...] = (1,) * dims
+        self.stride: tuple[int, ...] = (1,) * dims
+        self.dilation: tuple[int, ...] = (1,) * dims
+        # as F.pad takes it: (before, after) of each dimension, the last dimension first
+        self.padding: tuple[int, ...] = (0,) * 2 * dims
         if seen_by is not None:
-            self.kernel, self.stride, self.dilation = (
-                seen_by.kernel_size,
-                seen_by.stride,
-                seen_by.dilation,
-            )
-            self.padding, self.mode = (
-                tuple(seen_by._reversed_padding_repeated_twice),
-                seen_by.padding_mode,
-            )
-        pads = [sum(self.padding[2 * d : 2 * d + 2]) for d in reversed(range(len(size)))]
-        spans = [d * (k - 1) for d, k in zip(self.dilation, self.kernel, strict=True)]
-        self.positions = tuple(
-            (s + p - w - 1) // t + 1
-            for s, p, w, t in zip(size, pads, spans, self.stride, strict=True)
-        )
+            self.mode = seen_by.padding_mode
+            self.kernel = seen_by.kernel_size
+            self.stride = seen_by.stride
+            self.dilation = seen_by.dilation
+            self.padding = tuple(seen_by._reversed_padding_repeated_twice)
+        positions = []
+        for dim in range(dims):
+            before_and_after = 2 * (dims - 1 - dim)
+            padded = size[dim] + sum(self.padding[before_and_after : before_and_after + 2])
+            span = self.dilation[dim] * (self.kernel[dim] - 1)  # of the kernel, less 1
+            positions.append((padded - span - 1) // self.stride[dim] + 1)
+        self.positions = tuple(positions)
         self.count = len(image) * prod(self.positions)
 
     def padded(self, image: Tensor) -> Tensor:
+        """Return images with the convolution's padding."""
         if not any(self.padding):
             return image
         return F.pad(image, self.padding, mode="constant" if self.mode == "zeros" else self.mode)
 
     def grid(self, turn: int | None, width: int) -> Grid:
-        """A grid with the step of :func:`grid_step` and an offset drawn for ``turn``; None: every
-        position."""
+        """Return a grid of positions.
+
+        Args:
+            turn: number of the training step, which decides the offset; None: every position.
+            width: width of the wider factor, see :func:`grid_step`.
+        """
         dims = len(self.positions)
         if turn is None:
             return Grid(1, (0,) * dims)
         step = min(grid_step(self.count, dims, width), max(self.positions))
-        place, offset = phase(turn, step**dims), []
+        number = phase(turn, step**dims)  # its digits in base ``step`` are the offset
+        offset = []
         for _ in self.positions:
-            place, digit = divmod(place, step)
+            number, digit = divmod(number, step)
             offset.append(digit)
         return Grid(step, tuple(offset))
 
@@ -126,32 +138,38 @@ class Patches:
         gain: Tensor | float = 1.0,
         kept: Tensor | None = None,
     ) -> None:
-        """Add the second moment of ``gain`` times all patches to the packed sum of ``side``,
-        estimated by the grid's patches. ``bias``: a 1 is appended to each patch, or to each channel
-        group's part of it. ``kept``: bool scalar, whether the patches count; None: they do."""
+        """Add the second moment of all patches to a packed sum, in place. It is estimated from the
+        grid's patches.
+
+        Args:
+            sum_P: the packed sum.
+            side: the side of the layer that it belongs to.
+            grid: which patches are taken.
+            bias: whether a 1 is appended to each patch, or to each channel group's part of it.
+            gain: factor on the patches.
+            kept: bool scalar, whether the patches count; None: they do.
+        """
         for rows_RD in self.rows(grid):
             scale: Tensor | float = grid.step ** len(grid.offset)
             if rows_RD.dtype in (torch.bfloat16, torch.float16):
                 # after the product, so that 16-bit rows are not rounded again
                 scale = gain**2 * scale
+            elif isinstance(gain, float) and gain == 1.0:
+                rows_RD = rows_RD.float()
             else:
-                rows_RD = (
-                    rows_RD.float()
-                    if isinstance(gain, float) and gain == 1.0
-                    else rows_RD.float() * gain
-                )
+                rows_RD = rows_RD.float() * gain
             counted = None if kept is None else kept.expand(len(rows_RD))
             side.accumulate_(sum_P, rows_RD, kept=counted, bias=bias, scale=scale)
 
     def _counts(self, grid: Grid) -> list[int]:
-        """Number of the grid's positions along each dimension."""
+        """Return the number of the grid's positions along each dimension."""
         return [
             -(-(size - start) // grid.step)
             for size, start in zip(self.positions, grid.offset, strict=True)
         ]
 
     def rows(self, grid: Grid) -> Iterator[Tensor]:
-        """The patches of a grid, some at a time, [R, D]."""
+        """Yield the patches of a grid [R, D], some at a time."""
         counts = self._counts(grid)
         width = self.image.shape[1] * prod(self.kernel)
         # elements of an example's patches at one position of the first dimension
@@ -164,12 +182,13 @@ class Patches:
                 yield part.reshape(-1, width)
 
     def all_rows(self) -> Tensor:
-        """A copy of all patches, [N, positions, D]."""
+        """Return all patches, a copy [N, positions, D]."""
         return self._view(self.image).flatten(1, len(self.positions)).flatten(2)
 
     def sums(self) -> Tensor:
-        """The sum of each example's patches, fp32 [N, D]."""
-        view, taps = self._view(self.image), []
+        """Return the sum of each example's patches, fp32 [N, D]."""
+        view = self._view(self.image)
+        taps = []  # for each place in the kernel, the sums [N, C]
         for place in product(*map(range, self.kernel)):
             tap = view
             for index in reversed(place):
@@ -178,8 +197,8 @@ class Patches:
         return torch.stack(taps, dim=-1).flatten(1)
 
     def times(self, w_nDK: Tensor) -> Tensor:
-        """Products of all patches with w, for n groups of channels, fp32 [N, positions, n K];
-        computed as a convolution with K filters per group."""
+        """Return the products of all patches with w, for n groups of channels, fp32
+        [N, positions, n K]. They are computed as a convolution with K filters for each group."""
         n, D, K = w_nDK.shape
         filters = w_nDK.mT.reshape(n * K, D // prod(self.kernel), *self.kernel)
         convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel) - 1]
@@ -198,24 +217,25 @@ class Patches:
         return torch.cat(parts).flatten(2).mT
 
     def _view(self, image: Tensor, grid: Grid | None = None) -> Tensor:
-        """A grid's patches, None: all, as a view [N, *positions, C, *kernel] of the padded
-        image."""
-        padded, grid = self.padded(image), grid or self.grid(None, 1)
-        N, C, *places = padded.stride()
-        moves = [stride * place for stride, place in zip(self.stride, places, strict=True)]
-        taps = [dilation * place for dilation, place in zip(self.dilation, places, strict=True)]
-        start = padded.storage_offset() + sum(
-            at * move for at, move in zip(grid.offset, moves, strict=True)
-        )
+        """Return the patches of a grid as a view [N, *positions, C, *kernel] of the padded images;
+        without a grid, all patches."""
+        padded = self.padded(image)
+        grid = grid or self.grid(None, 1)
+        image_stride, channel_stride, *pixel_strides = padded.stride()
+        dims = range(len(pixel_strides))
+        # from one position of the kernel to the next, and from one of its entries to the next
+        moves = [self.stride[dim] * pixel_strides[dim] for dim in dims]
+        taps = [self.dilation[dim] * pixel_strides[dim] for dim in dims]
+        start = padded.storage_offset() + sum(grid.offset[dim] * moves[dim] for dim in dims)
         return padded.as_strided(
             (len(padded), *self._counts(grid), padded.shape[1], *self.kernel),
-            (N, *(grid.step * move for move in moves), C, *taps),
+            (image_stride, *(grid.step * move for move in moves), channel_stride, *taps),
             start,
         )
 
 
 FEW_CHANNELS = 4
-"""Channels that the input of a model has, at most: gray, colour, with transparency."""
+"""Most channels of an image that is the input of a model: colours and transparency."""
 
 
 class Convolution(Linear):
@@ -228,30 +248,28 @@ class Convolution(Linear):
         self.dims = int(kind.__name__[-2])
 
     def batched(self, x: Tensor) -> Tensor:
-        """A convolution's input or output as [N, C, *S]; [C, *S] is a batch of one."""
+        """Return a convolution's input or output as [N, C, *S]; [C, *S] is a batch of one."""
         return x if x.ndim > self.dims + 1 else x.unsqueeze(0)
 
     def refusal(self, module: nn.Module) -> str | None:
         return computed_parameter(module)
 
     def overridden(self, module: nn.Module) -> str | None:
-        """Name of a method of torch's class that a module overrides, so that its patches are
-        unknown; else None."""
-        names = ("forward", "_conv_forward")
-        return next(
-            (n for n in names if getattr(type(module), n, None) is not getattr(self.kind, n, None)),
-            None,
-        )
+        """Return the name of a method of torch's class that a module overrides, so that its patches
+        are unknown; None if it overrides none."""
+        for name in ("forward", "_conv_forward"):
+            if getattr(type(module), name, None) is not getattr(self.kind, name, None):
+                return name
+        return None
 
     def sides(self, module: Any, bias: bool) -> tuple[int, int]:
         outputs, channels, *kernel = parameter_shape(module.weight)
         return channels * torch.Size(kernel).numel() + bias, outputs // module.groups
 
     def keeps_direction(self, module: Any) -> str | None:
-        if module.groups > 1 and 1 in (
-            module.in_channels // module.groups,
-            module.out_channels // module.groups,
-        ):
+        in_group = module.in_channels // module.groups
+        out_group = module.out_channels // module.groups
+        if module.groups > 1 and 1 in (in_group, out_group):
             return "the filter of one channel is no matrix"
         if module.in_channels <= FEW_CHANNELS:
             return f"its input has the {module.in_channels} channels of an image"
@@ -261,11 +279,11 @@ class Convolution(Linear):
         return output.numel() // max(1, self.batched(output).shape[1])
 
     def input_patches(self, module: Any, x: Tensor) -> Patches:
-        """The patches whose second moment is A."""
+        """Return the patches whose second moment is A."""
         return Patches(self.batched(x), module)
 
     def gradient_patches(self, module: Any, gradient: Tensor) -> Patches:
-        """The patches whose second moment is G."""
+        """Return the patches whose second moment is G."""
         return Patches(self.batched(gradient))
 
     def gradient_rows(self, module: Any, x: Tensor | None, gradient: Tensor) -> Tensor:
@@ -283,14 +301,17 @@ class TransposedConvolution(Convolution):
 
     def refusal(self, module: Any) -> str | None:
         reason = super().refusal(module)
-        if reason is None and (name := self.overridden(module)) is not None:
+        if reason is not None:
+            return reason
+        name = self.overridden(module)
+        if name is not None:
             return (
                 f"{type(module).__name__} overrides {self.kind.__name__}.{name}, so its "
                 f"patches are unknown"
             )
-        if reason is None and any(map(ge, module.output_padding, module.stride)):
+        if any(map(ge, module.output_padding, module.stride)):
             return "its output_padding is not below its stride"
-        return reason
+        return None
 
     def sides(self, module: Any, bias: bool) -> tuple[int, int]:
         channels, outputs, *kernel = parameter_shape(module.weight)

@@ -1,13 +1,15 @@
-"""What K-FAC has to know about a layer, and linear layers. Shape suffixes: O and I, the sides of
-the layer's matrix.
+"""Describes what K-FAC has to know about a layer, and linear layers.
 
-**Tensor-parallel linears**: each rank's shard of a weight is a layer.
+**Tensor-parallel linears**: each rank's shard of a weight is a layer. With t ranks:
 
-    column parallel   weight [O / t, I]    A: the whole layer's; G: its block of the shard's outputs
-    row parallel      weight [O, I / t]    A: its block of the shard's inputs; G: the whole layer's
+    column parallel   weight [O / t, I]    A of the unsharded layer, G of the shard's outputs
+    row parallel      weight [O, I / t]    A of the shard's inputs, G of the unsharded layer
 
-The shards together are the whole layer with one side block-diagonal. DeepSpeed's AutoTP layers,
-Megatron's layers and transformers' Conv1D are recognised by name and attributes; none is imported.
+So the shards together are the unsharded layer, with one side block-diagonal. DeepSpeed's AutoTP
+layers, Megatron's layers and transformers' Conv1D are recognised by name and attributes, and
+are not imported.
+
+Shape suffixes: O and I, the outputs and inputs of a layer's matrix.
 """
 
 from abc import ABC, abstractmethod
@@ -30,10 +32,11 @@ def key_of(layer: str, side: str) -> str:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One preconditioned layer, as every rank sees it; plain values only.
+    """One preconditioned layer, the same on every rank. It has plain values only.
 
-    Its matrix is [O, I], outputs times inputs, with the bias as last column. A norm's is a single
-    row of (weight, bias) pairs. With groups there are several matrices, [groups, O, I].
+    Its matrix is [O, I], outputs times inputs, with the bias as last column. The matrix of a norm
+    is a single row of (weight, bias) pairs. With groups there are several matrices,
+    [groups, O, I].
     """
 
     name: str
@@ -50,34 +53,34 @@ class LayerSpec:
     G: Side
     """Side of its output gradients."""
     product: bool = False
-    """Whether its rows are the operands of products with its parameter, see ``products.py``; else
+    """Whether the rows are operands of products with the parameter, see ``products.py``. If not,
     they are the inputs of the module's calls."""
     also: tuple[str, ...] = ()
     """Names of other modules of this kind with the same parameters; their calls count as calls of
     this layer."""
     copies: int = 1
-    """Tensor-parallel ranks that hold the same layer; 1 if each has another shard."""
+    """Number of tensor-parallel ranks that hold the same layer; 1 if each has another shard."""
     cut: tuple[int, int] = (1, 1)
-    """Numbers of tensor-parallel shards into which the whole layer's outputs and inputs are cut;
-    this is one shard."""
+    """Numbers of tensor-parallel shards that the outputs and the inputs of the unsharded layer are
+    cut into. This layer is one shard."""
     groups: int = 1
-    """Independent maps of equal shape (a convolution's groups), each with a block of A and a block
-    of G."""
+    """Number of independent maps of equal shape, a convolution's groups. Each has a block of A and
+    a block of G."""
     keeps_direction: str | None = None
-    """Why its directions are not to be orthogonalized; None: they are."""
+    """Why the layer's directions are not orthogonalized; None if they are."""
     makes_words: bool = False
-    """Whether it is a language model's head by its shape, that of an embedding."""
+    """Whether the layer is the head of a language model: its shape is that of an embedding."""
     part: tuple[int, int] = (0, 1)
-    """(index, count): the layer is part ``index`` of ``count`` equal parts of its parameters, such
-    as an expert."""
+    """(index, count): the layer is part ``index`` of ``count`` equal parts of its parameters. An
+    expert is a part."""
     blocks: tuple[int, ...] = ()
     """Sizes of row blocks, for a matrix that is several maps in one. They repeat down to the last
-    row: every ``sum(blocks)`` rows have one run of each block. Empty: the matrix is one map."""
+    row: every ``sum(blocks)`` rows have each block once. Empty: the matrix is one map."""
     guessed: str = ""
-    """What the report says about blocks that were taken, or looked for, by the matrix's name."""
+    """Text for the report about blocks that were taken, or looked for, by the matrix's name."""
     shares: str | None = None
-    """Name of the layer whose A this layer uses, if that is known before training, as for the
-    experts of a stack."""
+    """Name of the layer whose A this layer uses, if that is known before training, as it is for the
+    experts of a stack; else None."""
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
@@ -92,7 +95,7 @@ class LayerSpec:
 
     @cached_property
     def whole_shape(self) -> tuple[int, ...]:
-        """Shape of the whole layer, of which this one may be a tensor-parallel shard."""
+        """Shape of the unsharded layer, of which this one may be a tensor-parallel shard."""
         *groups, O, I = self.shape  # noqa: E741
         return *groups, O * self.cut[0], I * self.cut[1]
 
@@ -115,22 +118,27 @@ class LayerSpec:
 
 
 def parameter_shape(parameter: Any) -> tuple[int, ...]:
-    """A parameter's full shape: under ZeRO-3 it is in ``ds_shape``, and the parameter itself is
-    empty."""
+    """Return a parameter's full shape. Under ZeRO-3 it is in ``ds_shape``, because the parameter
+    itself is empty."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def tensors_of(values: Any) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists and mappings."""
+    """Yield all tensors in nested tuples, lists and mappings."""
     if isinstance(values, Tensor):
         yield values
-    elif isinstance(values, (tuple, list, Mapping)):
-        for value in values.values() if isinstance(values, Mapping) else values:
-            yield from tensors_of(value)
+        return
+    if isinstance(values, Mapping):
+        values = values.values()
+    elif not isinstance(values, (tuple, list)):
+        return
+    for value in values:
+        yield from tensors_of(value)
 
 
 def value_of(place: Any, name: str) -> Any:
-    """An attribute, or None; also where a property raises because the model does not run yet."""
+    """Return an attribute of an object; None if there is none, or if it is a property that raises
+    because the model does not run yet."""
     try:
         return getattr(place, name, None)
     except Exception:
@@ -138,32 +146,38 @@ def value_of(place: Any, name: str) -> Any:
 
 
 def is_autoep(module: nn.Module) -> bool:
-    """Whether it is a mixture of DeepSpeed's AutoEP: ``experts`` are this rank's stacks w1, w2, w3
-    [E, O, I]."""
+    """Return whether a module is a mixture of experts of DeepSpeed's AutoEP. Its ``experts`` are
+    this rank's stacks w1, w2, w3 [E, O, I]."""
     return getattr(module, "_is_autoep_layer", False) is True
 
 
 def computed_parameter(module: Any) -> str | None:
-    """Why a module is left alone if its weight or bias is computed (weight_norm, parametrizations);
-    else None. It is not computed for that: a parametrization may draw numbers."""
+    """Return why a module is left alone whose weight or bias is computed, for example by
+    weight_norm or a parametrization; None if they are parameters.
+
+    The attribute is looked up without computing it, because a parametrization may draw random
+    numbers.
+    """
     for name in ("weight", "bias"):
-        held = (vars(module), module._buffers, module._modules, *map(vars, type(module).__mro__))
-        if name not in module._parameters and any(
-            isinstance(x, Mapping) and x.get(name) is not None for x in held
-        ):
+        if name in module._parameters:
+            continue
+        classes = [vars(kind) for kind in type(module).__mro__]
+        attributes = (vars(module), module._buffers, module._modules, *classes)
+        if any(isinstance(x, Mapping) and x.get(name) is not None for x in attributes):
             return f"its {name} is computed by a parametrization, not a parameter"
     return None
 
 
 class LayerType(ABC):
-    """A row of the table of layer types; stateless.
+    """A type of layer, an entry of :data:`ds_kfac.model.registry.LAYERS`. It has no state.
 
     Attributes:
-        needs_gradients: whether even A is made of output gradients.
-        without_bias: why a bias is not part of the layer; None: it is part of it.
+        needs_gradients: whether A is made of output gradients, too.
+        without_bias: why a bias is not part of the layer; None if it is.
         transposed: whether a linear map's weight is stored [I, O].
-        images: whether its tensors are images [N, C, ..]: then no mask [N, T] fits their rows.
-        kind: class, or classes, of the modules that it may describe.
+        images: whether inputs and outputs are images [N, C, ..], so that no mask [N, T] fits their
+            rows.
+        kind: class, or classes, of the modules that the type may describe.
     """
 
     needs_gradients = False
@@ -174,37 +188,46 @@ class LayerType(ABC):
 
     @abstractmethod
     def refusal(self, module: Any) -> str | None:
-        """None if this type describes ``module``; else why not ("" when it is some other type
-        altogether)."""
+        """Return why this type does not describe ``module``: "" if the module is something else
+        altogether, None if the type does describe it."""
 
     @abstractmethod
     def sides(self, module: Any, bias: bool) -> tuple[int, int]:
-        """(I, O), from attributes or ``ds_shape``: under ZeRO-3 weights are empty."""
+        """Return (I, O), with the bias as an input. They come from attributes or ``ds_shape``,
+        because under ZeRO-3 weights are empty."""
 
     def structured(self, side_A: Side, side_G: Side, bias: bool) -> tuple[Side, Side]:
-        """(A, G) with the structure that the type fixes; by default the sides as they are."""
+        """Return (A, G) with the structure that the type fixes; by default the sides are
+        unchanged."""
         return side_A, side_G
 
     def keeps_direction(self, module: Any) -> str | None:
-        """Why directions of the module's layer are not to be orthogonalized; None: they are."""
+        """Return why directions of the module's layer are not orthogonalized; None if they are."""
         return None
 
     def rows(self, x: Tensor, output: Tensor) -> int:
-        """How many rows a call has, with those that do not count."""
+        """Return how many rows a call has, including those that do not count."""
         return output.numel() // max(1, output.shape[-1])
 
     def gradient_rows(self, module: Any, x: Tensor | None, gradient: Tensor) -> Tensor:
-        """Rows of G, or of A if the type ``needs_gradients``, from a call's input and output
-        gradient."""
+        """Return the rows of G, or of A if the type ``needs_gradients``.
+
+        Args:
+            module: the module.
+            x: the call's input; None if the type does not need it.
+            gradient: the gradient of its output.
+        """
         return gradient
 
     @abstractmethod
     def matrix(self, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-        """Flat (weight | bias) gradients -> the layer's matrix, of ``LayerSpec.shape``."""
+        """Return the layer's matrix, of ``LayerSpec.shape``, from flat gradients of its weight and
+        bias."""
 
     @abstractmethod
     def split(self, matrix_OI: Tensor, has_bias: bool) -> tuple[Tensor, ...]:
-        """Inverse of ``matrix``: flat gradients in the order of ``LayerSpec.parameters``."""
+        """Return flat gradients in the order of ``LayerSpec.parameters``; the inverse of
+        ``matrix``."""
 
 
 class Linear(LayerType):
@@ -224,17 +247,20 @@ class Linear(LayerType):
 
     def matrix(self, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         *groups, O, _ = shape  # noqa: E741
-        weight_OI = (
-            weight.view(*groups, -1, O).mT if self.transposed else weight.view(*groups, O, -1)
-        )
-        return (
-            weight_OI if bias is None else torch.cat([weight_OI, bias.view(*groups, O, 1)], dim=-1)
-        )
+        if self.transposed:
+            weight_OI = weight.view(*groups, -1, O).mT
+        else:
+            weight_OI = weight.view(*groups, O, -1)
+        if bias is None:
+            return weight_OI
+        return torch.cat([weight_OI, bias.view(*groups, O, 1)], dim=-1)
 
     def split(self, matrix_OI: Tensor, has_bias: bool) -> tuple[Tensor, ...]:
         weight_OI = matrix_OI[..., :-1] if has_bias else matrix_OI
         weight = (weight_OI.mT if self.transposed else weight_OI).reshape(-1)
-        return (weight, matrix_OI[..., -1].reshape(-1).contiguous()) if has_bias else (weight,)
+        if not has_bias:
+            return (weight,)
+        return weight, matrix_OI[..., -1].reshape(-1).contiguous()
 
 
 class Conv1D(Linear):
@@ -243,14 +269,12 @@ class Conv1D(Linear):
     transposed = True
 
     def refusal(self, module: Any) -> str | None:
-        if (
-            type(module).__name__ != "Conv1D"
-            or not hasattr(module, "nf")
-            or not hasattr(module, "weight")
-        ):
+        is_conv1d = type(module).__name__ == "Conv1D"
+        if not is_conv1d or not hasattr(module, "nf") or not hasattr(module, "weight"):
             return ""
-        if computed := computed_parameter(module):
-            return computed
+        reason = computed_parameter(module)
+        if reason is not None:
+            return reason
         shape = parameter_shape(module.weight)
         if len(shape) != 2 or shape[1] != module.nf:
             return (
@@ -264,9 +288,13 @@ AUTOTP_KINDS = {"LinearLayer": "ColumnParallelLinear", "LinearAllreduce": "RowPa
 
 
 class _Shard(Linear):
-    """A shard of a tensor-parallel linear, DeepSpeed's or Megatron's. ``name``: Megatron's class;
-    ``shape``: its attribute with the size of the cut side; ``unfit``: (flag, value, why a layer
-    with that value is left alone)."""
+    """A shard of a tensor-parallel linear, DeepSpeed's or Megatron's.
+
+    Attributes:
+        name: name of Megatron's class.
+        shape: name of Megatron's attribute with the size of the cut side.
+        unfit: (name of a flag, value, why a layer with that value is left alone).
+    """
 
     name: str
     shape: str
@@ -277,13 +305,11 @@ class _Shard(Linear):
         if kind.__module__ == "deepspeed.module_inject.layers":
             if AUTOTP_KINDS.get(kind.__name__) == self.name:
                 return computed_parameter(module)
-            # of the two classes that are asked about an unknown kind, only one reports it
-            silent = kind.__name__ in AUTOTP_KINDS or self.name != "ColumnParallelLinear"
+            # both types of shards are asked about an unknown class, and only one reports it
+            if kind.__name__ in AUTOTP_KINDS or self.name != "ColumnParallelLinear":
+                return ""
             return (
-                ""
-                if silent
-                else f"AutoTP's {kind.__name__}: it is unknown how it cuts the weight's rows or "
-                f"columns"
+                f"AutoTP's {kind.__name__}: it is unknown how it cuts the weight's rows or columns"
             )
         if kind.__name__ != self.name or isinstance(module, nn.Linear):
             return ""
@@ -296,18 +322,21 @@ class _Shard(Linear):
             for flag in ("sequence_parallel", "sequence_parallel_enabled"):
                 if getattr(owner, flag, False):
                     return f"{flag}: its rows are spread over the tensor-parallel ranks"
-        flag, bad, why = self.unfit
-        return why if bool(getattr(module, flag, False)) is bad else computed_parameter(module)
+        flag, unfit_value, why = self.unfit
+        if bool(getattr(module, flag, False)) is unfit_value:
+            return why
+        return computed_parameter(module)
 
 
 class ColumnParallelLinear(_Shard):
     """A shard of the outputs: rows of W, with their part of the bias."""
 
-    name, shape = "ColumnParallelLinear", "output_size_per_partition"
+    name = "ColumnParallelLinear"
+    shape = "output_size_per_partition"
     unfit = "gather_output", True, "gather_output: its output is not its shard's"
 
     def gradient_rows(self, module: Any, x: Tensor | None, gradient: Tensor) -> Tensor:
-        # an AutoTP layer, which returns the whole layer's outputs
+        # an AutoTP layer that returns the outputs of the unsharded layer
         if getattr(module, "gather_output", False):
             sizes = module._partition_sizes
             gradient = gradient.narrow(-1, sum(sizes[: module.tp_index]), sizes[module.tp_index])
@@ -317,7 +346,8 @@ class ColumnParallelLinear(_Shard):
 class RowParallelLinear(_Shard):
     """A shard of the inputs: columns of W."""
 
-    name, shape = "RowParallelLinear", "input_size_per_partition"
+    name = "RowParallelLinear"
+    shape = "input_size_per_partition"
     unfit = "input_is_parallel", False, "its input is not its shard's: input_is_parallel is false"
     without_bias: str | None = (
         "is added to the sum over tensor-parallel ranks, so it belongs to no shard"

@@ -1,4 +1,6 @@
-"""Which rows are padding. An attention mask says it, and the gradient confirms it
+"""Finds which rows are padding, from the attention masks of a forward pass.
+
+A row that a mask leaves out is padding only if its gradient is zero, too
 (docs/explanation/capture.md).
 
 Shape suffixes: N examples, T positions.
@@ -13,15 +15,18 @@ from torch import Tensor, nn
 
 Shape = tuple[int, ...]
 ReadMask = Callable[[tuple, Mapping[str, Any]], Tensor | Iterable[Tensor] | None]
-"""(arguments, keywords) of the model's forward -> its attention masks [N, T]: one, several or
-None."""
+"""A function that gets the (arguments, keywords) of the model's forward and returns its attention
+masks [N, T]: one, several or None."""
 
 NAME = "attention_mask"
 
 
 class ArgumentMasks:
-    """Reads the attention masks among the arguments of a model's forward: 2-D tensors of an
-    argument, or of an entry of a mapping that is one, whose name ends in :data:`NAME`."""
+    """Reads the attention masks among the arguments of a model's forward.
+
+    They are 2-D tensors whose name ends in :data:`NAME`: arguments, or entries of a mapping that is
+    an argument.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -40,13 +45,16 @@ class ArgumentMasks:
 
 
 def masks_in(read: Tensor | Iterable[Tensor] | None) -> Iterator[Tensor]:
-    """The masks that a :data:`ReadMask` returned, as bool [N, T]: True where a row is no padding.
+    """Yield the masks that a :data:`ReadMask` returned, as bool [N, T], False for padding.
 
     A mask with other entries than 0 and 1, such as an additive one, leaves no row out. The device
     decides that, so that the host does not wait.
 
+    Args:
+        read: what the function returned.
+
     Raises:
-        ValueError: it returned something else.
+        ValueError: that is no mask.
     """
     masks = [read] if isinstance(read, Tensor) else list(read or ())
     for mask in masks:
@@ -55,7 +63,8 @@ def masks_in(read: Tensor | Iterable[Tensor] | None) -> Iterator[Tensor]:
             raise ValueError(f"engine.kfac.mask: got {got}; must return masks [N, T], or None")
         mask = mask.detach()
         if mask.dtype is torch.bool:
-            yield mask.clone()  # its memory may hold the next batch's when the gradient arrives
+            # a copy, because the user may reuse the memory before the gradient arrives
+            yield mask.clone()
         else:
             binary = ((mask == 0) | (mask == 1)).all()
             yield (mask != 0) | ~binary
@@ -65,17 +74,17 @@ class Forward:
     """One forward pass of the model.
 
     Args:
-        masks: its attention masks, bool [N, T].
-        detached: whether its inputs have no graph, so that its loss is not another model's.
-        step: the step in which it ran.
-        saved: names of the layers whose inputs it saves.
+        masks: the attention masks, bool [N, T].
+        detached: whether the inputs have no graph, so that no other model's loss comes through.
+        step: the step in which the forward ran.
+        saved: names of the layers whose inputs the forward saves.
 
     Attributes:
-        calls: layer -> (leading dimensions of its rows, number of rows) of each of its calls.
-            Images have no leading dimensions that a mask could fit: None.
-        is_watched: whether a backward pass shows when it comes to the output.
-        begins: autograd numbers nodes in the order in which they are made; the first number of this
-            forward.
+        calls: layer -> (leading dimensions of the rows, number of rows) of each of its calls. The
+            dimensions are None for images, which no mask can fit.
+        is_watched: whether a hook tells when a backward pass comes to the output.
+        begins: number of the first autograd node that this forward could make. Autograd numbers
+            nodes in the order in which they are made.
     """
 
     def __init__(
@@ -93,55 +102,67 @@ class Forward:
         self.is_watched = False
         self.begins: int = torch._C._autograd._get_sequence_nr()
         self.calls: dict[str, list[tuple[Shape | None, int]]] = {}
-        self._sides: set[Shape] = set()  # first two leading dimensions of its calls
+        self._sides: set[Shape] = set()  # the first two leading dimensions of all calls
 
     def note(self, layer: str, leading: Shape | None, rows: int) -> None:
-        """A layer was called."""
+        """Note that a layer was called.
+
+        Args:
+            layer: name of the layer.
+            leading: leading dimensions of its rows; None for images.
+            rows: number of rows.
+        """
         self.calls.setdefault(layer, []).append((leading, rows))
         if leading is not None:
             self._sides.add(leading[:2])
 
     def mask(self, leading: Shape | None) -> Tensor | None:
-        """Which rows of a call the masks do not leave out, bool of the shape ``leading``; None: no
-        mask fits.
+        """Return which rows of a call the masks do not leave out, bool of the shape ``leading``;
+        None if no mask fits.
 
-        A mask fits rows of shape [N, T, ..] or [T, N, ..], and [N T] if no call of the forward has
-        rows of the first two. If several fit, a row is left out only if each of them leaves it out.
+        A mask fits rows of shape [N, T, ..] or [T, N, ..]. It fits rows [N T] if no call of the
+        forward has rows of the first two shapes. If several masks fit, a row is left out only if
+        each of them leaves it out.
         """
-        fitting = (
-            []
-            if leading is None
-            else [_fitted(mask, leading, self._has(mask)) for mask in self.masks]
-        )
-        found = [mask for mask in fitting if mask is not None]
-        if not found:
+        union: Tensor | None = None
+        if leading is None:
             return None
-        union = found[0]
-        for mask in found[1:]:
-            union = union | mask
+        for mask in self.masks:
+            fitted = _fitted(mask, leading, self._has(mask))
+            if fitted is not None:
+                union = fitted if union is None else union | fitted
         return union
 
     def _has(self, mask: Tensor) -> bool:
-        """Whether a call of the forward has rows [N, T, ..] or [T, N, ..]."""
+        """Return whether a call of the forward has rows [N, T, ..] or [T, N, ..]."""
         examples, positions = mask.shape
         return (examples, positions) in self._sides or (positions, examples) in self._sides
 
     def rows(self, layer: str, weight_sharing: str) -> int | Tensor:
-        """Number of rows that a layer's calls had, without those that a mask leaves out; with
-        ``weight_sharing`` "reduce" of examples that have such a row."""
+        """Return the number of rows that a layer's calls had, without those that a mask leaves out.
+
+        With ``weight_sharing`` "reduce" it is the number of examples that have such a row.
+        """
         total: int | Tensor = 0
         for leading, rows in self.calls.get(layer, ()):
             mask = self.mask(leading)
             if mask is None:
                 total += rows
             elif weight_sharing == "reduce":
-                total += (mask.flatten(1).any(dim=1) if mask.ndim > 1 else mask).sum()
+                has_row = mask.flatten(1).any(dim=1) if mask.ndim > 1 else mask
+                total += has_row.sum()
             else:
                 total += mask.sum()
         return total
 
 
 def _fitted(mask: Tensor, leading: Shape, is_2d: bool) -> Tensor | None:
+    """Return a mask [N, T] as bool of the shape ``leading``; None if it does not fit.
+
+    Args:
+        is_2d: whether other calls have rows [N, T, ..] or [T, N, ..], so that rows [N T] are of
+            another kind.
+    """
     examples, positions = mask.shape
     if leading[:2] == (examples, positions):
         fitted = mask

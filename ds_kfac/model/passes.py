@@ -1,4 +1,4 @@
-"""One backward pass: its sums, and R_p, the rows of the layer nearest to the loss.
+"""One backward pass: its sums, and R_p, the number of rows of the layer nearest to the loss.
 
 See "The scale of G" in docs/explanation/formulas.md.
 """
@@ -18,13 +18,14 @@ class BackwardPass:
     """What one backward pass has brought so far.
 
     Attributes:
-        sums: key -> sum over its rows of g^ g^^T, of factors that are made of gradients.
+        sums: factor key -> sum of g^ g^^T over the pass's rows, for factors that are made of
+            gradients.
         has_begun: whether any gradient has arrived.
-        forwards: the forward passes that it went through.
-        alive: layer -> whether a gradient that is not zero has arrived there, a bool scalar; in the
-            order of arrival.
-        adds: whether a weight of K-FAC's gets a part of its gradient, in a pass that was not
-            announced. In others, such as ``autograd.grad`` through a frozen layer, none does.
+        adds: whether the pass adds to the gradient of a weight of K-FAC's, if it was not announced.
+            Other passes, such as ``autograd.grad`` through a frozen layer, do not.
+        forwards: the forward passes that the pass went through; a dict in place of an ordered set.
+        alive: layer -> whether a gradient that is not zero has arrived there, a bool scalar on the
+            device. In the order of arrival.
     """
 
     def __init__(self) -> None:
@@ -33,87 +34,100 @@ class BackwardPass:
         self.adds = False
         self.forwards: dict[Forward, None] = {}
         self.alive: dict[str, Tensor] = {}
-        # numbers of examples of a layer's calls
+        # number of examples of each of a layer's calls
         self._examples: dict[tuple[Forward, str], list[int]] = {}
         self._counted: set[Rows] = set()
-        self._more: dict[str, int | Tensor] = {}  # layer -> rows that no forward has counted
+        # layer -> rows that no forward pass has counted
+        self._uncounted: dict[str, int | Tensor] = {}
 
     def reaches(self, rows: Rows) -> None:
-        """The pass has come to a call."""
+        """Note that the pass has come to a call."""
         self.has_begun = True
         if not rows.recomputed:
             self.forwards[rows.forward] = None
 
     def arrived(self, rows: Rows, with_gradient: Tensor, weight_sharing: str) -> Tensor:
-        """The gradient of a call has arrived. Returns whether it has an entry that is not zero, a
-        bool scalar.
+        """Note that the gradient of a call has arrived. Returns whether it has an entry that is not
+        zero, a bool scalar.
 
         Args:
-            with_gradient: bool, which rows have such an entry; of images which entries.
+            rows: the rows of the call.
+            with_gradient: bool, which rows have such an entry; for images, which entries are not
+                zero.
+            weight_sharing: see :class:`ds_kfac.model.rows.RowSums`.
         """
         self.reaches(rows)
         alive = with_gradient.any()
-        self.alive[rows.layer] = (
-            self.alive[rows.layer] | alive if rows.layer in self.alive else alive
-        )
+        before = self.alive.get(rows.layer)
+        self.alive[rows.layer] = alive if before is None else before | alive
         if rows in self._counted:
             return alive
         self._counted.add(rows)
         examples = len(with_gradient) if with_gradient.ndim else 1
         self._examples.setdefault((rows.forward, rows.layer), []).append(examples)
         mask = rows.forward.mask(rows.leading)
-        more: int | Tensor = 0
+        uncounted: int | Tensor = 0
         if rows.recomputed:
-            more = rows.number if mask is None else mask.sum()
-        # a row with a gradient counts in any case
+            uncounted = rows.number if mask is None else mask.sum()
+        # a row with a gradient counts, even if the mask leaves it out
         if mask is not None and weight_sharing == "expand":
-            more = more + (with_gradient & ~mask).sum()
-        self._more[rows.layer] = self._more.get(rows.layer, 0) + more
+            uncounted = uncounted + (with_gradient & ~mask).sum()
+        self._uncounted[rows.layer] = self._uncounted.get(rows.layer, 0) + uncounted
         return alive
 
     def check_examples(self, rows: Rows, gradient: Tensor) -> None:
-        """Check that with ``weight_sharing`` "reduce" a call's first dimension is that of the
-        examples.
+        """Check that the first dimension of a call is that of the examples, as ``weight_sharing``
+        "reduce" requires.
+
+        Args:
+            rows: the rows of the call.
+            gradient: its output gradient [N, ..], or [O] of one example.
 
         Raises:
-            ValueError: it is not that of the calls of the layer nearest to the loss in the same
-                forward pass.
+            ValueError: the size of the dimension is not that of the calls of the layer nearest to
+                the loss in the same forward pass.
         """
         examples = len(gradient) if gradient.ndim > 1 else 1
-        first = next(iter(self.alive))
-        if self._fits(examples, rows.forward, first) or not self.alive[rows.layer]:
+        nearest = next(iter(self.alive))
+        if self._fits(examples, rows.forward, nearest) or not self.alive[rows.layer]:
             return
-        if not self.alive[first]:  # waits for the device, as seldom as numbers differ
-            first = next(layer for layer, alive in self.alive.items() if alive)
-        if not self._fits(examples, rows.forward, first):
+        # this waits for the device, but only where the sizes differ
+        if not self.alive[nearest]:
+            nearest = next(layer for layer, alive in self.alive.items() if alive)
+        if not self._fits(examples, rows.forward, nearest):
             raise ValueError(
                 f'"weight_sharing": "reduce" takes the first dimension for the examples, but here '
-                f"that is {examples}, "
-                f"and {self._examples[rows.forward, first][0]} in {first}, the layer nearest to "
-                f"the loss"
+                f"that is {examples}, and {self._examples[rows.forward, nearest][0]} in {nearest}, "
+                f"the layer nearest to the loss"
             )
 
     def _fits(self, examples: int, forward: Forward, layer: str) -> bool:
-        known = self._examples.get((forward, layer), [])
-        return not known or examples in (*known, sum(known))
+        """Return whether a layer's calls have as many examples, one by one or together."""
+        sizes = self._examples.get((forward, layer), [])
+        return not sizes or examples in (*sizes, sum(sizes))
 
     def rows(self, weight_sharing: str) -> int | Tensor:
-        """R_p: the rows of the layer nearest to the loss, the first one whose gradient is not zero.
-        They are all rows of its calls in these forward passes, without padding. Which one it is
-        only the device knows; neighbours with equal calls are looked at together."""
+        """Return R_p: the number of rows of the layer nearest to the loss.
+
+        That is the first layer whose gradient is not zero. All rows of its calls in the pass's
+        forwards count, except padding. Only the device knows which layer it is, so the host
+        computes the result for all of them, and the device chooses. Successive layers with equal
+        calls are treated as one.
+        """
         total: int | Tensor = 0
-        found: Tensor | None = None
+        is_found: Tensor | None = None  # whether a layer so far has a gradient
         for _, layers in groupby(self.alive, self._calls):
             names = list(layers)
             alive = torch.stack([self.alive[name] for name in names]).any()
             rows = sum(forward.rows(names[0], weight_sharing) for forward in self.forwards)
-            rows = torch.where(alive, rows + self._more.get(names[0], 0), 0)
-            total = rows if found is None else torch.where(found, total, rows)
-            found = alive if found is None else found | alive
+            rows = torch.where(alive, rows + self._uncounted.get(names[0], 0), 0)
+            total = rows if is_found is None else torch.where(is_found, total, rows)
+            is_found = alive if is_found is None else is_found | alive
         return total
 
     def _calls(self, layer: str) -> tuple[Any, ...]:
-        """Equal for layers that have as many rows."""
-        more = self._more.get(layer, 0)
+        """Return a key that is equal for layers with as many rows."""
+        uncounted = self._uncounted.get(layer, 0)
         calls = [(*forward.calls.get(layer, ()),) for forward in self.forwards]
-        return (*calls, more if isinstance(more, int) else layer)
+        # the host does not know the value of a tensor
+        return (*calls, uncounted if isinstance(uncounted, int) else layer)

@@ -1,13 +1,14 @@
-"""Which elements of a parameter a tensor holds: for views, for copies, and for matrices picked out
-of a stack.
+"""Finds which elements of a parameter a tensor holds.
 
-A tensor has a place in a parameter only if, by autograd's graph, the gradient of its elements is
-the gradient of the parameter's elements. A tensor that is scaled, masked, changed in place or
-detached has none.
+The tensor may be a view of the parameter, a copy of it, or matrices that were picked out of a
+stack. It has a place in the parameter only if autograd's graph shows that the gradient of its
+elements is the gradient of the parameter's elements. A tensor that was scaled, masked, changed in
+place or detached has no place.
 """
 
-from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,17 +39,20 @@ VIEWS = {
     )
 }
 PASSES = VIEWS | {"ExpandBackward", "IndexBackward", "IndexSelectBackward"}
-"""Nodes of autograd that pass on each element's gradient unchanged. "Clamp" does so only if no
-element was bounded, which :meth:`Places.follow` checks."""
+"""Autograd nodes that pass on each element's gradient unchanged, without the digit at the end of
+their names. "Clamp" does so only if it bounded no element, which :meth:`Places.follow` checks."""
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Place:
     """Where a tensor's elements are in a parameter.
 
     Attributes:
-        shape, stride, offset: of a view of the parameter with the same elements.
-        chosen: int64, matrices that were picked out of a stack, or None; ``stride`` has them one
-            after the other.
+        param: the parameter.
+        shape, stride, offset: those of a view of the parameter with the same elements, in elements.
+        chosen: int64, the numbers of the matrices that were picked out of a stack; None if none
+            were picked. ``shape`` and ``stride`` then describe the copy, in which the picked
+            matrices follow each other.
     """
 
     param: nn.Parameter
@@ -57,26 +61,63 @@ class Place(NamedTuple):
     offset: int = 0
     chosen: Tensor | None = None
 
+    @classmethod
+    def of_parameter(cls, param: nn.Parameter) -> "Place":
+        """Return the place of the parameter itself."""
+        return cls(param, param.shape, param.stride())
+
+    @property
+    def is_all(self) -> bool:
+        """Whether these are all elements of the parameter, in their order."""
+        is_first = self.offset == 0 and self.chosen is None
+        return is_first and self.shape == self.param.shape and self.stride == self.param.stride()
+
+
+@dataclass(frozen=True, eq=False)
+class _Copy:
+    """A copy of a tensor that has a place.
+
+    Attributes:
+        version: autograd's version counter of the copy when it was made.
+        place: the place that it was copied from; None if that was a frozen parameter.
+    """
+
+    version: int
+    place: Place | None
+
 
 class Places:
-    """The places of tensors in ``params``: parameter -> number of equal matrices that it is a stack
-    of. :meth:`follow` must be called after each torch function, so that copies are known."""
+    """The places of tensors in some parameters.
+
+    Call :meth:`follow` after each torch function, so that copies are recognised.
+
+    Args:
+        params: parameter -> number of equal matrices that it is a stack of.
+    """
 
     def __init__(self, params: Mapping[nn.Parameter, int]) -> None:
-        self._params = {id(param): (param, count) for param, count in params.items()}
-        # copy -> (its version, its place; None: copied from a frozen one)
+        self._counts = dict(params)
+        # copy -> _Copy
         self._copies = WeakTensorKeyDictionary()
 
     def clear(self) -> None:
+        """Forget all copies."""
         self._copies.clear()
 
     def count(self, param: nn.Parameter) -> int:
-        """Number of matrices in a parameter."""
-        return self._params[id(param)][1]
+        """Return the number of matrices in a parameter."""
+        return self._counts[param]
 
     def follow(self, name: str, args: tuple, kwargs: Mapping[str, Any], output: Any) -> bool:
-        """Note a call of the torch function ``name``. Returns whether ``output`` is a copy of a
-        tensor with a place, or was picked out of one."""
+        """Remember the result of a torch function, if it is a copy.
+
+        Returns whether ``output`` is a copy of a tensor that has a place, or was picked out of one.
+
+        Args:
+            name: name of the function.
+            args, kwargs: its arguments.
+            output: its result.
+        """
         if not isinstance(output, Tensor):
             return False
         if name in COPIES:
@@ -84,98 +125,130 @@ class Places:
         return name in ("__getitem__", "index_select") and self._picked(name, args, kwargs, output)
 
     def find(self, tensor: Any) -> Place | None:
-        """The place of a tensor; None: its elements, or their gradients, are not a parameter's."""
+        """Return the place of a tensor; None if its elements or their gradients are not a
+        parameter's."""
         if not isinstance(tensor, Tensor):
             return None
         base = base_of(tensor)
-        if id(base) in self._params:
-            place, version = Place(base, base.shape, base.stride()), base._version  # type: ignore[arg-type]
+        place: Place | None
+        if isinstance(base, nn.Parameter) and base in self._counts:
+            place = Place.of_parameter(base)
+            version = base._version
         else:
-            version, place = self._copies.get(base, (0, None))
+            copy = self._copies.get(base, _Copy(0, None))
+            place = copy.place
+            version = copy.version
         if place is None or version != base._version or leaf_of(tensor, PASSES) is not place.param:
             return None
-        if tensor is not base:
-            if tensor.dtype != base.dtype or not lies_as(base, place):
-                return None
-            offset = place.offset + int(tensor.storage_offset() - base.storage_offset())
-            place = place._replace(shape=tensor.shape, stride=tensor.stride(), offset=offset)
-        return place
+        if tensor is base:
+            return place
+        if tensor.dtype != base.dtype or not lies_as(base, place):
+            return None
+        offset = place.offset + int(tensor.storage_offset() - base.storage_offset())
+        return replace(place, shape=tensor.shape, stride=tensor.stride(), offset=offset)
 
     def _copied(self, name: str, args: tuple, kwargs: Mapping[str, Any], output: Tensor) -> bool:
+        """Remember a copy of a whole tensor. Returns whether the tensor has a place."""
         source = args[0] if args else kwargs.get("input")
         if source is output or not isinstance(source, Tensor):
             return False
-        place, base = self.find(source), base_of(source)
+        place = self.find(source)
         if place is None:
+            base = base_of(source)
             if isinstance(base, nn.Parameter) and not base.requires_grad:
-                self._copies[output] = output._version, None
+                self._copies[output] = _Copy(output._version, None)
             return False
         if not output.requires_grad or output.shape != source.shape:
             return False
-        # waits for the device
+        # torch.equal waits for the device
         if name in BOUNDS and (output.dtype != source.dtype or not torch.equal(output, source)):
             return False
-        self._copies[output] = output._version, place
+        self._copies[output] = _Copy(output._version, place)
         return True
 
     def _picked(self, name: str, args: tuple, kwargs: Mapping[str, Any], output: Tensor) -> bool:
-        """Note ``stack[indices]`` with a vector of indices: a copy, in which nothing points to the
-        stack."""
+        """Remember ``stack[indices]`` with a vector of indices. It is a copy, and nothing in it
+        points to the stack. Returns whether the stack has a place."""
         names = ("input", "dim", "index") if name == "index_select" else ("input", "index")
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-        place, index = self.find(arguments.get("input")), arguments.get("index")
-        if (
-            place is None
-            or output._base is not None
-            or place.chosen is not None
-            or arguments.get("dim", 0) != 0
-        ):
+        place = self.find(arguments.get("input"))
+        if place is None or place.chosen is not None:
             return False
-        if isinstance(index, list) and all(type(i) is int for i in index):
-            index = torch.tensor(index, device=place.param.device)
-        # uint8 is a mask
-        if not isinstance(index, Tensor) or index.ndim != 1 or index.dtype is torch.uint8:
+        if output._base is not None or arguments.get("dim", 0) != 0:
             return False
-        index = index.nonzero().flatten() if index.dtype is torch.bool else index
-        param, count = self._params[id(place.param)]
-        size, step = param.numel() // count, place.stride[0]
-        if (place.shape[0] > 1 and step % size) or output.shape != (len(index), *place.shape[1:]):
+        index = _vector(arguments.get("index"), place.param.device)
+        if index is None:
             return False
-        entries = place.offset // size + index.remainder(place.shape[0]) * (step // size)
-        stride = (size, *place.stride[1:])
-        self._copies[output] = (
-            output._version,
-            Place(param, output.shape, stride, place.offset % size, entries),
+        matrices = place.shape[0]
+        numel = place.param.numel() // self.count(place.param)  # elements of a matrix
+        apart = place.stride[0]  # elements from one entry of the stack to the next
+        if (matrices > 1 and apart % numel) or output.shape != (len(index), *place.shape[1:]):
+            return False
+        chosen = place.offset // numel + index.remainder(place.shape[0]) * (apart // numel)
+        picked = Place(
+            place.param,
+            shape=output.shape,
+            stride=(numel, *place.stride[1:]),
+            offset=place.offset % numel,
+            chosen=chosen,
         )
+        self._copies[output] = _Copy(output._version, picked)
         return True
 
     def is_weight(self, x: Tensor) -> bool:
-        """Whether rows x are a parameter's, as in a low-rank update or a penalty. A parameter that
-        is expanded over the examples counts as a batch's rows."""
+        """Return whether rows x are elements of a parameter, as in a low-rank update or a penalty.
+
+        A parameter that is expanded over the examples counts as rows of a batch.
+        """
         base = base_of(x)
         if base in self._copies or isinstance(leaf_of(x, VIEWS), nn.Parameter):
             return True
         return isinstance(base, nn.Parameter) and not base.requires_grad and 0 not in x.stride()
 
 
+def _vector(index: Any, device: torch.device) -> Tensor | None:
+    """Return an index as a vector of numbers; None if it is anything else than a vector."""
+    if isinstance(index, list) and all(type(i) is int for i in index):
+        index = torch.tensor(index, device=device)
+    # torch takes uint8 for a mask
+    if not isinstance(index, Tensor) or index.ndim != 1 or index.dtype is torch.uint8:
+        return None
+    return index.nonzero().flatten() if index.dtype is torch.bool else index
+
+
 def base_of(tensor: Tensor) -> Tensor:
+    """Return the tensor that a view is a view of; a tensor that is no view is its own base."""
     return tensor if tensor._base is None else tensor._base
 
 
 def leaf_of(tensor: Tensor, passes: Collection[str]) -> Tensor | None:
-    """The leaf from which ``passes`` nodes alone lead to a tensor, so that their gradients are
-    equal; or None."""
+    """Return the leaf that a tensor was made from by ``passes`` nodes alone; None if there is none.
+
+    The gradients of the leaf's elements are then those of the tensor's.
+
+    Args:
+        passes: names of autograd nodes, without the digit at their end.
+    """
     node: Any = tensor.grad_fn
     if node is None:
         return tensor if tensor.requires_grad else None
-    # a custom Function's has no digit
-    while (name := type(node).__name__)[:-1] in passes and name[-1].isdigit():
+    while _passes(node, passes):
         node = node.next_functions[0][0]
     return getattr(node, "variable", None)
 
 
+def _passes(node: Any, passes: Collection[str]) -> bool:
+    name = type(node).__name__
+    # torch's own nodes end in a digit, those of a custom autograd.Function do not
+    return name[:-1] in passes and name[-1].isdigit()
+
+
 def lies_as(copy: Tensor, place: Place) -> bool:
-    """Whether a copy has the strides of its original's place in the parameter."""
-    return all(
-        n == 1 or a == b for n, a, b in zip(copy.shape, copy.stride(), place.stride, strict=True)
-    )
+    """Return whether a copy has the strides of the place that it was copied from."""
+    return same_strides(copy.shape, copy.stride(), place.stride)
+
+
+def same_strides(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
+    """Return whether two strides mean the same in a tensor of this shape. The stride of a dimension
+    of size 1 means nothing."""
+    return all(size == 1 or a == b for size, a, b in zip(shape, one, other, strict=True))

@@ -1,12 +1,14 @@
-"""What a module does with its parameters: read from its source code, before training.
+"""Reads in a module's source code, before training, what the module does with its parameters.
 
-:func:`multiplied` finds the parameters that a module's code multiplies something by, and the layout
-of the matrix in them: [O, I] in ``linear(x, self.w)``, ``x @ self.w.T`` and ``self.w @ x``; [I, O]
-in ``x @ self.w``, ``bmm``, ``addmm`` and grouped products. In a stack [E, ..] each entry is a
-matrix (``linear(x, self.w[e])``), also where ``self.w.view(self.E, ..)`` is one. In ``einsum`` the
-dimensions that are summed over are one side, those of the output the other.
-:func:`borrowed_weights` finds weights of its children that a module multiplies by itself,
-:func:`tables` the parameters in which rows are looked up.
+:func:`multiplied` finds the parameters that the code multiplies something by, and the layout of the
+matrix in each of them. The matrix is [O, I] in ``linear(x, self.w)``, ``x @ self.w.T`` and
+``self.w @ x``. It is [I, O] in ``x @ self.w``, ``bmm``, ``addmm`` and grouped products. In a stack
+[E, ..] each entry is a matrix, as in ``linear(x, self.w[e])``. ``self.w.view(self.E, ..)`` is such
+a stack, too. In an ``einsum`` the dimensions that are summed over are one side of the matrix, and
+its other dimensions are the other side.
+
+:func:`borrowed_weights` finds weights of child modules that a module multiplies by itself.
+:func:`tables` finds the parameters in which rows are looked up.
 """
 
 import ast
@@ -36,15 +38,18 @@ MAKES = (
     "extra_repr",
     "__repr__",
 )
-"""Beginnings of names of functions that set up a module, and do not run it."""
+"""Beginnings of the names of functions that set up a module and do not run it."""
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
-LINEAR, RIGHT = (
-    {"linear"},
-    {"matmul", "mm", "bmm", "grouped_mm", "_grouped_mm", "grouped_mm_fallback"},
-)
+LINEAR = {"linear"}
+"""Functions that multiply by their transposed right operand."""
+RIGHT = {"matmul", "mm", "bmm", "grouped_mm", "_grouped_mm", "grouped_mm_fallback"}
+"""Functions that multiply by their right operand."""
 ADDED = {"addmm", "baddbmm"}
+"""Functions that add a product to their first argument."""
 TURNS = {"T", "mT", "t", "transpose", "swapaxes", "adjoint"}
+"""Methods and attributes that transpose a matrix."""
 BOUNDS = {"clamp", "clip"}
+"""Methods that bound elements."""
 COPIES = {
     "to",
     "type",
@@ -57,19 +62,21 @@ COPIES = {
     "clone",
 } | BOUNDS
 """Methods whose result has the parameter's elements, maybe in another dtype. Some elements may be
-clamped; the others have the gradient of the copy."""
+bounded; the others have the gradient of the copy."""
 KEEPS = COPIES | {"unsqueeze", "squeeze"}
+"""Methods whose result is the same matrix."""
 LOOK_UPS = {"embedding", "embedding_bag", "index_select"}
+"""Functions that look up rows."""
 
 
 class MatrixLayout(NamedTuple):
     """How a matrix lies in a parameter.
 
     Attributes:
-        transposed: it is [I, O], not [O, I].
-        first: number of leading dimensions that together are the first side; all others are the
-            second. 0: the last two dimensions are the sides, and a third one before them numbers
-            the matrices of a stack.
+        transposed: whether the matrix is [I, O], not [O, I].
+        first: number of leading dimensions that together are the first side; all others together
+            are the second side. If it is 0 the last two dimensions are the sides, and a third
+            dimension before them numbers the matrices of a stack.
         stack: number of matrices that follow each other along the first of two dimensions.
     """
 
@@ -78,8 +85,8 @@ class MatrixLayout(NamedTuple):
     stack: int = 1
 
     def shape(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape [first side, second side] of the matrix in such a parameter; [matrices, .., ..] of
-        a stack."""
+        """Return the shape [first side, second side] of the matrix, or [matrices, .., ..] of the
+        stack, in a parameter of the shape ``parameter``."""
         if self.first:
             return prod(parameter[: self.first]), prod(parameter[self.first :])
         if self.stack > 1:
@@ -88,96 +95,130 @@ class MatrixLayout(NamedTuple):
 
 
 def multiplied(module: nn.Module) -> Mapping[str, MatrixLayout]:
-    """Parameter that the module's code multiplies rows by -> layout of its matrix, in the order of
-    the code."""
-    kind: Any = type(module)
-    count: Any = getattr(module, "moe_num_experts", None)
-    if isinstance(module, nn.MultiheadAttention):  # its products are in torch's functions
-        names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
-        layouts = dict.fromkeys(names, MatrixLayout(False))
-    elif kind.__name__ == "DbrxExpertGLU" and isinstance(count, int):
-        # the module around it cuts them up
-        layouts = {name: MatrixLayout(name == "w2", stack=count) for name in ("w1", "v1", "w2")}
-    elif kind.__module__ == "deepspeed.moe.ep_experts":  # AutoEP's, in functions beside the class
-        layouts = dict.fromkeys(("w1", "w3", "w2"), MatrixLayout(False))
-    else:
-        layouts, unclear = {}, set[str]()
-        parameters = {
-            name for name, parameter in module._parameters.items() if parameter is not None
-        }
-        for weight, layout, other, letters in _products(kind):
-            name = weight.path
-            # two parameters, as in a penalty: no rows of a batch
-            if name not in parameters or other in parameters:
-                continue
-            if weight.cut and (stack := _stack(module, module, name, weight.cut)) == 1:
-                continue
-            if weight.cut:
-                layout = MatrixLayout(layout.transposed, stack=stack)
-            elif letters and len(parameter_shape(module._parameters[name])) != letters:
-                # einsum with a stack's entry
-                layout = MatrixLayout(layout.transposed)
-            if layouts.setdefault(name, layout).first != layout.first:
-                unclear.add(name)  # the code uses the parameter as two different matrices
-        return {name: layout for name, layout in layouts.items() if name not in unclear}
+    """Return the parameters that a module's code multiplies rows by, with the layout of the matrix
+    in each, in the order of the code."""
+    layouts = _special_layouts(module)
+    if layouts is None:
+        return _layouts_in_code(module)
     return {
         name: layout for name, layout in layouts.items() if module._parameters.get(name) is not None
     }
 
 
-def _stack(module: nn.Module, holder: nn.Module, name: str, cut: str | int) -> int:
-    """Into how many matrices a module's code, by :attr:`Operand.cut`, cuts the rows of a
-    ``holder``'s parameter."""
-    count, parameter = (
-        value_of(module, cut) if isinstance(cut, str) else cut,
-        holder._parameters.get(name),
-    )
-    shape = () if parameter is None else parameter_shape(parameter)
-    return (
-        count
-        if type(count) is int and count > 1 and len(shape) == 2 and shape[0] % count == 0
-        else 1
-    )
-
-
-def borrowed_weights(module: nn.Module) -> list[tuple[nn.Module, bool, int]]:
-    """Children whose weights a module's code multiplies, or passes to a function; whether it calls
-    them, too; and into how many matrices of as many rows each it cuts the weight."""
-    if isinstance(module, nn.MultiheadAttention):  # in torch's functions
-        return [(module.out_proj, False, 1)]
+def _special_layouts(module: nn.Module) -> dict[str, MatrixLayout] | None:
+    """Return the layouts of modules whose products are not in their own code; None for others."""
     kind: Any = type(module)
-    # deepspeed.moe's
-    if kind.__name__ == "TopKGate" and isinstance(gate := module._modules.get("wg"), nn.Linear):
-        return [(gate, False, 1)]
-    children = [(module._modules.get(name), *how) for name, how in _borrowed(kind).items()]
-    found = [
-        (x, called, _stack(module, x, "weight", cut), cut)
-        for x, called, cut in children
-        if x is not None
-    ]
-    return [(child, called, stack) for child, called, stack, cut in found if stack > 1 or not cut]
+    if isinstance(module, nn.MultiheadAttention):  # its products are in torch's functions
+        names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+        return dict.fromkeys(names, MatrixLayout(False))
+    if kind.__module__ == "deepspeed.moe.ep_experts":  # AutoEP's, in functions beside the class
+        return dict.fromkeys(("w1", "w3", "w2"), MatrixLayout(False))
+    if kind.__name__ == "DbrxExpertGLU":  # the module around it cuts the parameters up
+        experts: Any = getattr(module, "moe_num_experts", None)
+        if isinstance(experts, int):
+            return {name: MatrixLayout(name == "w2", stack=experts) for name in ("w1", "v1", "w2")}
+    return None
 
 
-def tables(model: nn.Module) -> set[int]:
-    """Ids of the parameters in which a module's code looks up rows: its own parameters, or those of
-    its children.
+def _layouts_in_code(module: nn.Module) -> dict[str, MatrixLayout]:
+    """Return the layouts that a module's own code shows."""
+    parameters = {name for name, parameter in module._parameters.items() if parameter is not None}
+    layouts: dict[str, MatrixLayout] = {}
+    unclear = set[str]()  # parameters that the code uses as two different matrices
+    kind: Any = type(module)
+    for product in _products(kind):
+        name = product.weight.path
+        # a product of two parameters, as in a penalty, has no rows of a batch
+        if name not in parameters or product.other in parameters:
+            continue
+        layout = product.layout
+        if product.weight.cut:
+            matrices = _stack(module, module, name, product.weight.cut)
+            if matrices == 1:
+                continue
+            layout = MatrixLayout(layout.transposed, stack=matrices)
+        elif product.dims and len(parameter_shape(module._parameters[name])) != product.dims:
+            # the einsum's operand is an entry of a stack
+            layout = MatrixLayout(layout.transposed)
+        if layouts.setdefault(name, layout).first != layout.first:
+            unclear.add(name)
+    return {name: layout for name, layout in layouts.items() if name not in unclear}
 
-    A table is stepped as an embedding is, even if it is also multiplied: by a head that shares it,
-    or in a codebook, whose product only selects the nearest row and gets no gradient.
+
+def _stack(module: nn.Module, holder: nn.Module, name: str, cut: str | int) -> int:
+    """Return how many matrices a module's code cuts the rows of a parameter into; 1 if the cut does
+    not fit the parameter.
+
+    Args:
+        module: the module with the code.
+        holder: the module that holds the parameter.
+        name: name of the parameter in ``holder``.
+        cut: see :attr:`Operand.cut`.
     """
-    ids = set()
+    count = value_of(module, cut) if isinstance(cut, str) else cut
+    parameter = holder._parameters.get(name)
+    shape = () if parameter is None else parameter_shape(parameter)
+    if type(count) is not int or count <= 1 or len(shape) != 2:
+        return 1
+    return count if shape[0] % count == 0 else 1
+
+
+class BorrowedWeight(NamedTuple):
+    """A module whose weight other code multiplies by, or passes to a function.
+
+    Attributes:
+        module: the module that holds the weight.
+        is_called: whether that code calls the module, too.
+        matrices: number of matrices, of equally many rows each, that it cuts the weight into.
+    """
+
+    module: nn.Module
+    is_called: bool
+    matrices: int
+
+
+def borrowed_weights(module: nn.Module) -> list[BorrowedWeight]:
+    """Return the children of a module whose weights its code multiplies by itself."""
+    if isinstance(module, nn.MultiheadAttention):  # in torch's functions
+        return [BorrowedWeight(module.out_proj, False, 1)]
+    kind: Any = type(module)
+    if kind.__name__ == "TopKGate":  # deepspeed.moe's
+        gate = module._modules.get("wg")
+        if isinstance(gate, nn.Linear):
+            return [BorrowedWeight(gate, False, 1)]
+    weights = []
+    for name, (is_called, cut) in _borrowed(kind).items():
+        child = module._modules.get(name)
+        if child is None:
+            continue
+        matrices = _stack(module, child, "weight", cut)
+        # a cut that does not fit the weight is not understood
+        if matrices > 1 or not cut:
+            weights.append(BorrowedWeight(child, is_called, matrices))
+    return weights
+
+
+def tables(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters in which a module's code looks up rows: the module's own parameters, or
+    those of its children.
+
+    A table is stepped as an embedding is, even if it is also multiplied. It may be multiplied by a
+    head that shares it, or in a codebook, whose product only selects the nearest row and gets no
+    gradient.
+    """
+    parameters = set()
     for module in model.modules():
         kind: Any = type(module)
-        for path, dims in _look_ups(kind):
+        for path, removed_dims in _look_ups(kind):
             parameter = _parameter_at(module, path.split("."))
-            # a row or less is left
-            if parameter is not None and len(parameter_shape(parameter)) - dims < 2:
-                ids.add(id(parameter))
-    return ids
+            # at most a row is left
+            if parameter is not None and len(parameter_shape(parameter)) - removed_dims < 2:
+                parameters.add(parameter)
+    return parameters
 
 
 def _parameter_at(module: nn.Module, path: list[str]) -> Any:
-    """The parameter at a path of names; None if there is none, or in TorchScript."""
+    """Return the parameter at a path of names; None if there is none, or in TorchScript."""
     if len(path) > 1:
         child = module._modules.get(path[0]) if isinstance(module._modules, dict) else None
         return None if child is None else _parameter_at(child, path[1:])
@@ -185,27 +226,28 @@ def _parameter_at(module: nn.Module, path: list[str]) -> Any:
 
 
 def convolves(module: nn.Module) -> bool:
-    """Whether a convolution with a forward of its own convolves with the weight as it is, e.g. not
-    standardized."""
-    kinds = type(module).__mro__
-    torchs = next(
-        place for place, kind in enumerate(kinds) if kind.__module__ == nn.Conv2d.__module__
-    )
-    return any(map(_convolves, kinds[:torchs]))
+    """Return whether a convolution with a forward of its own convolves with the weight as it is,
+    and not, for example, with a standardized one."""
+    for kind in type(module).__mro__:
+        if kind.__module__ == nn.Conv2d.__module__:
+            return False
+        if _convolves(kind):
+            return True
+    return False
 
 
 class Operand(NamedTuple):
-    """A parameter as an expression names it, maybe viewed or in another dtype:
-    ``self.experts.w[e].T``.
+    """A parameter that an expression names, such as ``self.experts.w[e].T``. It may be viewed or in
+    another dtype.
 
     Attributes:
         path: "experts.w".
-        transposed: whether it is transposed.
+        transposed: whether the expression transposes it.
         dims: number of dimensions that indices remove, or pick along.
-        varies: whether it may be rows of a batch: it is looked up, or held by a variable that has
-            other values, too.
-        cut: into how many matrices its rows are viewed, ``self.w.view(self.n, ..)``: "n", or a
-            number; "" if not.
+        varies: whether the value may be rows of a batch, because rows are looked up in the
+            parameter, or because the variable has other values, too.
+        cut: into how many matrices its rows are viewed: "n" for ``self.w.view(self.n, ..)``, or a
+            number; "" if they are not.
     """
 
     path: str
@@ -216,8 +258,8 @@ class Operand(NamedTuple):
 
 
 def _end(node: ast.AST) -> tuple[int, int]:
-    """Where the code of a node ends: that of an inner call ends before that of the outer one, over
-    however many lines they are written."""
+    """Return where the code of a node ends. The code of an inner call ends before that of the outer
+    call, however many lines they have."""
     return getattr(node, "end_lineno", None) or 0, getattr(node, "end_col_offset", None) or 0
 
 
@@ -225,9 +267,11 @@ class Code:
     """A function's code.
 
     Attributes:
-        nodes: of its syntax tree, in the order in which they are evaluated.
+        name: name of the function.
+        arguments: names of its positional arguments.
+        nodes: the nodes of its syntax tree, in the order in which they are evaluated.
         set_here: variable -> how often it is set.
-        held: variable -> the parameter that it holds, the last one of several.
+        held: variable -> the parameter that it holds; the last one if it holds several.
     """
 
     def __init__(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
@@ -241,127 +285,152 @@ class Code:
             x.id for x in self.nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)
         )
         self.held = dict[str, Operand]()
+        # variable -> how often it gets another value than a parameter
         others = Counter(x.arg for x in self.nodes if isinstance(x, ast.arg)) + self.set_here
         for node in self.nodes:
-            if (
-                isinstance(node, ast.Assign)
-                and len(node.targets) == 1
-                and isinstance(node.targets[0], ast.Name)
-            ):
-                variable = node.targets[0].id
-                if (operand := self.operand(node.value)) is not None:
-                    others[variable] -= not operand.varies
-                    self.held[variable] = operand
+            if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+                continue
+            target = node.targets[0]
+            operand = self.operand(node.value)
+            if isinstance(target, ast.Name) and operand is not None:
+                if not operand.varies:
+                    others[target.id] -= 1
+                self.held[target.id] = operand
         self.held = {
-            name: held._replace(varies=others[name] > 0) for name, held in self.held.items()
+            name: operand._replace(varies=others[name] > 0) for name, operand in self.held.items()
         }
 
     def attribute(self, node: ast.AST) -> str:
-        """NAME of ``self.NAME``, else ""."""
-        of_self = (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == self._self
-        )
-        return node.attr if of_self and isinstance(node, ast.Attribute) else ""
+        """Return NAME of an expression ``self.NAME``; "" for any other."""
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id == self._self:
+                return node.attr
+        return ""
 
     def operand(self, node: ast.AST | None) -> Operand | None:
-        """The parameter that an expression names; None: another value."""
-        if node is None or isinstance(node, ast.Name):
-            return None if node is None else self.held.get(node.id)
-        if name := self.attribute(node):
+        """Return the parameter that an expression names; None if it is another value."""
+        if node is None:
+            return None
+        if isinstance(node, ast.Name):
+            return self.held.get(node.id)
+        name = self.attribute(node)
+        if name:
             return Operand(name)
         if isinstance(node, ast.Subscript):
-            inner, places = self.operand(node.value), indices(node)
-            varies = inner is not None and (inner.varies or is_computed(node))
-            return inner and inner._replace(dims=inner.dims + len(places), varies=varies)
-        how = node.func if isinstance(node, ast.Call) else node
-        if not isinstance(how, ast.Attribute) or (inner := self.operand(how.value)) is None:
+            return self._indexed(node)
+        # "value.attribute", or "value.attribute(..)"
+        attribute = node.func if isinstance(node, ast.Call) else node
+        if not isinstance(attribute, ast.Attribute):
             return None
-        if how.attr in TURNS | KEEPS:
-            return inner._replace(transposed=inner.transposed != (how.attr in TURNS))
-        if (
-            how.attr in ("view", "reshape")
-            and isinstance(node, ast.Call)
-            and not (inner.cut or inner.transposed)
-        ):
-            sizes = (
-                node.args[0].elts
-                if len(node.args) == 1 and isinstance(node.args[0], ast.Tuple)
-                else node.args
-            )
-            first = sizes[0] if len(sizes) == 3 else None
-            cut: Any = (
-                first.value if isinstance(first, ast.Constant) else first and self.attribute(first)
-            )
-            return inner._replace(cut=cut) if cut else None
-        return (
-            Operand(f"{inner.path}.{how.attr}")
-            if how is node and inner == Operand(inner.path)
-            else None
-        )
+        inner = self.operand(attribute.value)
+        if inner is None:
+            return None
+        if attribute.attr in TURNS:
+            return inner._replace(transposed=not inner.transposed)
+        if attribute.attr in KEEPS:
+            return inner
+        if isinstance(node, ast.Call):
+            is_view = attribute.attr in ("view", "reshape")
+            return self._viewed(node, inner) if is_view else None
+        # an attribute of a plain "self.child"
+        return Operand(f"{inner.path}.{attribute.attr}") if inner == Operand(inner.path) else None
+
+    def _indexed(self, node: ast.Subscript) -> Operand | None:
+        """Return the parameter that an expression ``value[index]`` names."""
+        inner = self.operand(node.value)
+        if inner is None:
+            return None
+        dims = inner.dims + len(indices(node))
+        return inner._replace(dims=dims, varies=inner.varies or is_computed(node))
+
+    def _viewed(self, call: ast.Call, inner: Operand) -> Operand | None:
+        """Return the parameter that a call of ``inner.view`` or ``inner.reshape`` names: a stack of
+        matrices, if there are three sizes."""
+        if inner.cut or inner.transposed:
+            return None
+        sizes = call.args
+        if len(sizes) == 1 and isinstance(sizes[0], ast.Tuple):
+            sizes = sizes[0].elts
+        if len(sizes) != 3:
+            return None
+        first = sizes[0]
+        cut: Any = first.value if isinstance(first, ast.Constant) else self.attribute(first)
+        return inner._replace(cut=cut) if cut else None
 
 
 def codes_of(kind: Any, *, alone: bool = False) -> Iterator[Code]:
-    """Code of the functions of a class and its bases below nn.Module, or of the class ``alone``,
-    where source code is found."""
-    for base in (kind,) if alone else kind.__mro__[: kind.__mro__.index(nn.Module)]:
+    """Yield the code of the functions of a class and of its bases below nn.Module.
+
+    Functions whose source code is not found are left out.
+
+    Args:
+        kind: the class.
+        alone: leave out the bases.
+    """
+    bases = (kind,) if alone else kind.__mro__[: kind.__mro__.index(nn.Module)]
+    for base in bases:
         try:
-            named = classes_of(str(inspect.getsourcefile(base)), base.__module__)[base.__qualname__]
-            functions = map(inspect.unwrap, filter(inspect.isfunction, vars(base).values()))
-            lines = [
-                code.co_firstlineno
-                for x in functions
-                if (code := getattr(x, "__code__", None)) is not None
-            ]
+            tree = _class_tree(base)
         except (KeyError, OSError, TypeError, SyntaxError, ValueError):
-            # made in a shell or by a program; odd wrappers
+            # the class was made in a shell or by a program, or has odd wrappers
             continue
-        tree = max(
-            named,
-            key=lambda tree: sum(tree.lineno <= line <= (tree.end_lineno or 0) for line in lines),
-        )
-        yield from (
-            Code(node)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        )
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield Code(node)
+
+
+def _class_tree(kind: Any) -> ast.ClassDef:
+    """Return the syntax tree of a class.
+
+    A file may define several classes of one name, as in if and else. The right one is that in which
+    most of the class's functions are.
+    """
+    candidates = classes_of(str(inspect.getsourcefile(kind)), kind.__module__)[kind.__qualname__]
+    functions = [inspect.unwrap(x) for x in vars(kind).values() if inspect.isfunction(x)]
+    codes = [getattr(function, "__code__", None) for function in functions]
+    lines = [code.co_firstlineno for code in codes if code is not None]
+
+    def functions_in(tree: ast.ClassDef) -> int:
+        return sum(tree.lineno <= line <= (tree.end_lineno or 0) for line in lines)
+
+    return max(candidates, key=functions_in)
 
 
 @lru_cache(maxsize=8)
 def classes_of(file: str, module: str) -> Mapping[str, list[ast.ClassDef]]:
-    """Qualified name -> code of a file's classes of that name, as in if and else. Cached: inspect
-    would read the file again for each class."""
+    """Return the syntax trees of a file's classes: qualified name -> all classes of that name.
+
+    The result is cached, because inspect would read the file again for each class.
+    """
     by_name: dict[str, list[ast.ClassDef]] = {}
-    waiting: list[tuple[ast.AST, str]] = [
-        (ast.parse("".join(getlines(file, vars(sys.modules[module])))), "")
-    ]
+    tree = ast.parse("".join(getlines(file, vars(sys.modules[module]))))
+    waiting: list[tuple[ast.AST, str]] = [(tree, "")]  # nodes, and the prefix of names inside them
     while waiting:
-        node, path = waiting.pop(0)
+        node, prefix = waiting.pop(0)
         if isinstance(node, ast.ClassDef):
-            by_name.setdefault(path + node.name, []).append(node)
-            path += f"{node.name}."
+            by_name.setdefault(prefix + node.name, []).append(node)
+            prefix += f"{node.name}."
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            path += f"{node.name}.<locals>."
-        waiting += [
-            (x, path)
-            for x in ast.iter_child_nodes(node)
-            if isinstance(x, ast.stmt | ast.excepthandler)
-        ]
+            prefix += f"{node.name}.<locals>."
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.stmt | ast.excepthandler):
+                waiting.append((child, prefix))
     return by_name
 
 
 def name_of(function: ast.AST) -> str:
+    """Return the last name of an expression such as ``torch.matmul``; "" if it has none."""
     return getattr(function, "attr", getattr(function, "id", ""))
 
 
 def given(call: ast.Call) -> list[ast.expr]:
-    """All arguments of a call."""
+    """Return all arguments of a call."""
     return [*call.args, *(word.value for word in call.keywords)]
 
 
 def indices(node: ast.Subscript) -> list[ast.expr]:
-    """Indices that remove a dimension, or pick along it: all but slices, None and "..."."""
+    """Return the indices that remove a dimension or pick along it: all but slices, None and
+    "..."."""
     parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
     parts = [x.operand if isinstance(x, ast.UnaryOp) else x for x in parts]  # -1
     return [
@@ -374,97 +443,125 @@ def indices(node: ast.Subscript) -> list[ast.expr]:
 
 
 def is_computed(node: ast.Subscript) -> bool:
-    """Whether an index is no constant, so that it may look up a row."""
+    """Return whether an index is no constant, so that it may look up a row."""
     return not all(isinstance(index, ast.Constant) for index in indices(node))
 
 
 @cache
 def _borrowed(kind: Any) -> Mapping[str, tuple[bool, str | int]]:
-    """Name of a child -> whether it is called, too, and :attr:`Operand.cut` of its weight."""
-    taken, called = dict[str, str | int](), set[str]()
+    """Return the children whose weights a class's code uses: name of the child -> (whether the code
+    calls the child, too, :attr:`Operand.cut` of its weight)."""
+    taken = dict[str, str | int]()
+    called = set[str]()
     for code in codes_of(kind):
         for node in code.nodes:
-            operands: list[ast.expr] = []
+            arguments: list[ast.expr] = []
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
-                operands = [node.left, node.right]
+                arguments = [node.left, node.right]
             elif isinstance(node, ast.Call):
                 called.add(code.attribute(node.func))
-                # init.normal_(..), hasattr(..)
+                # not init.normal_(..), hasattr(..)
                 if not name_of(node.func).endswith(("_", "attr", "isinstance")):
-                    operands = given(node)
-            for operand in filter(None, map(code.operand, operands)):
+                    arguments = given(node)
+            for argument in arguments:
+                operand = code.operand(argument)
+                if operand is None:
+                    continue
                 child, _, name = operand.path.rpartition(".")
-                taken |= {child: operand.cut} if name == "weight" and child else {}
+                if child and name == "weight":
+                    taken[child] = operand.cut
     return {name: (name in called, cut) for name, cut in taken.items()}
 
 
 @cache
 def _convolves(kind: Any) -> bool:
+    """Return whether the code of a class, without its bases, convolves with ``weight``."""
     for code in codes_of(kind, alone=True):
-        # no other variables: what holds a weight may hold a standardized one, too
+        # Forget all variables but an argument "weight": what holds the weight may also hold a
+        # standardized one
         code.held = dict.fromkeys(
             {"weight"} & {*code.arguments} - set(code.set_here), Operand("weight")
         )
         for node in code.nodes:
-            if isinstance(node, ast.Call) and name_of(node.func) == "forward":
+            if not isinstance(node, ast.Call):
+                continue
+            if name_of(node.func) == "forward":
                 return True  # super().forward(..)
-            if isinstance(node, ast.Call) and "conv" in name_of(node.func):
-                if any(
-                    x is not None and x.path == "weight" for x in map(code.operand, given(node))
-                ):
+            if "conv" in name_of(node.func):
+                operands = [code.operand(argument) for argument in given(node)]
+                if any(x is not None and x.path == "weight" for x in operands):
                     return True
     return False
 
 
 @cache
 def _look_ups(kind: Any) -> frozenset[tuple[str, int]]:
-    """The look-ups in a class's code: ("NAME" or "CHILD.NAME", number of dimensions that the index
-    removes). In a stack of matrices one dimension leaves a matrix, two leave a row."""
+    """Return the look-ups in a class's code: ("NAME" or "CHILD.NAME", number of dimensions that the
+    index removes).
+
+    In a stack of matrices, one removed dimension leaves a matrix, and two leave a row.
+    """
     look_ups = set[tuple[str, int]]()
     for code in codes_of(kind):
-        for node in () if code.name.startswith(MAKES) else code.nodes:
-            operands, removed = list[ast.expr](), 0
-            if (
-                isinstance(node, ast.Subscript)
-                and isinstance(node.ctx, ast.Load)
-                and is_computed(node)
-            ):
-                operands = [node]
-            elif isinstance(node, ast.Call) and (name := name_of(node.func)) in LOOK_UPS:
-                operands, removed = given(node), 1 if name == "index_select" else 2
-                operands += [node.func.value] if isinstance(node.func, ast.Attribute) else []
-            look_ups.update(
-                (x.path, x.dims + removed) for x in map(code.operand, operands) if x is not None
-            )
+        if code.name.startswith(MAKES):
+            continue
+        for node in code.nodes:
+            arguments: list[ast.expr] = []
+            removed_dims = 0
+            if isinstance(node, ast.Subscript):
+                if isinstance(node.ctx, ast.Load) and is_computed(node):
+                    arguments = [node]
+            elif isinstance(node, ast.Call) and name_of(node.func) in LOOK_UPS:
+                arguments = given(node)
+                removed_dims = 1 if name_of(node.func) == "index_select" else 2
+                if isinstance(node.func, ast.Attribute):
+                    arguments.append(node.func.value)
+            for operand in map(code.operand, arguments):
+                if operand is not None:
+                    look_ups.add((operand.path, operand.dims + removed_dims))
     return frozenset(look_ups)
 
 
+class CodeProduct(NamedTuple):
+    """A product with a parameter in a class's code.
+
+    Attributes:
+        weight: the parameter.
+        layout: how the matrix lies in it.
+        other: name of the other operand if that is a parameter, too; else "".
+        dims: for an einsum, the number of dimensions of the parameter; else 0.
+    """
+
+    weight: Operand
+    layout: MatrixLayout
+    other: str
+    dims: int = 0
+
+
 @cache
-def _products(kind: Any) -> tuple["Product", ...]:
-    """Products in a class's code, in its order: (parameter, its layout, the other operand if that
-    is a parameter, too, else "", number of its dimensions in an einsum, else 0)."""
+def _products(kind: Any) -> tuple[CodeProduct, ...]:
+    """Return the products in a class's code, in its order."""
     return tuple(product for code in codes_of(kind) for product in _products_in(code))
 
 
-Product = tuple[Operand, MatrixLayout, str, int]
-
-
-def _products_in(code: Code) -> Iterator[Product]:
+def _products_in(code: Code) -> Iterator[CodeProduct]:
     for node in code.nodes:
         if isinstance(node, ast.Call) and _is_einsum(node):
             yield from _einsum_products(code, node)
             continue
-        left, right, linear = _factors(node)
+        left, right, is_linear = _factors(node)
         weight = code.operand(right)
         if weight is not None:
-            yield weight, MatrixLayout(weight.transposed == linear), _fixed(code, left), 0
-        weight = None if linear else code.operand(left)
+            layout = MatrixLayout(weight.transposed == is_linear)
+            yield CodeProduct(weight, layout, _fixed(code, left))
+        weight = None if is_linear else code.operand(left)
         if weight is not None:
-            yield weight, MatrixLayout(weight.transposed), _fixed(code, right), 0
+            yield CodeProduct(weight, MatrixLayout(weight.transposed), _fixed(code, right))
 
 
 def _fixed(code: Code, node: ast.expr | None) -> str:
-    """Return the name of the parameter that an operand is; "" if it is none, or a changing one."""
+    """Return the name of the parameter that an operand is; "" if it is none, or may be rows of a
+    batch."""
     operand = code.operand(node)
     return "" if operand is None or operand.varies else operand.path
 
@@ -474,13 +571,14 @@ def _is_einsum(node: ast.Call) -> bool:
     return is_of_two and isinstance(node.args[0], ast.Constant)
 
 
-def _einsum_products(code: Code, node: ast.Call) -> Iterator[Product]:
+def _einsum_products(code: Code, node: ast.Call) -> Iterator[CodeProduct]:
     equation, *operands = node.args
-    for place, operand in enumerate(operands):
+    for index, operand in enumerate(operands):
         weight = code.operand(operand)
-        sums = contraction(str(equation.value), place)  # type: ignore[attr-defined]
+        sums = contraction(str(equation.value), index)  # type: ignore[attr-defined]
         if weight is not None and not weight.transposed and sums is not None:
-            yield weight, sums.layout, _fixed(code, operands[1 - place]), sums.dims
+            other = _fixed(code, operands[1 - index])
+            yield CodeProduct(weight, sums.layout, other, sums.dims)
 
 
 def _factors(node: ast.AST) -> tuple[ast.expr | None, ast.expr | None, bool]:
@@ -505,14 +603,15 @@ def _factors(node: ast.AST) -> tuple[ast.expr | None, ast.expr | None, bool]:
 
 
 class Contraction(NamedTuple):
-    """A product of rows with a matrix, or of rows for each of a stack with that one, written as an
-    einsum.
+    """An einsum that multiplies rows by a matrix, or the rows of each matrix of a stack by it.
 
     Attributes:
-        x, output: permutations that bring the other operand into [rows.., I..], with I.. in the
-            matrix's order, and the output into [rows.., O..].
+        layout: how the matrix lies in its operand.
+        x: permutation that brings the other operand into [rows.., I..], with I.. in the order of
+            the matrix.
+        output: permutation that brings the output into [rows.., O..].
         rows: number of dimensions of the rows.
-        dims: number of dimensions of the matrix.
+        dims: number of dimensions of the matrix's operand.
         stacked: whether the first dimension of the rows numbers the matrices of a stack.
     """
 
@@ -525,34 +624,44 @@ class Contraction(NamedTuple):
 
 
 @cache
-def contraction(equation: str, place: int, dims: int = 0) -> Contraction | None:
-    """The product that an einsum is if its operand ``place`` is the matrix, or a stack; None: it is
-    none. ``dims``: the other operand's dimensions, of which "..." are some; 0: unknown."""
+def contraction(equation: str, index: int, dims: int = 0) -> Contraction | None:
+    """Return the product that an einsum of two operands is; None if it is no product with a matrix.
+
+    Args:
+        equation: the einsum's equation.
+        index: which operand is the matrix, or the stack of matrices.
+        dims: number of dimensions of the other operand, of which "..." stands for some; 0 if it is
+            unknown.
+    """
     operands, arrow, output = equation.replace(" ", "").replace("...", ".").partition("->")
     letters = operands.split(",")
-    if (
-        not arrow
-        or len(letters) != 2
-        or any(len(set(part)) < len(part) for part in (*letters, output))
-    ):
+    if not arrow or len(letters) != 2:
         return None
-    matrix, x = letters[place], letters[1 - place]
-    x, output = (
-        part.replace(".", "0123456789"[: dims - len(x) + 1] if dims else "0")
-        for part in (x, output)
-    )
+    if any(len(set(part)) < len(part) for part in (*letters, output)):
+        return None
+    matrix = letters[index]
+    x = letters[1 - index]
+    # a digit for each dimension that "..." stands for
+    dots = "0123456789"[: dims - len(x) + 1] if dims else "0"
+    x = x.replace(".", dots)
+    output = output.replace(".", dots)
     stack = "".join(letter for letter in matrix if letter in x and letter in output)
     inner = "".join(letter for letter in matrix if letter in x and letter not in stack)
     outer = "".join(letter for letter in matrix if letter not in x)
     rows = stack + "".join(letter for letter in x if letter not in stack + inner)
+    if not inner or not outer or set(output) != set(rows + outer):
+        return None
+    if stack and (len(stack), len(matrix)) != (1, 3):
+        return None
     transposed = matrix == stack + inner + outer
-    if not inner or not outer or (stack and (len(stack), len(matrix)) != (1, 3)):
+    if not transposed and matrix != stack + outer + inner:
         return None
-    if set(output) != set(rows + outer) or not (transposed or matrix == stack + outer + inner):
-        return None
-    layout = MatrixLayout(transposed, 0 if stack else len(inner if transposed else outer))
-    x_order, output_order = (
-        tuple(map(x.index, rows + inner)),
-        tuple(map(output.index, rows + outer)),
+    first_side = inner if transposed else outer
+    return Contraction(
+        layout=MatrixLayout(transposed, first=0 if stack else len(first_side)),
+        x=tuple(map(x.index, rows + inner)),
+        output=tuple(map(output.index, rows + outer)),
+        rows=len(rows),
+        dims=len(matrix),
+        stacked=bool(stack),
     )
-    return Contraction(layout, x_order, output_order, len(rows), len(matrix), bool(stack))

@@ -1,14 +1,16 @@
-"""Observes products of rows with a matrix that is a parameter, while a forward runs.
+"""Watches products of rows with a matrix that is a parameter, while a forward pass runs.
 
-``product_code.py`` finds such parameters in a module's code. In a captured forward
-:class:`Products` sees every call of a torch function, and reports those whose matrix is such a
-parameter, a view of it, or entries picked out of it. It is a ``TorchFunctionMode``, active only
-while a captured forward or recomputation runs; other steps have none.
+``product_code.py`` finds such parameters in a module's code. In a captured forward pass
+:class:`Products` sees every call of a torch function. It reports the calls whose matrix is such a
+parameter, a view of one, or entries picked out of one. It is a ``TorchFunctionMode`` that is active
+only in captured forward passes and in recomputations of them.
 
-A reported product is exact: the sum of g a^T over its rows is the parameter's gradient through the
-product. Therefore the matrix must have all inputs of one matrix of the parameter, or of several of
-a stack, as they lie in memory (``places.py``), and the rows must be a batch's: a product of two
-parameters has none.
+A reported product is exact: the sum of g a^T over its rows is the parameter's gradient through that
+product. Therefore two things are required. The operand must hold all inputs of one matrix of the
+parameter, or of several matrices of a stack, as they lie in memory (``places.py``). And the rows
+must be those of a batch, which the product of two parameters does not have.
+
+Shape suffixes: O and I, the outputs and inputs of a matrix.
 """
 
 import sys
@@ -16,10 +18,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,40 +28,48 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ds_kfac.model.layers import LayerSpec, tensors_of
-from ds_kfac.model.places import Place, Places, base_of
+from ds_kfac.model.places import Place, Places, base_of, same_strides
 from ds_kfac.model.product_code import ADDED, CONVOLUTIONS, LINEAR, RIGHT, Contraction, contraction
 from ds_kfac.model.registry import LAYERS
 
-LEFT_NAMES, RIGHT_NAMES = (
-    ("input", "self", "mat_a", "mat1", "batch1"),
-    ("weight", "other", "mat2", "mat_b", "batch2"),
-)
-"""Names of the two operands in torch's functions."""
+LEFT_NAMES = ("input", "self", "mat_a", "mat1", "batch1")
+"""Names of the left operand in torch's functions."""
+RIGHT_NAMES = ("weight", "other", "mat2", "mat_b", "batch2")
+"""Names of the right operand in torch's functions."""
+CONVOLUTION_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+EVERY = slice(None)
+"""All rows of a product."""
+
+Entry = tuple[int, slice | Tensor]
+"""The number of a matrix in its stack, and its rows of the product."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Product:
-    """Rows x [N, I] times a matrix gave rows [N, O] of ``output``.
+    """A product of rows x [.., I] with a matrix, which gave rows [.., O] of ``output``.
 
     Attributes:
+        param: the parameter that holds the matrix, or the stack of matrices.
         x: [.., I]; for a stack [matrices, .., I].
-        output: its gradient gives the rows of G.
+        output: the result of the torch function. The gradient that arrives here gives the rows of
+            G.
         transposed: whether the matrix lies [I, O] in the parameter.
-        entries: (number of a matrix in the stack, its rows of x and output) if used; else ((0, all
-            rows),).
-        columns: which outputs of the whole matrix were computed; None: all.
-        to_rows: turns the gradient that arrives at ``output`` into rows [.., O]; None: it is in
-            rows.
+        entries: one (matrix, rows) pair for each matrix of the stack that was used, for example
+            ``((3, slice(0, 17)),)``. The rows index x and the output, flattened to [rows, ..]. A
+            plain matrix has one entry, ``((0, slice(None)),)``.
+        columns: which outputs of the matrix were computed; None: all.
+        to_rows: turns the gradient that arrives at ``output`` into rows [.., O]; None: the gradient
+            is in rows already.
         window: (stride, padding, dilation, groups) of a convolution, whose x and output are images;
-            else None.
-        biased: whether the gradient of a bias that was added is the sum of the rows of G.
+            None for other products.
+        biased: whether the gradient of an added bias is the sum of the rows of G.
     """
 
     param: nn.Parameter
     x: Tensor
     output: Tensor
     transposed: bool
-    entries: "tuple[tuple[int, slice | Tensor], ...]"
+    entries: tuple[Entry, ...]
     columns: slice | None = None
     to_rows: Callable[[Tensor], Tensor] | None = None
     window: tuple[Any, ...] | None = None
@@ -68,89 +77,146 @@ class Product:
 
     @property
     def picked(self) -> bool:
-        """Whether each entry has rows of its own, as an expert its tokens."""
+        """Whether each matrix has rows of its own, as an expert has its tokens."""
         return any(rows is not EVERY for _, rows in self.entries)
 
     @property
     def rows(self) -> slice:
-        """The rows of all entries. A grouped product may have rows after those of its last group:
-        they are no tokens, and its output there is undefined."""
-        ends = [rows.stop for _, rows in self.entries if isinstance(rows, slice)]
-        return (
-            slice(0, ends[-1])
-            if ends and len(ends) == len(self.entries) and None not in ends
-            else EVERY
-        )
+        """The rows of all entries.
+
+        A grouped product may have more rows after those of its last group. They are no tokens, and
+        its output is undefined there.
+        """
+        ends = []
+        for _, rows in self.entries:
+            if not isinstance(rows, slice) or rows.stop is None:
+                return EVERY
+            ends.append(rows.stop)
+        return slice(0, ends[-1]) if ends else EVERY
 
 
-EVERY = slice(None)
-
-
-class Part(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Part:
     """What a product means for one of the layers whose matrices are in the parameter.
 
     Attributes:
-        picked: which rows of the product are the layer's; None: all, of a matrix by itself.
-        number: of these rows.
-        sides: which factors they are for, "AG", "A" or "G".
+        layer: the layer.
+        picked: which rows of the product belong to the layer; None: all rows, of a matrix that is
+            in no stack.
+        number: number of these rows.
+        sides: the factors that the rows are for: "AG", "A" or "G".
     """
 
     layer: LayerSpec
-    picked: "slice | Tensor | None"
+    picked: slice | Tensor | None
     number: int
     sides: str
 
 
 def parts_of(product: Product, layers: Sequence[LayerSpec]) -> list[Part]:
-    """The parts of a product. Of a stack with one A, all rows are the first layer's for A, and each
-    layer's own for G. There is none if the sum of g a^T over the rows would not be the gradient of
-    the layers as they are.
+    """Return what a product means for each layer of its parameter.
+
+    If the layers of a stack share one A, all rows go to the A of the first layer, and each layer's
+    own rows go to its G. The list is empty if the sum of g a^T over the rows would not be the
+    gradient of the layers as they are described.
 
     Args:
-        layers: those of the parameter, in order.
+        product: the product.
+        layers: the layers of the parameter, in the order of the stack.
     """
     first = layers[0]
     # the bias's gradient is not the sum of these rows
     if first.bias is not None and not product.biased:
         return []
+    # the product is not the one that was read from the code
     is_turned = product.transposed != LAYERS[first.kind].transposed and min(first.shape) > 1
-    # not what was read from the code
     if is_turned or product.x.shape[-1] != first.A.dim - (first.bias is not None):
         return []
     is_stack = len(layers) > 1
     total = product.x.shape[:-1].numel()
-    shares = is_stack and layers[-1].shares is not None
+    share_A = is_stack and layers[-1].shares is not None
     parts = []
-    if shares and first.shares is None:
+    if share_A and first.shares is None:
         parts.append(Part(first, product.rows, _length(product.rows, total), "A"))
-    for entry, rows in product.entries:
+    for index, rows in product.entries:
         picked = rows if is_stack or rows is not EVERY else None
         number = total if picked is None else _length(picked, total)
-        parts.append(Part(layers[entry], picked, number, "G" if shares else "AG"))
+        parts.append(Part(layers[index], picked, number, "G" if share_A else "AG"))
     return parts
 
 
-def _length(rows: "slice | Tensor", total: int) -> int:
+def _length(rows: slice | Tensor, total: int) -> int:
+    """Return how many of ``total`` rows are picked."""
     return len(range(total)[rows]) if isinstance(rows, slice) else len(rows)
 
 
+@dataclass(frozen=True, eq=False)
+class _Operand:
+    """An operand of a product that holds a matrix, or a stack of matrices, of a parameter.
+
+    Attributes:
+        place: where its elements are in the parameter.
+        outputs, inputs: O and I of one matrix, as far as the operand holds it.
+        transposed: whether the matrix lies [I, O] in the parameter.
+        columns: which outputs of the parameter's matrix it holds; None: all.
+        start: number of its first matrix in the parameter.
+        step: how many matrices of the parameter further its next matrix is.
+        stack_dim: the dimension of the operand that numbers the matrices; None: it is one matrix.
+    """
+
+    place: Place
+    outputs: int
+    inputs: int
+    transposed: bool
+    columns: slice | None
+    start: int
+    step: int
+    stack_dim: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _How:
+    """How a product was computed from its operands.
+
+    Attributes:
+        is_left: whether the matrix is the left operand: W x = (x' W')'.
+        scale: factor on the product, addmm's alpha.
+        biased: see :class:`Product`.
+        group_ends: int [matrices], for a grouped product the last row + 1 of each group; None for
+            others.
+    """
+
+    is_left: bool
+    scale: float
+    biased: bool
+    group_ends: Tensor | None
+
+
 class _OfThread(threading.local):
-    """What a thread has of a mode: how often it entered, and whether it runs a function that was
-    seen as a whole."""
+    """The part of a mode's state that each thread has for itself.
+
+    Attributes:
+        depth: how often the thread has entered the mode.
+        is_quiet: whether the thread runs a function that is reported as one product, so that the
+            functions inside it are not.
+    """
 
     depth = 0
     is_quiet = False
 
 
 class Products(TorchFunctionMode):
-    """While entered, calls ``see`` for each product with one of some parameters. Other threads than
-    those that entered are not watched.
+    """While it is entered, calls ``see`` for each product with one of some parameters.
+
+    Threads that have not entered it are not watched.
 
     Args:
         params: parameter -> number of equal matrices in it.
+        see: called with each product.
 
     Attributes:
-        inside: modules that run, innermost last, and whether the mode was entered for that one.
+        inside: (module, whether the mode was entered for it) for each module that runs, innermost
+            last.
     """
 
     def __init__(self, params: Mapping[nn.Parameter, int], see: Callable[[Product], None]) -> None:
@@ -162,26 +228,31 @@ class Products(TorchFunctionMode):
         self._depth = 0
 
     def enter(self, module: nn.Module) -> None:
-        """A module's forward begins. Enters the mode unless it is active: autograd runs a backward,
-        and what reentrant checkpointing recomputes in it, without the modes around it."""
+        """Note that a module's forward begins, and enter the mode unless it is active.
+
+        The mode may be inactive inside of a forward that entered it: autograd runs a backward pass,
+        and what reentrant checkpointing recomputes there, without the modes around it.
+        """
         begins = all(mode is not self for mode in _get_current_function_mode_stack())
         self.inside.append((module, begins))
         if begins:
             self.__enter__()
 
     def leave(self, module: nn.Module | None) -> None:
-        """A module's forward ends; None: all do."""
+        """Note that a module's forward ends; None: the forwards of all modules end."""
         while self.inside and (module is None or self.inside[-1][0] is module):
-            if self.inside.pop()[1]:
+            _, was_entered = self.inside.pop()
+            if was_entered:
                 self.__exit__(None, None, None)
             if module is not None:
                 return
 
     def __enter__(self) -> Any:
-        # F.linear may be ZeRO-3's Python function, which no mode sees, nor calls of it inside of
-        # attention: patch it
+        # F.linear is replaced, because a mode does not see it where ZeRO-3 has put its own Python
+        # function there, nor where torch's attention calls it
         if not self._depth:
-            self._plain, F.linear = F.linear, self._linear
+            self._plain = F.linear
+            F.linear = self._linear
         self._depth += 1
         self._thread.depth += 1
         return super().__enter__()
@@ -196,12 +267,12 @@ class Products(TorchFunctionMode):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Wraps a backward pass, in which checkpointing may recompute functions outside of any
+        """Watch a backward pass, in which checkpointing may recompute functions outside of any
         module's call.
 
-        Autograd runs everything with the modes that are active when its engine begins. To enter the
-        mode around ``loss.backward()`` is not enough: that is a function of torch's itself, which
-        runs without the mode that sees it.
+        Autograd runs everything with the modes that are active when its engine begins. It is not
+        enough to enter the mode around ``loss.backward()``, which is itself a torch function: the
+        mode sees it, and torch runs it without the mode. So the mode is entered inside of it.
         """
         plain = torch.autograd._engine_run_backward
 
@@ -216,12 +287,13 @@ class Products(TorchFunctionMode):
             torch.autograd._engine_run_backward = plain
 
     def _linear(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Take the place of ``F.linear``, and report its product."""
         thread = self._thread
-        if not thread.depth and all(
-            mode is not self for mode in _get_current_function_mode_stack()
-        ):
-            return self._plain(*args, **kwargs)  # another thread
-        outer, thread.is_quiet = thread.is_quiet, True
+        is_inactive = all(mode is not self for mode in _get_current_function_mode_stack())
+        if is_inactive and not thread.depth:
+            return self._plain(*args, **kwargs)  # another thread calls it
+        outer = thread.is_quiet
+        thread.is_quiet = True
         try:
             output = self._plain(*args, **kwargs)
             self._on_call("linear", args, kwargs, output)
@@ -238,9 +310,10 @@ class Products(TorchFunctionMode):
         return output
 
     def _on_call(self, name: str, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
-        followed = self.places.follow(name, args, kwargs, output)
+        """Report a call of a torch function, if it is a product with one of the parameters."""
+        is_copy = self.places.follow(name, args, kwargs, output)
         outputs = [x for x in tensors_of(output) if x.requires_grad]
-        if followed or not outputs:
+        if is_copy or not outputs:
             return
         product = self._product(name, args, kwargs, outputs[0])
         if product is not None:
@@ -249,197 +322,325 @@ class Products(TorchFunctionMode):
     def _product(
         self, name: str, args: tuple, kwargs: Mapping[str, Any], output: Tensor
     ) -> Product | None:
+        """Return the product that a call of a torch function is; None: it is none."""
         if not is_plain(output) or torch._C._functorch.is_functorch_wrapped_tensor(output):
             return None
         if name in CONVOLUTIONS:
-            return self._convolved(int(name[-2]), args, kwargs, output)
+            dims = int(name[-2])  # "conv2d"
+            return self._convolution(dims, args, kwargs, output)
         if name == "einsum":
-            return self._summed(args, output) if len(args) == 3 else None
+            return self._einsum(args, output) if len(args) == 3 else None
         if name not in LINEAR | RIGHT | ADDED | {"__matmul__"}:
             return None
-        alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
-        if name in ADDED:
-            # alpha and beta by position, torch's old signature
-            if not all(isinstance(x, Tensor) for x in args):
-                return None
-            args = args[1:]
-        operands = list(args[:2])
-        for names in (LEFT_NAMES, RIGHT_NAMES)[len(operands) :]:
-            operands += [
-                kwargs[key]
-                for key in names
-                if key in kwargs and (name not in ADDED or key != "input")
-            ]
-        if len(operands) != 2 or not all(isinstance(x, Tensor) and is_plain(x) for x in operands):
+        operands = _operands(name, args, kwargs)
+        if operands is None:
             return None
-        bounds = (
-            kwargs.get("offs", args[2] if len(args) > 2 else None) if "grouped" in name else None
-        )
         left, right = operands
-        if (place := self.places.find(right)) is not None:
-            x, first = left, False
-        elif name not in LINEAR and (place := self.places.find(left)) is not None:
-            x, first = right, True
+        x = left
+        place = self.places.find(right)
+        is_left = False
+        if place is None and name not in LINEAR:
+            x = right
+            place = self.places.find(left)
+            is_left = True
         if place is None or self.places.is_weight(x) or x.is_complex():
             return None
-        return self._multiplied(
-            x, place, first, first or name in LINEAR, output, bounds, alpha, beta == alpha
+        group_ends = None
+        if "grouped" in name:
+            group_ends = kwargs.get("offs", args[2] if len(args) > 2 else None)
+        alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
+        how = _How(
+            is_left=is_left,
+            scale=alpha,
+            biased=beta == alpha,
+            group_ends=group_ends if isinstance(group_ends, Tensor) else None,
         )
+        operand = self._operand(place, is_upright=is_left or name in LINEAR)
+        if operand is None:
+            return None
+        # a vector has no dimension that could number matrices
+        if x.ndim < 2 and len(place.shape) > 2:
+            return None
+        if how.group_ends is not None:
+            return self._grouped_product(x, operand, output, how, how.group_ends)
+        return self._matrix_product(x, operand, output, how)
 
-    def _convolved(
+    def _convolution(
         self, dims: int, args: tuple, kwargs: Mapping[str, Any], output: Tensor
     ) -> Product | None:
-        given = dict(
-            zip(
-                ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
-                args,
-                strict=False,
-            )
-        )
-        given |= kwargs
-        place = self.places.find(given.get("weight"))
-        if (
-            place is None
-            or place[1:] != Place(place.param, place.param.shape, place.param.stride())[1:]
-        ):
+        """Return the product of a convolution in ``dims`` dimensions."""
+        arguments = {**dict(zip(CONVOLUTION_ARGUMENTS, args, strict=False)), **kwargs}
+        place = self.places.find(arguments.get("weight"))
+        if place is None or not place.is_all:
             return None
-        sizes = [
-            given.get(name, default)
-            for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))
+        window = [
+            _for_each_dim(arguments.get("stride", 1), dims),
+            _for_each_dim(arguments.get("padding", 0), dims),
+            _for_each_dim(arguments.get("dilation", 1), dims),
+            arguments.get("groups", 1),
         ]
-        every = [
-            (x,) * dims if isinstance(x, int) else x if isinstance(x, str) else tuple(x)
-            for x in sizes
-        ]
-        window = (*every, given.get("groups", 1))
-        entries = ((0, EVERY),)
-        return Product(place.param, given["input"], output, False, entries, window=window)
+        return Product(
+            param=place.param,
+            x=arguments["input"],
+            output=output,
+            transposed=False,
+            entries=((0, EVERY),),
+            window=tuple(window),
+        )
 
-    def _summed(self, args: tuple, output: Tensor) -> Product | None:
-        """An einsum of rows with one whole matrix, or a whole stack, that is contiguous in
-        memory."""
+    def _einsum(self, args: tuple, output: Tensor) -> Product | None:
+        """Return the product of an einsum of rows with one whole matrix, or with a whole stack,
+        that is contiguous in memory."""
         equation, *operands = args
-        for at in (1, 0):
-            place, x = self.places.find(operands[at]), operands[1 - at]
-            sums = contraction(equation, at, x.ndim) if isinstance(equation, str) else None
+        if not isinstance(equation, str):
+            return None
+        for index in (1, 0):
+            place = self.places.find(operands[index])
+            x = operands[1 - index]
+            sums = contraction(equation, index, x.ndim)
             if place is None or sums is None:
                 continue
-            param, count = place.param, self.places.count(place.param)
-            entry, rest = divmod(place.offset, param.numel() // count)
-            inner = [prod(place.shape[d + 1 :]) for d in range(len(place.shape))]
-            whole = place.shape[0] == count if sums.stacked else not rest and place.chosen is None
-            whole &= prod(place.shape) * (1 if sums.stacked else count) == param.numel()
-            flat = all(
-                n == 1 or a == b for n, a, b in zip(place.shape, place.stride, inner, strict=True)
-            )
-            if not (whole and flat and param.is_contiguous()) or self.places.is_weight(x):
+            if not self._is_whole(place, sums) or self.places.is_weight(x):
                 return None
-            x, to_rows = x.permute(sums.x).flatten(sums.rows), gradient_to_rows(output, sums)
-            entries: tuple[tuple[int, slice], ...] = ((entry, EVERY),)
+            count = self.places.count(place.param)
+            x = x.permute(sums.x).flatten(sums.rows)
+            entry = place.offset // (place.param.numel() // count)
+            entries: tuple[Entry, ...] = ((entry, EVERY),)
             if sums.stacked:
                 x = x.reshape(count, -1, x.shape[-1])
-                entries = (*_between([(k + 1) * x.shape[1] for k in range(count)]),)
-            return Product(param, x, output, sums.layout.transposed, entries, to_rows=to_rows)
+                entries = tuple(_equal_parts(count, x.shape[1]))
+            return Product(
+                param=place.param,
+                x=x,
+                output=output,
+                transposed=sums.layout.transposed,
+                entries=entries,
+                to_rows=gradient_to_rows(output, sums),
+            )
         return None
 
-    def _multiplied(
-        self,
-        x: Tensor,
-        place: Place,
-        first: bool,
-        upright: bool,
-        output: Tensor,
-        bounds: Any,
-        alpha: float,
-        biased: bool,
-    ) -> Product | None:
-        """A product by matmul, linear or their kin.
+    def _is_whole(self, place: Place, sums: Contraction) -> bool:
+        """Return whether an einsum's operand is all of a stack, if it sums over one, or all of one
+        matrix; and is contiguous in memory."""
+        count = self.places.count(place.param)
+        contiguous = [prod(place.shape[dim + 1 :]) for dim in range(len(place.shape))]
+        if not place.param.is_contiguous():
+            return False
+        if not same_strides(place.shape, place.stride, contiguous):
+            return False
+        if sums.stacked:
+            return place.shape[0] == count and prod(place.shape) == place.param.numel()
+        numel = place.param.numel() // count
+        is_aligned = place.offset % numel == 0 and place.chosen is None
+        return is_aligned and prod(place.shape) * count == place.param.numel()
+
+    def _operand(self, place: Place, *, is_upright: bool) -> _Operand | None:
+        """Return what an operand of a matrix product holds; None if it is not made of whole rows of
+        matrices of the parameter.
 
         Args:
-            first: the matrix is the left operand: W x = (x' W')'.
-            upright: the operand has the shape [.., O, I].
-            bounds: last row + 1 of each group of a grouped product, an int tensor; else None.
+            place: the operand's place.
+            is_upright: whether the operand is [.., O, I]; else it is [.., I, O].
         """
-        param, count = place.param, self.places.count(place.param)
-        size, dims = param.numel() // count, len(place.shape) - 2
-        if dims < 0 or not param.is_contiguous() or (x.ndim < 2 and dims):
+        param = place.param
+        stack_dims = len(place.shape) - 2
+        if stack_dims < 0 or not param.is_contiguous():
             return None
-        order = 1 if upright else -1
-        (O, I), (of_O, of_I) = place.shape[dims:][::order], place.stride[dims:][::order]  # noqa: E741
-        # outputs of the whole matrix, first of this view
-        whole, start, inside = size // I, place.offset % size, 0
-        if (I == 1 or of_I == 1) and (O == 1 or of_O == I):
-            transposed, (start, inside) = False, divmod(start, I)
-        elif (O == 1 or of_O == 1) and (I == 1 or of_I == whole):
+        O, I = place.shape[-2:]  # noqa: E741
+        stride_O, stride_I = place.stride[-2:]
+        if not is_upright:
+            O, I = I, O  # noqa: E741
+            stride_O, stride_I = stride_I, stride_O
+        count = self.places.count(param)
+        numel = param.numel() // count  # elements of one matrix
+        all_outputs = numel // I
+        start = place.offset % numel  # of the operand's first matrix, in elements
+        if (I == 1 or stride_I == 1) and (O == 1 or stride_O == I):
+            transposed = False
+            first_output, first_input = divmod(start, I)
+        elif (O == 1 or stride_O == 1) and (I == 1 or stride_I == all_outputs):
             transposed = True
+            first_output, first_input = start, 0
         else:
             return None
-        stack = [d for d in range(dims) if place.shape[d] > 1 and place.stride[d]]
-        if (
-            inside
-            or size % I
-            or start + O > whole
-            or len(stack) > 1
-            or any(place.stride[d] % size for d in stack)
-        ):
+        if numel % I or first_input or first_output + O > all_outputs:
             return None
-        columns = None if whole == O else slice(start, start + O)
-        if columns is not None and count > 1:
-            return None
-        at, step = place.offset // size, place.stride[stack[0]] // size if stack else 0
-        made = partial(Product, param, output=output, transposed=transposed, biased=biased)
-        if isinstance(bounds, Tensor):  # a group's rows are those between two bounds
-            if (
-                x.ndim != 2
-                or dims != 1
-                or first
-                or place.chosen is not None
-                or len(bounds) != place.shape[0]
-            ):
+        columns = None
+        if O != all_outputs:
+            columns = slice(first_output, first_output + O)
+            if count > 1:
                 return None
-            entries = _between(bounds.tolist())  # the only host sync of a captured forward
-            return made(x, entries=tuple((at + step * e, rows) for e, rows in entries))
-        columned, to_rows = first and x.ndim > 1, None
-        x, shape = (x.mT, output.mT.shape) if columned else (x, output.shape)
-        if x.shape[:-1] != shape[:-1]:
-            x = x.detach().expand(*shape[:-1], I)
-        if not stack:
-            if columned or alpha != 1 or not output.is_contiguous():
-                to_rows = gradient_to_rows(output, columns=columned, scale=alpha)
-            entry = at if place.chosen is None else int(place.chosen[at])
-            return made(x, entries=((entry, EVERY),), columns=columns, to_rows=to_rows)
-        # batch dimensions are aligned from the right
-        front = output.ndim - len(place.shape) + stack[0]
-        matrices = place.shape[stack[0]]
-        x, each = x.detach().movedim(front, 0).flatten(1, -2), shape[:-1].numel() // matrices
-        to_rows = gradient_to_rows(output, columns=columned, front=front, scale=alpha)
-        if place.chosen is None:
-            parts = _between([(k + 1) * each for k in range(matrices)])
-            return made(
-                x, entries=tuple((at + step * k, rows) for k, rows in parts), to_rows=to_rows
-            )
-        index = place.chosen[at + step * torch.arange(matrices, device=place.chosen.device)]
-        sorted_ = (
-            index.argsort()[:, None] * each + torch.arange(each, device=index.device)
-        ).flatten()
-        ends = (index.bincount(minlength=count).cumsum(0) * each).tolist()
-        return made(
-            x.flatten(0, 1),
-            entries=tuple((e, sorted_[rows]) for e, rows in _between(ends)),
-            to_rows=to_rows,
+        numbering = [d for d in range(stack_dims) if place.shape[d] > 1 and place.stride[d]]
+        if len(numbering) > 1 or any(place.stride[d] % numel for d in numbering):
+            return None
+        return _Operand(
+            place=place,
+            outputs=O,
+            inputs=I,
+            transposed=transposed,
+            columns=columns,
+            start=place.offset // numel,
+            step=place.stride[numbering[0]] // numel if numbering else 0,
+            stack_dim=numbering[0] if numbering else None,
         )
+
+    def _grouped_product(
+        self, x: Tensor, operand: _Operand, output: Tensor, how: _How, group_ends: Tensor
+    ) -> Product | None:
+        """Return a product in which the rows between two ends belong to one matrix of a stack."""
+        place = operand.place
+        if x.ndim != 2 or len(place.shape) != 3 or how.is_left or place.chosen is not None:
+            return None
+        if len(group_ends) != place.shape[0]:
+            return None
+        # tolist is the only point at which a captured forward waits for the device
+        groups = _between(group_ends.tolist())
+        return Product(
+            param=place.param,
+            x=x,
+            output=output,
+            transposed=operand.transposed,
+            entries=tuple((operand.start + operand.step * k, rows) for k, rows in groups),
+            biased=how.biased,
+        )
+
+    def _matrix_product(self, x: Tensor, operand: _Operand, output: Tensor, how: _How) -> Product:
+        """Return a product by matmul, linear or their kin."""
+        output_shape = output.shape
+        has_columns = how.is_left and x.ndim > 1  # W x, whose rows are the columns of x
+        if has_columns:
+            x = x.mT
+            output_shape = output.mT.shape
+        if x.shape[:-1] != output_shape[:-1]:
+            x = x.detach().expand(*output_shape[:-1], operand.inputs)
+        if operand.stack_dim is not None:
+            rows = output_shape[:-1].numel()
+            return self._stack_product(
+                x, operand, operand.stack_dim, output, rows, has_columns, how
+            )
+        to_rows = None
+        if has_columns or how.scale != 1 or not output.is_contiguous():
+            to_rows = gradient_to_rows(output, columns=has_columns, scale=how.scale)
+        chosen = operand.place.chosen
+        entry = operand.start if chosen is None else int(chosen[operand.start])
+        return Product(
+            param=operand.place.param,
+            x=x,
+            output=output,
+            transposed=operand.transposed,
+            entries=((entry, EVERY),),
+            columns=operand.columns,
+            to_rows=to_rows,
+            biased=how.biased,
+        )
+
+    def _stack_product(
+        self,
+        x: Tensor,
+        operand: _Operand,
+        stack_dim: int,
+        output: Tensor,
+        rows: int,
+        has_columns: bool,
+        how: _How,
+    ) -> Product:
+        """Return a product in which each matrix of a stack has as many rows as the others.
+
+        Args:
+            x: [.., I], with all dimensions of the output but the last.
+            operand: the stack.
+            stack_dim: the dimension of the operand that numbers the matrices.
+            output: the product.
+            rows: number of rows of all matrices together.
+            has_columns: whether the output has rows as columns.
+            how: how the product was computed.
+        """
+        place = operand.place
+        matrices = place.shape[stack_dim]
+        each = rows // matrices
+        # batch dimensions are aligned from the right
+        front = output.ndim - len(place.shape) + stack_dim
+        x = x.detach().movedim(front, 0).flatten(1, -2)
+        if place.chosen is None:
+            parts = _equal_parts(matrices, each)
+            entries: list[Entry] = [(operand.start + operand.step * k, part) for k, part in parts]
+        else:
+            x = x.flatten(0, 1)
+            numbers = torch.arange(matrices, device=place.chosen.device)
+            chosen = place.chosen[operand.start + operand.step * numbers]
+            entries = _rows_by_matrix(chosen, each, self.places.count(place.param))
+        return Product(
+            param=place.param,
+            x=x,
+            output=output,
+            transposed=operand.transposed,
+            entries=tuple(entries),
+            to_rows=gradient_to_rows(output, columns=has_columns, front=front, scale=how.scale),
+            biased=how.biased,
+        )
+
+
+def _operands(name: str, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """Return the two operands of a matrix product by a torch function; None if they are no plain
+    tensors."""
+    adds = name in ADDED
+    if adds:
+        # torch's old signature has alpha and beta by position
+        if not all(isinstance(x, Tensor) for x in args):
+            return None
+        args = args[1:]
+    operands = list(args[:2])
+    for names in (LEFT_NAMES, RIGHT_NAMES)[len(operands) :]:
+        for key in names:
+            # addmm's "input" is what the product is added to
+            if key in kwargs and not (adds and key == "input"):
+                operands.append(kwargs[key])
+    if len(operands) != 2 or not all(isinstance(x, Tensor) and is_plain(x) for x in operands):
+        return None
+    left, right = operands
+    return left, right
+
+
+def _for_each_dim(size: Any, dims: int) -> Any:
+    """Return an argument of a convolution as a tuple with a number for each dimension; a string,
+    such as "same", stays as it is."""
+    if isinstance(size, int):
+        return (size,) * dims
+    return size if isinstance(size, str) else tuple(size)
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether it has sizes and strides: sparse and nested tensors have not."""
+    """Return whether a tensor has sizes and strides. Sparse and nested tensors have not."""
     return x.layout is torch.strided and not x.is_nested
 
 
-def _between(ends: list[int]) -> list[tuple[int, slice]]:
-    """(number of a matrix, its rows) for matrices whose rows follow each other up to these ends, if
-    it has any."""
-    rows = [slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
-    return [(k, part) for k, part in enumerate(rows) if part.stop > part.start]
+def _between(ends: Sequence[int]) -> list[tuple[int, slice]]:
+    """Return (number of a matrix, its rows) for each matrix that has rows, if the rows of the
+    matrices follow each other up to these ends."""
+    starts = [0, *ends[:-1]]
+    pairs = enumerate(zip(starts, ends, strict=True))
+    return [(k, slice(start, end)) for k, (start, end) in pairs if end > start]
+
+
+def _equal_parts(matrices: int, each: int) -> list[tuple[int, slice]]:
+    """Return (number of a matrix, its rows) for matrices that have ``each`` rows, if any."""
+    return _between([(k + 1) * each for k in range(matrices)])
+
+
+def _rows_by_matrix(chosen: Tensor, each: int, count: int) -> list[Entry]:
+    """Return (number of a matrix, its rows) for matrices that were picked out of a stack.
+
+    A matrix may have been picked several times. It then has the rows of each time.
+
+    Args:
+        chosen: int64, the numbers of the picked matrices. Each has ``each`` rows of the product, in
+            this order.
+        count: number of matrices in the stack.
+    """
+    of_each = torch.arange(each, device=chosen.device)
+    sorted_rows = (chosen.argsort()[:, None] * each + of_each).flatten()
+    ends = chosen.bincount(minlength=count).cumsum(0) * each
+    return [(matrix, sorted_rows[part]) for matrix, part in _between(ends.tolist())]
 
 
 def gradient_to_rows(
@@ -450,30 +651,36 @@ def gradient_to_rows(
     front: int = 0,
     scale: float = 1,
 ) -> Callable[[Tensor], Tensor]:
-    """A function that turns the gradient arriving at an output's autograd node into rows [.., O].
+    """Return a function that turns the gradient of an output into rows [.., O].
 
-    If the output is a view the node is its base's, whose dimensions may have another order.
+    The function gets the gradient as it arrives at the output's autograd node. If the output is a
+    view, that is the node of its base, whose dimensions may have another order.
 
     Args:
-        sums: the einsum that made the output, if one did.
-        columns: whether the output has rows as columns, as W x.
-        front: dimension of the output that numbers a stack's matrices; moved to the front.
+        output: the result of a product. The function does not hold it.
+        sums: the einsum that made the output; None: no einsum did.
+        columns: whether the output has rows as columns, as W x has.
+        front: dimension of the output that numbers a stack's matrices. It is moved to the front.
         scale: factor on the gradient, such as addmm's alpha.
     """
-    shape, stride, base = output.shape, output.stride(), output._base
-    whole = base if base is not None and base.numel() == output.numel() else output
-    memory, offset = (whole.shape, whole.stride()), output.storage_offset() - whole.storage_offset()
-    viewed = whole is not output
+    shape, stride = output.shape, output.stride()
+    base = output._base
+    node_output = base if base is not None and base.numel() == output.numel() else output
+    node_shape, node_stride = node_output.shape, node_output.stride()
+    offset = output.storage_offset() - node_output.storage_offset()
+    is_view = node_output is not output
 
     def rows(gradient: Tensor) -> Tensor:
-        gradient = gradient.reshape(memory[0])
-        if viewed:
-            in_memory = gradient.new_empty_strided(*memory).copy_(gradient)
+        gradient = gradient.reshape(node_shape)
+        if is_view:
+            in_memory = gradient.new_empty_strided(node_shape, node_stride).copy_(gradient)
             gradient = in_memory.as_strided(shape, stride, offset)
         if sums is not None:
             return gradient.permute(sums.output).flatten(sums.rows)
-        gradient = gradient.mT if columns else gradient
-        gradient = gradient.movedim(front, 0) if front else gradient
+        if columns:
+            gradient = gradient.mT
+        if front:
+            gradient = gradient.movedim(front, 0)
         return gradient if scale == 1 else gradient * scale
 
     return rows
@@ -485,23 +692,25 @@ SKIPPED_FOLDERS = (
     str(Path("deepspeed", "runtime")),
 )
 MOST = 4
-"""Lines that the message names for a weight, at most."""
+"""Largest number of lines that a message names for one weight."""
 
 
 class Uses(TorchFunctionMode):
-    """While it is entered, notes every torch function with one of ``weights``, or a view of one, as
-    an argument.
+    """While it is entered, notes every torch function that has a weight, or a view of one, as an
+    argument.
 
-    Attributes:
-        places: id of a weight -> {"model.py:41 (matmul)": None}, with the line of the user's code
-            that led to the call.
+    Args:
+        weights: layer name -> its weight. The layers of a stack have the same weight.
     """
 
     def __init__(self, weights: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
-        # a stack's layers have one
-        self._weights = {name: id(weight) for name, weight in weights.items()}
-        self.places: dict[int, dict[str, None]] = {key: {} for key in self._weights.values()}
+        self._weights = dict(weights)
+        # weight -> texts such as "model.py:41 (matmul)", with the line of the user's code that led
+        # to the call; a dict in place of a set, to keep their order
+        self._places: dict[nn.Parameter, dict[str, None]] = {
+            weight: {} for weight in self._weights.values()
+        }
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple = (), kwargs: Any = None
@@ -514,19 +723,23 @@ class Uses(TorchFunctionMode):
 
     def _note(self, function: str, arguments: Any) -> None:
         for tensor in tensors_of(arguments):
-            if (places := self.places.get(id(base_of(tensor)))) is not None:
-                places[f"{_line()} ({function})"] = None
+            base = base_of(tensor)
+            if isinstance(base, nn.Parameter) and base in self._places:
+                self._places[base][f"{_line()} ({function})"] = None
 
     def of(self, layer: str) -> str:
-        """Words about a layer's places; "" if there are none."""
-        places = list(self.places[self._weights[layer]])
+        """Return text that says where a layer's weight is used; "" if that is unknown."""
+        places = list(self._places[self._weights[layer]])
+        if not places:
+            return ""
         more = ", .." if len(places) > MOST else ""
-        return f"; its weight is used in {', '.join(places[:MOST])}{more}" if places else ""
+        return f"; its weight is used in {', '.join(places[:MOST])}{more}"
 
 
 def _line() -> str:
-    """ "FILE:LINE" of the innermost frame that is neither torch's nor ours, nor of ZeRO-3's
-    F.linear."""
+    """Return "FILE:LINE" of the innermost frame that is neither torch's nor ours, nor that of
+    ZeRO-3's F.linear."""
+    # above this function, _note and __torch_function__
     frame = sys._getframe(3)
     while frame.f_back is not None and any(
         folder in frame.f_code.co_filename for folder in SKIPPED_FOLDERS

@@ -1,29 +1,30 @@
-"""The proof that a layer's captured rows are those of its gradient.
+"""The proof that the rows which the hooks captured are the rows that made a layer's gradient.
 
-A layer's gradient is dW = sum over rows of g a^T. So for random u and v
+A layer's gradient is dW = sum over rows of g a^T. So for any vectors u and v
 
     t = sum over rows of (u . g) (v . a)  =  u^T dW v
 
-In a step that proves, the hooks add up t for each layer, and the step compares it with the layer's
-gradient. If rows are of another operand or of a stale copy, or some uses of the weight are missed,
-the numbers differ. t has all rows, also those that a mask leaves out of the factors, as they are in
-the gradient.
+In a step that proves, the hooks add up t for random pairs (u, v), and the step compares it with
+u^T dW v, computed from the layer's gradient. The two differ if the rows belong to another operand
+or to a stale copy, or if a use of the weight was missed. t contains all rows, also those that a
+mask leaves out of the factors, because the gradient contains them too.
 
-Cost: a pass over a and g with :data:`PROBES` multiplications for each element.
+The cost is one pass over a and g, with :data:`PROBES` multiplications for each element.
 
-**Tolerance.** dW is rounded when it is stored, n times if n gradients of micro-batches, calls and
-ranks are added up. With R^2 the sum over rows of ((u . g) (v . a))^2, one rounding to relative
-accuracy eps changes u^T dW v by about 0.2 eps R, n of them by at most 0.2 eps R sqrt(n), and fp32
-sums over N rows and over sides of O and I by 0.2 eps_32 R sqrt(N + O + I). With few rows R may be
-small by chance, as u . g may be, while roundings are not, so |dW| is added to R. :data:`SLACK`
-times that is allowed, as in tests/spread.py.
+Note: Tolerance. Each store of dW rounds it, and it is stored n times if n gradients of
+    micro-batches, calls and ranks are added up. Let R^2 be the sum over rows of
+    ((u . g) (v . a))^2. One rounding with relative accuracy eps changes u^T dW v by about
+    0.2 eps R. n roundings change it by at most 0.2 eps R sqrt(n). Sums in fp32 over N rows and over
+    the sides O and I add 0.2 eps_32 R sqrt(N + O + I). With few rows u . g may be small by chance,
+    and then R is small while the roundings are not. Therefore |dW| is added to R. The proof allows
+    :data:`SLACK` times the result, as tests/spread.py does.
 
-Shape suffixes: n groups of a layer, O and I the sides of its matrix, D any of them, K probes, L
-layers.
+Shape suffixes: n groups of a layer, O and I the sides of its matrix, D any of them, K pairs (u, v)
+of a layer, P = PROBES, L layers, M layers that are compared with their gradients, C columns.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from math import isfinite, nan
 from typing import Any
 from zlib import crc32
@@ -36,56 +37,102 @@ from ds_kfac.model.convolutions import Convolution
 from ds_kfac.model.layers import LayerSpec
 
 PROBES = 4
-"""Pairs (u, v) for each layer; one if rows of A are shorter than :data:`NARROW`, as in a depthwise
-convolution. Layers that share an A use the same v, and so have equally many pairs."""
+"""Pairs (u, v) of a layer. A layer has one pair if its rows of A are shorter than :data:`NARROW`,
+as in a depthwise convolution. Layers that share an A use the same v, and so have equally many
+pairs."""
 NARROW = 32
 CHUNK = 1 << 22
-"""Most elements converted to fp32 at a time."""
+"""Largest number of elements that are converted to fp32 at a time."""
 SLACK = 10 * 0.2
 TF32 = 2.0**-10
-"""Relative accuracy that fp32 products may have on a GPU, and convolutions everywhere: they add up
-an image's pixels, which are alike, so that partial sums exceed R. Of a CPU's, 1.6 times what eps_32
-allows was seen (a ResNet's stem)."""
-NUMBERS = (
-    *(f"t{probe}" for probe in range(PROBES)),
-    "squares",
-    *(f"others' t{probe}" for probe in range(PROBES)),
-    "others' squares",
-    "reached",
-    "rows",
-    "eps",
-    "ranks",
-    "hooked",
-    "left out",
-)
-"""Numbers of a layer, summed over ranks.
+"""Relative accuracy that fp32 products may have on a GPU, and that convolutions may have on any
+device. A convolution adds up an image's pixels, which are alike, so its partial sums exceed R. On a
+CPU 1.6 times the error that eps_32 allows was measured, for a ResNet's first convolution."""
 
-    t, squares: t, and R^2.
-    others: t and R^2 of other backward passes than the engine's own. The step's gradient has them,
-        unless the user zeroed it.
-    reached: calls that a gradient came to.
-    rows: rows of these calls.
-    eps, ranks: accuracy of the gradients' dtype, summed over the ranks that had any; number of
-        these ranks.
-    hooked: ranks on which a hook of the user's gets the layer's gradient and may change it.
-    left out: ranks on which the layer is not to be judged.
-"""
-T, SQUARES, OTHERS = (NUMBERS.index(name) for name in ("t0", "squares", "others' t0"))
-REACHED, ROWS, EPS, RANKS, HOOKED, LEFT_OUT = range(NUMBERS.index("reached"), len(NUMBERS))
+
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers that the proof compares with the gradients, for L layers. All are float64.
+
+    Summed over ranks they are the numbers of the whole step.
+
+    Attributes:
+        t: [L, P], the sum t for each pair (u, v), over the engine's own backward passes. Zero for
+            pairs that a layer does not have.
+        squares: [L], R^2 summed over the pairs, over the same backward passes.
+        others_t: [L, P], t of other engines' backward passes through this model. The step's
+            gradient contains them unless the user has zeroed it.
+        others_squares: [L], R^2 of these passes.
+        calls: [L], number of calls that a gradient reached.
+        rows: [L], number of rows of these calls.
+        eps: [L], relative accuracy of the gradients' dtype, summed over the ranks that had calls.
+        ranks: [L], number of ranks that had calls.
+        hooked: [L], number of ranks on which a user's hook may change the layer's gradient.
+        left_out: [L], number of ranks that ask not to judge the layer.
+    """
+
+    t: Tensor
+    squares: Tensor
+    others_t: Tensor
+    others_squares: Tensor
+    calls: Tensor
+    rows: Tensor
+    eps: Tensor
+    ranks: Tensor
+    hooked: Tensor
+    left_out: Tensor
+
+    def packed(self) -> Tensor:
+        """Return all numbers in one tensor, float64 [L, C], to be summed over ranks."""
+        columns = [getattr(self, field.name).reshape(len(self.t), -1) for field in fields(self)]
+        return torch.cat(columns, dim=1)
+
+    @classmethod
+    def unpacked(cls, packed_LC: Tensor) -> "Numbers":
+        """Return the numbers that :meth:`packed` put into one tensor."""
+        names = [field.name for field in fields(cls)]
+        of_pairs = ("t", "others_t")
+        widths = [PROBES if name in of_pairs else 1 for name in names]
+        numbers = {}
+        for name, columns in zip(names, packed_LC.split(widths, dim=1), strict=True):
+            numbers[name] = columns if name in of_pairs else columns[:, 0]
+        return cls(**numbers)
+
+
+class _ProbeSums:
+    """Sums over rows, for L layers, on the device: ``t_LP`` and ``squares_L`` of
+    :class:`Numbers`."""
+
+    def __init__(self, layers: int, device: torch.device) -> None:
+        self.t_LP = torch.zeros(layers, PROBES, dtype=torch.float64, device=device)
+        self.squares_L = torch.zeros(layers, dtype=torch.float64, device=device)
+
+
+@dataclass
+class _HostNumbers:
+    """Those of a layer's :class:`Numbers` that the host counts, for this rank."""
+
+    calls: float = 0.0
+    rows: float = 0.0
+    eps: float = 0.0
+    ranks: float = 0.0
+    hooked: float = 0.0
+    left_out: float = 0.0
 
 
 @dataclass(frozen=True)
 class RowCheck:
-    """Result of a layer's proof, from the rows of all ranks.
+    """Result of a layer's proof, over the rows of all ranks.
 
     Attributes:
-        reached, hooked, left_out: see :data:`NUMBERS`.
-        is_zero: whether gradients came, and all are zero, as below a head that begins with zeros.
-        ratio: distance between t and the layer's gradient, over the tolerance.
-        uses: text that says where its weight is used.
+        calls, hooked, left_out: see :class:`Numbers`.
+        is_zero: whether gradients arrived and all of them are zero, as below a head whose weights
+            start at zero.
+        ratio: distance between t and u^T dW v, divided by the tolerance.
+        uses: text that says where the layer's weight is used.
     """
 
-    reached: int
+    calls: int
     hooked: int
     left_out: int
     is_zero: bool
@@ -94,23 +141,24 @@ class RowCheck:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the proof decides anything: with too large a loss scale gradients are not
-        finite."""
+        """Whether the proof decides anything. If the loss scale is too large, gradients are not
+        finite, and the proof decides nothing."""
         return isfinite(self.ratio)
 
     @property
     def fits(self) -> bool:
+        """Whether the captured rows make up the gradient, or the layer is not judged."""
         return self.ratio <= 1 or self.left_out > 0
 
     def __str__(self) -> str:
-        if not self.reached:
+        if not self.calls:
             text = (
                 "no rows were seen: nothing calls it, or a fused kernel, torch.func or "
                 "autograd.Function multiplies"
             )
         else:
             text = (
-                f"its gradient is not that of the rows of {self.reached} calls: another use "
+                f"its gradient is not that of the rows of {self.calls} calls: another use "
                 f"was not seen"
             )
             if self.hooked:
@@ -122,12 +170,14 @@ class Proof:
     """The proof of one step.
 
     Args:
-        layers: all layers; those without a factor have nothing to prove.
-        key: layer -> key of the factor to which its inputs go in this step.
-        number: number of this proof, which seeds the random vectors: new ones each time, the same
-            on every rank.
+        layers: all layers. Layers without a factor are skipped, because they have nothing to prove.
+        key: returns, for a layer, the key of the factor A that its inputs go to in this step.
+        number: how many proofs the run has had. It seeds the random vectors, so that every proof
+            uses new ones, the same on every rank.
+        device: device of the sums.
 
     Attributes:
+        layers: the layers that have something to prove.
         keys: layer name -> ``key(layer)``.
     """
 
@@ -140,18 +190,16 @@ class Proof:
     ) -> None:
         self.layers = [layer for layer in layers if layer.A.block or layer.G.block]
         self.keys = {layer.name: key(layer) for layer in self.layers}
-        self._place = {layer.name: place for place, layer in enumerate(self.layers)}
+        self._index = {layer.name: index for index, layer in enumerate(self.layers)}
         self._number = number
         self._device = device
-        self._numbers = torch.zeros(
-            len(self.layers), len(NUMBERS), dtype=torch.float64, device=device
-        )
-        # the part of the numbers that the host knows
-        self._known = [[0.0] * len(NUMBERS) for _ in self.layers]
+        self._engines = _ProbeSums(len(self.layers), device)
+        self._others = _ProbeSums(len(self.layers), device)
+        self._on_host = {layer.name: _HostNumbers() for layer in self.layers}
         self._probes: dict[str, Tensor] = {}
 
     def probes(self, key: str, layer: LayerSpec) -> Tensor:
-        """A factor's random vectors, fp32 [n, D, K], standard normal."""
+        """Return the random vectors of a factor, fp32 [n, D, K], standard normal."""
         if key not in self._probes:
             side = layer.A if key.endswith("/A") else layer.G
             narrow = layer.A.dim < NARROW * layer.groups
@@ -160,61 +208,79 @@ class Proof:
             probes_nDK = torch.randn(
                 shape, generator=generator, dtype=torch.float32, device="cpu"
             ).to(self._device)
-            # column-major: a quarter of the time on CPUs
+            # column-major, because products with it then take a quarter of the time on a CPU
             self._probes[key] = probes_nDK.mT.contiguous().mT
         return self._probes[key]
 
-    def mark(self, layer: LayerSpec, number: int) -> None:
-        """Note on this rank that a layer is :data:`HOOKED` or :data:`LEFT_OUT`."""
-        self._known[self._place[layer.name]][number] = 1
+    def _pairs(self, layer: LayerSpec) -> tuple[Tensor, Tensor]:
+        """Return a layer's vectors u [n, O, K] and v [n, I, K]."""
+        _, key_of_G = layer.keys
+        return self.probes(key_of_G, layer), self.probes(self.keys[layer.name], layer)
+
+    def leave_out(self, layer: LayerSpec) -> None:
+        """Do not judge a layer in this step."""
+        self._on_host[layer.name].left_out = 1.0
+
+    def note_hook(self, layer: LayerSpec) -> None:
+        """Note that a user's hook may change a layer's gradient on this rank."""
+        self._on_host[layer.name].hooked = 1.0
 
     @torch.no_grad()
     def see(self, call: Call, x: Tensor, gradient: Tensor, *, others: bool = False) -> None:
-        """Add a call's rows to t, or with ``others`` to that of other backward passes.
+        """Add a call's rows to t.
 
         Args:
-            x, gradient: rows of its input [.., I] and of its output's gradient [.., O], or images.
+            x: the call's inputs [.., I], or images.
+            gradient: the gradient of the call's output [.., O], or images.
+            others: whether another engine's backward pass brought the gradient.
         """
-        layer, kind = call.layer, call.kind
-        if layer.name not in self._place:
+        layer, layer_type = call.layer, call.kind
+        if layer.name not in self._index:
             return
-        u_nOK, v_nIK = self.probes(layer.keys[1], layer), self.probes(self.keys[layer.name], layer)
-        probes = u_nOK.shape[-1]
-        if kind.needs_gradients:  # a norm's matrix has one row
-            rows = kind.gradient_rows(call.module, x, gradient)
-            products = (times(rows, v_nIK[0]) * u_nOK[0]).reshape(-1, probes).double()
-            # a row adds up an image's positions, which may cancel while their roundings do not; the
-            # normalized input has unit variance, so the gradient alone gives the size
-            squares = probes * gradient.double().square().sum()
+        u_nOK, v_nIK = self._pairs(layer)
+        K = u_nOK.shape[-1]
+        if layer_type.needs_gradients:  # a norm, whose matrix has one row
+            rows = layer_type.gradient_rows(call.module, x, gradient)
+            products = (times(rows, v_nIK[0]) * u_nOK[0]).reshape(-1, K).double()
+            # A row of an image's norm is a sum over positions, which may cancel while their
+            # roundings do not. The normalized input has unit variance, so the gradient alone gives
+            # the size of the terms
+            squares = K * gradient.double().square().sum()
         else:
-            of_x, of_gradient = self._probed(call, x, gradient)
-            products = (of_x.reshape(-1, probes) * of_gradient.reshape(-1, probes)).double()
+            of_x, of_gradient = self._projected(call, x, gradient)
+            products = (of_x.reshape(-1, K) * of_gradient.reshape(-1, K)).double()
             squares = products.square().sum()
-        numbers, place = self._numbers[self._place[layer.name]], OTHERS if others else T
-        numbers[place : place + probes] += products.sum(dim=0)
-        numbers[place + PROBES] += squares
+        sums = self._others if others else self._engines
+        index = self._index[layer.name]
+        sums.t_LP[index, :K] += products.sum(dim=0)
+        sums.squares_L[index] += squares
         if not others:
-            known = self._known[self._place[layer.name]]
-            known[REACHED] += 1
-            known[ROWS] += len(products)
-            known[RANKS] = 1
-            known[EPS] = max(known[EPS], accuracy(gradient.dtype, self._device, kind.images))
+            counts = self._on_host[layer.name]
+            counts.calls += 1
+            counts.rows += len(products)
+            counts.ranks = 1
+            eps = accuracy(gradient.dtype, self._device, layer_type.images)
+            counts.eps = max(counts.eps, eps)
 
-    def _probed(self, call: Call, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """(v . a, u . g) of a call's rows, [.., n K]."""
-        layer, kind = call.layer, call.kind
-        u_nOK, v_nIK = self.probes(layer.keys[1], layer), self.probes(self.keys[layer.name], layer)
+    def _projected(self, call: Call, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Return v . a and u . g for a call's rows, each fp32 [.., n K]."""
+        layer, layer_type = call.layer, call.kind
+        u_nOK, v_nIK = self._pairs(layer)
+        # without the last entry, which multiplies the 1 of the bias
         weights_nIK = v_nIK if layer.bias is None else v_nIK[:, :-1]
-        if isinstance(kind, Convolution):
-            of_x = kind.input_patches(call.module, x).times(weights_nIK)
-            of_gradient = kind.gradient_patches(call.module, gradient).times(u_nOK)
+        if isinstance(layer_type, Convolution):
+            of_x = layer_type.input_patches(call.module, x).times(weights_nIK)
+            of_gradient = layer_type.gradient_patches(call.module, gradient).times(u_nOK)
         else:
-            rows = kind.gradient_rows(call.module, x, gradient)
-            if layer.part[1] > 1 and rows.shape[-1] > layer.G.dim:  # of a large matrix that is cut
-                rows = rows.narrow(-1, layer.part[0] * layer.G.dim, layer.G.dim)
-            of_x, of_gradient = times(x, weights_nIK[0]), times(rows, u_nOK[0])
+            rows = layer_type.gradient_rows(call.module, x, gradient)
+            index, count = layer.part
+            if count > 1 and rows.shape[-1] > layer.G.dim:
+                # a part of a large matrix: only its own outputs
+                rows = rows.narrow(-1, index * layer.G.dim, layer.G.dim)
+            of_x = times(x, weights_nIK[0])
+            of_gradient = times(rows, u_nOK[0])
         bias = call.module._parameters.get("bias")
-        # a frozen one has no gradient in dW
+        # the gradient of a frozen bias is not in dW
         if layer.bias is not None and (bias is None or bias.requires_grad):
             of_x = of_x + v_nIK[:, -1].flatten()
         return of_x, of_gradient
@@ -222,12 +288,23 @@ class Proof:
     # at the step
 
     def numbers(self) -> Tensor:
-        """This rank's numbers, float64 [L, len(NUMBERS)]."""
-        return self._numbers + torch.tensor(self._known, dtype=torch.float64, device=self._device)
+        """Return this rank's :class:`Numbers`, packed: float64 [L, C]."""
+        rows = [astuple(self._on_host[layer.name]) for layer in self.layers]
+        # one copy to the device for all layers
+        host_LC = torch.tensor(rows, dtype=torch.float64, device=self._device)
+        host_LC = host_LC.reshape(len(rows), len(fields(_HostNumbers)))
+        columns = zip(fields(_HostNumbers), host_LC.unbind(dim=1), strict=True)
+        return Numbers(
+            t=self._engines.t_LP,
+            squares=self._engines.squares_L,
+            others_t=self._others.t_LP,
+            others_squares=self._others.squares_L,
+            **{field.name: column for field, column in columns},
+        ).packed()
 
     def ratios(
         self,
-        total_LN: Tensor,
+        total_LC: Tensor,
         gradients: Any,
         names: Collection[str] | None = None,
         *,
@@ -236,90 +313,120 @@ class Proof:
         eps: float | Tensor,
         floor: float | Tensor,
     ) -> Tensor:
-        """Distance between t and u^T dW v, over the tolerance; float64 [L], 0 for layers that are
-        not in ``names``.
+        """Return the distance between t and u^T dW v, divided by the tolerance.
+
+        The result is float64 [L]. It is 0 for layers that are not in ``names``, and nan where the
+        distance is not finite.
 
         Args:
-            total_LN: the numbers, summed over all ranks.
-            gradients: layer name -> dW, of the layer's shape: the sum over ranks divided by
-                ``divisor``. A mapping; one is read at a time, as it may be a copy.
-            names: of layers in it; None: all.
+            total_LC: the packed :class:`Numbers`, summed over all ranks.
+            gradients: a mapping from layer names to dW, each of ``LayerSpec.shape``: the sum over
+                ranks divided by ``divisor``. Each gradient is read once, and only one is held at a
+                time, because it may be a copy.
+            names: the layers to compare; None: all those in ``gradients``.
+            divisor: see ``gradients``.
             world: number of ranks.
-            eps: relative accuracy of the coarsest dtype that a gradient was rounded to; of all, or
-                of each.
+            eps: relative accuracy of the coarsest dtype that a gradient was rounded to, for all
+                compared layers or [M] for each.
             floor: size below which values underflow in that dtype.
         """
-        layers = [
-            layer for layer in self.layers if layer.name in (gradients if names is None else names)
-        ]
+        names = gradients if names is None else names
+        layers = [layer for layer in self.layers if layer.name in names]
         ratios_L = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
         if not layers:
             return ratios_L
-        # probes that a layer has not got are zero on both sides
-        expected_nK = torch.zeros(len(layers), PROBES, dtype=torch.float64, device=self._device)
+        # a pair that a layer does not have is zero here, as it is in t
+        expected_MP = torch.zeros(len(layers), PROBES, dtype=torch.float64, device=self._device)
         sizes: list[Tensor] = []
-        for expected_K, layer in zip(expected_nK, layers, strict=True):
-            u_nOK, v_nIK = (
-                self.probes(layer.keys[1], layer),
-                self.probes(self.keys[layer.name], layer),
-            )
-            gradient, K = gradients[layer.name], u_nOK.shape[-1]
-            for matrix_OI, u_OK, v_IK in zip(
-                gradient.reshape(-1, *layer.shape[-2:]), u_nOK, v_nIK, strict=True
-            ):
-                expected_K[:K] += (times(matrix_OI, v_IK).double() * u_OK).sum(dim=0)
-            sizes.append(K**0.5 * torch.linalg.vector_norm(gradient, dtype=torch.float32))
-            del gradient, matrix_OI  # before the next one
-        places = torch.tensor([self._place[layer.name] for layer in layers], device=self._device)
-        sides = [(sum(layer.shape[-2:]), layer.numel) for layer in layers]
-        lengths, numels = torch.tensor(sides, dtype=torch.float64, device=self._device).unbind(
-            dim=1
+        for expected_P, layer in zip(expected_MP, layers, strict=True):
+            # the gradient has no name here, so that it is freed before the next one is read
+            sizes.append(self._add_expected(expected_P, layer, gradients[layer.name]))
+        size_M = torch.stack(sizes).double()
+
+        indices_M = torch.tensor([self._index[layer.name] for layer in layers], device=self._device)
+        total = Numbers.unpacked(total_LC[indices_M])
+        sides_M = self._per_layer([sum(layer.shape[-2:]) for layer in layers])
+        numels_M = self._per_layer([layer.numel for layer in layers])
+        ranks_M = total.ranks.clamp(min=1)
+        roundings_M = total.calls / ranks_M + world
+        rounding_M = (total.eps / ranks_M).clamp(min=eps) * roundings_M.sqrt()
+        rounding_M = rounding_M + eps_of(torch.float32) * (total.rows + sides_M).sqrt()
+        underflow_M = floor * (roundings_M * numels_M).sqrt()
+
+        # The user may have zeroed the gradients of other engines' backward passes or not: compare
+        # without them and with them, and take the better result
+        t_2MP = torch.stack([total.t, total.t + total.others_t]) / divisor
+        squares_2M = torch.stack([total.squares, total.squares + total.others_squares])
+        scale_2M = squares_2M.sqrt() / divisor + t_2MP.norm(dim=-1) + size_M
+        bound_2M = SLACK * (rounding_M * scale_2M + underflow_M)
+        distance_2M = (t_2MP - expected_MP).norm(dim=-1)
+        # 0 / 0 is a fit
+        ratio_2M = torch.where(
+            distance_2M == 0, distance_2M, (distance_2M / bound_2M).clamp(max=1e30)
         )
-        total, size = total_LN[places], torch.stack(sizes).double()
-        ranks = total[:, RANKS].clamp(min=1)
-        n = total[:, REACHED] / ranks + world
-        sums = (total[:, ROWS] + lengths).sqrt()
-        rounding = (total[:, EPS] / ranks).clamp(min=eps) * n.sqrt() + eps_of(torch.float32) * sums
-        engines, others = total[:, T : T + PROBES + 1], total[:, OTHERS : OTHERS + PROBES + 1]
-        # without and with gradients of other backward passes
-        t = torch.stack([engines, engines + others])
-        t_K, squares = t[..., :PROBES] / divisor, t[..., PROBES]
-        scale = squares.sqrt() / divisor + t_K.norm(dim=-1) + size
-        bound = SLACK * (rounding * scale + floor * (n * numels).sqrt())
-        distance = (t_K - expected_nK).norm(dim=-1)
-        ratio = torch.where(distance == 0, distance, (distance / bound).clamp(max=1e30))
-        ratio = torch.where(distance.isfinite(), ratio, nan)
-        return ratios_L.index_copy(0, places, ratio.amin(dim=0))
+        ratio_2M = torch.where(distance_2M.isfinite(), ratio_2M, nan)
+        return ratios_L.index_copy(0, indices_M, ratio_2M.amin(dim=0))
+
+    def _add_expected(self, expected_P: Tensor, layer: LayerSpec, gradient: Tensor) -> Tensor:
+        """Add u^T dW v of each of a layer's pairs to ``expected_P``, in place. Returns the size of
+        its sum of K terms, |dW| sqrt(K), a scalar."""
+        u_nOK, v_nIK = self._pairs(layer)
+        K = u_nOK.shape[-1]
+        matrices = gradient.reshape(-1, *layer.shape[-2:])
+        for matrix_OI, u_OK, v_IK in zip(matrices, u_nOK, v_nIK, strict=True):
+            expected_P[:K] += (times(matrix_OI, v_IK).double() * u_OK).sum(dim=0)
+        return K**0.5 * torch.linalg.vector_norm(gradient, dtype=torch.float32)
+
+    def _per_layer(self, values: Sequence[int]) -> Tensor:
+        """Return numbers of layers as a tensor, float64 [M]."""
+        return torch.tensor(values, dtype=torch.float64, device=self._device)
 
 
-def row_checks(total: Tensor, ratios: Tensor, uses: Sequence[str]) -> list[RowCheck]:
-    """A check for each layer, from the numbers and ratios of all ranks. ``uses``: of each weight.
-    Synchronises."""
-    columns = total[:, [REACHED, HOOKED, LEFT_OUT, SQUARES]].nan_to_num(1.0).tolist()
-    checks = []
-    for (reached, hooked, left_out, squares), ratio, used in zip(
-        columns, ratios.tolist(), uses, strict=True
-    ):
-        is_zero = reached > 0 and squares == 0
-        checks.append(RowCheck(int(reached), int(hooked), int(left_out), is_zero, ratio, used))
-    return checks
+def row_checks(total_LC: Tensor, ratios_L: Tensor, uses: Sequence[str]) -> list[RowCheck]:
+    """Return the check of each layer. Waits for the device.
+
+    Args:
+        total_LC: the packed :class:`Numbers`, summed over all ranks.
+        ratios_L: the result of :meth:`Proof.ratios`, summed over all ranks.
+        uses: for each layer, text that says where its weight is used.
+    """
+    total = Numbers.unpacked(total_LC)
+    columns = torch.stack([total.calls, total.hooked, total.left_out, total.squares], dim=1)
+    rows = zip(columns.nan_to_num(1.0).tolist(), ratios_L.tolist(), uses, strict=True)
+    return [
+        RowCheck(
+            calls=int(calls),
+            hooked=int(hooked),
+            left_out=int(left_out),
+            is_zero=calls > 0 and squares == 0,
+            ratio=ratio,
+            uses=text,
+        )
+        for (calls, hooked, left_out, squares), ratio, text in rows
+    ]
 
 
 def eps_of(dtype: torch.dtype) -> float:
+    """Return the relative accuracy of a dtype."""
     return torch.finfo(dtype).eps
 
 
 def accuracy(dtype: torch.dtype, device: torch.device, images: bool = False) -> float:
-    """Relative accuracy of products. cuDNN's convolutions have :data:`TF32` by default; in autocast
-    all round."""
-    dtype = (
-        torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
-    )
+    """Return the relative accuracy of a layer's products.
+
+    Args:
+        dtype: dtype of the gradient. Under autocast the autocast dtype counts in its place.
+        device: device of the products.
+        images: whether the layer is a convolution, or a norm of images. cuDNN computes fp32
+            convolutions in :data:`TF32` by default.
+    """
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
     return max(eps_of(dtype), TF32 if images or device.type != "cpu" else 0.0)
 
 
 def times(x: Tensor, w_DK: Tensor) -> Tensor:
-    """Rows [.., D] times w, fp32 [.., K]."""
+    """Multiply rows [.., D] by w in fp32, some rows at a time; fp32 [.., K]."""
     rows = max(1, CHUNK // max(1, x.shape[-1]))
     with torch.autocast(x.device.type, enabled=False):
         parts = [part.float() @ w_DK for part in x.detach().reshape(-1, x.shape[-1]).split(rows)]

@@ -1,11 +1,12 @@
-"""The table of layer types, and norms with the unit-wise Fisher. A new layer type is a class and a
-line in the table.
+"""The table of layer types, :data:`LAYERS`, and norms with the unit-wise Fisher.
 
-The factor of a norm has a 2 x 2 block per channel: the second moment of (xhat g, g), the gradient
-of (weight, bias) per loss term; RMSNorm, without a bias, has a number per channel. The layer is a
-matrix of one row, in which a channel's weight and bias are neighbours; A has blocks of 2, G is the
-identity. In norms of images [N, C, ..] the gradient of a loss term is the sum over an example's
-positions.
+To add a layer type, write a class and add a line to the table.
+
+The factor of a norm has a 2 x 2 block for each channel. It is the second moment of (xhat g, g),
+which is the gradient of (weight, bias) for one loss term. RMSNorm has no bias, and so a single
+number for each channel. The layer is a matrix of one row, in which a channel's weight and bias are
+neighbours. A has blocks of 2, and G is the identity. In norms of images [N, C, ..] the gradient of
+a loss term is the sum over an example's positions.
 
 Source: SP-NGD, Osawa et al. 2020 (arXiv:2002.06015), sec. 4.2.
 """
@@ -29,15 +30,15 @@ class Norm(layers.LayerType):
 
     @abstractmethod
     def normalized(self, module: Any, x: Tensor) -> Tensor:
-        """xhat: the normalized input, before weight and bias."""
+        """Return xhat, the normalized input before weight and bias."""
 
     def of_term(self, gradient: Tensor) -> Tensor:
-        """Gradients per position -> gradients per loss term; both have channels last for rows,
-        second for images."""
+        """Return gradients for each loss term, from gradients for each position. Channels are last
+        for rows, and second for images."""
         return gradient
 
     def sides(self, module: Any, bias: bool) -> tuple[int, int]:
-        (channels,) = layers.parameter_shape(module.weight)
+        (channels,) = layers.parameter_shape(module.weight)  # one dimension, see :meth:`unfit`
         return channels * (1 + bias), 1
 
     def structured(self, side_A: Side, side_G: Side, bias: bool) -> tuple[Side, Side]:
@@ -64,6 +65,7 @@ class Norm(layers.LayerType):
         return pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
 
     def unfit(self, module: Any) -> str | None:
+        """Return why a module of this class is left alone; None if it is not."""
         if getattr(module, "weight", None) is None:
             return "it has no weight"
         if len(layers.parameter_shape(module.weight)) != 1:
@@ -88,14 +90,14 @@ class RMSNorm(Norm):
     ``variance_epsilon``)."""
 
     def refusal(self, module: Any) -> str | None:
-        of_transformers = type(module).__name__.endswith("RMSNorm") and hasattr(
-            module, "variance_epsilon"
-        )
+        is_named = type(module).__name__.endswith("RMSNorm")
+        of_transformers = is_named and hasattr(module, "variance_epsilon")
         if type(module) is not nn.RMSNorm and not of_transformers:
             return ""
-        return self.unfit(module) or (
-            "it has a bias" if getattr(module, "bias", None) is not None else None
-        )
+        reason = self.unfit(module)
+        if reason is None and getattr(module, "bias", None) is not None:
+            return "it has a bias"
+        return reason
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
@@ -114,8 +116,11 @@ class _ImageNorm(Norm):
 
 
 class BatchNorm(_ImageNorm):
-    """nn.BatchNorm1d, 2d, 3d. xhat is computed from the input, not from the output: (y - bias) /
-    weight is 0 / 0 for a weight of zero, as with zero_init_residual."""
+    """nn.BatchNorm1d, 2d, 3d.
+
+    xhat is computed from the input. It cannot be computed from the output y, because (y - bias) /
+    weight is 0 / 0 where a weight is zero, as with zero_init_residual.
+    """
 
     kind = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
@@ -166,6 +171,6 @@ TYPES = tuple(kind for kind in LAYERS if kind not in SHARDS)
 
 
 def is_linear_map(module: nn.Module) -> bool:
-    """Whether a module is a linear map or a convolution, whether K-FAC can step it or not."""
+    """Return whether a module is a linear map or a convolution, even if K-FAC cannot step it."""
     named = ("Conv1D", *layers.AUTOTP_KINDS, *SHARDS)
     return isinstance(module, nn.Linear | nn.modules.conv._ConvNd) or type(module).__name__ in named

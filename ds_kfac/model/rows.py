@@ -1,8 +1,9 @@
-"""A call's tensors -> the rows whose second moments are A and G, and the sums of these
-(docs/explanation/capture.md).
+"""Turns a call's tensors into the rows whose second moments are A and G, and adds these up.
 
-Shape suffixes: N examples, T positions that share the weight, D a side's width, R rows, P a packed
-triangle.
+docs/explanation/capture.md says which rows count.
+
+Shape suffixes: N examples, T positions that share the weight, I and O inputs and outputs, D either
+of these, R rows, P a packed triangle.
 """
 
 from collections.abc import Callable
@@ -23,29 +24,30 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Taken:
-    """One row in ``stride``, from ``offset`` on, each of which stands for so many."""
+class Sample:
+    """A sub-sample of rows: one row in ``stride``, from ``offset`` on. Each of them counts
+    ``stride`` times."""
 
     stride: int = 1
     offset: int = 0
 
     def of(self, rows: Tensor) -> Tensor:
-        """A view of some rows [R, ..]."""
+        """Return the sample of rows [R, ..], a view."""
         return rows if self.stride == 1 else rows[self.offset :: self.stride]
 
 
-EACH = Taken()
+EVERY_ROW = Sample()
 
 
 @dataclass(eq=False)
 class BatchSum:
-    """A step's sum of outer products of one factor's rows, added to in place.
+    """A step's sum of outer products of one factor's rows. It is added to in place.
 
     Attributes:
-        sum_P: fp32, packed.
-        counts: fp32 [3]: the number of rows; on this rank the number of backward passes, K, and the
-            sum of their R_p.
-        ranks: from how many ranks the rows are.
+        sum_P: fp32, the packed triangle of the sum.
+        counts: fp32 [3], indexed by :data:`ROWS`, :data:`PASSES` and :data:`TERMS`: the number of
+            rows, this rank's number K of backward passes, and the sum of their R_p.
+        ranks: number of ranks that the rows are from.
     """
 
     sum_P: Tensor
@@ -54,37 +56,42 @@ class BatchSum:
 
     @classmethod
     def empty(cls, numel: int, device: torch.device) -> "BatchSum":
+        """Return a sum without rows, of ``numel`` packed elements."""
         sum_P = torch.zeros(numel, device=device, dtype=torch.float32)
-        return cls(sum_P, torch.zeros(TERMS + 1, device=device, dtype=torch.float32))
+        counts = torch.zeros(3, device=device, dtype=torch.float32)
+        return cls(sum_P, counts)
 
     def add_(self, other: "BatchSum") -> None:
+        """Add another sum of the same ranks."""
         self.sum_P.add_(other.sum_P)
         self.counts.add_(other.counts)
 
 
 def is_nonzero(rows: Tensor) -> Tensor:
-    """Whether a row [.., D] has an entry that is not zero, bool [..]; NaN is not zero."""
+    """Return which rows [.., D] have an entry that is not zero, bool [..]. NaN is not zero."""
     if rows.shape[-1] == 0:
         return rows.new_zeros(rows.shape[:-1], dtype=torch.bool)
-    return rows.abs().amax(dim=-1) != 0  # of ways to see it the fastest on a CPU
+    return rows.abs().amax(dim=-1) != 0  # the fastest way on a CPU
 
 
-def have_gradient(kind: LayerType, gradient: Tensor) -> Tensor:
-    """Which rows [.., O] of an output gradient are not zero, bool [..]; of images which entries."""
-    return gradient != 0 if kind.images else is_nonzero(gradient)
+def have_gradient(layer_type: LayerType, gradient: Tensor) -> Tensor:
+    """Return which rows [.., O] of an output gradient are not zero, bool [..]; for images, which
+    entries are not."""
+    return gradient != 0 if layer_type.images else is_nonzero(gradient)
 
 
 def kept_rows(x: Tensor, with_gradient: Tensor, mask: Tensor | None) -> Tensor:
-    """Which rows of a call count, bool of its leading shape.
+    """Return which rows of a call count, bool of its leading shape.
 
     A row is left out if its gradient is zero and the mask leaves it out, or if its input and its
     gradient are both zero. A call whose gradient is zero in every entry has no row.
 
     Args:
-        x: rows of inputs [.., I].
-        with_gradient: bool [..], whether a row's output gradient is not zero.
+        x: inputs [.., I].
+        with_gradient: bool [..], whether the row's output gradient is not zero.
         mask: bool [..], False for padding; None: no mask fits.
     """
+    # rows without a gradient that count, if the call has any gradient at all
     others = is_nonzero(x).reshape(with_gradient.shape)
     if mask is not None:
         others = others & mask
@@ -92,7 +99,8 @@ def kept_rows(x: Tensor, with_gradient: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def by_example(rows: Tensor) -> Tensor:
-    """[N, .., D] -> [N, T, D]; without positions T is 1. [D] is one example."""
+    """Return rows [N, .., D] as [N, T, D]. Rows [N, D] have one position each, and [D] is one
+    example."""
     if rows.ndim < 3:
         return rows.unsqueeze(-2) if rows.ndim == 2 else rows[None, None]
     return rows.flatten(1, -2)
@@ -102,14 +110,15 @@ class RowSums:
     """Adds rows to sums.
 
     Args:
-        weight_sharing: "expand": every position is a row (a loss per token). "reduce": every
-            example is one, the mean of its inputs and the sum of its output gradients (a loss per
-            sequence or image). Eschenhagen et al. 2023 (arXiv:2311.00636).
+        weight_sharing: with "expand" every position is a row, as fits a loss for each token. With
+            "reduce" every example is a row, which is the mean of its inputs and the sum of its
+            output gradients, as fits a loss for each sequence or image. Eschenhagen et al. 2023
+            (arXiv:2311.00636).
         positions: whether convolutions take a sub-sample of positions, see ``convolutions.py``.
-        stage: context in which rows are added, for timings.
+        stage: returns a context in which rows are added, for timings.
 
     Attributes:
-        turn: the step, which decides which rows a sub-sample has.
+        step: number of the step. It decides which rows a sub-sample has.
     """
 
     def __init__(
@@ -120,7 +129,7 @@ class RowSums:
     ) -> None:
         self.weight_sharing = weight_sharing
         self.positions = positions
-        self.turn = 0
+        self.step = 0
         self._stage = stage
 
     @torch.no_grad()
@@ -137,15 +146,18 @@ class RowSums:
         """Add a call's inputs to a sum of A.
 
         Args:
-            x: rows [.., I], or images.
-            kept: bool of the leading shape of rows, which of them count.
-            alive: bool scalar, whether any counts.
-            stride: of how many rows one is taken.
+            call: the call.
+            x: its inputs [.., I], or images.
+            kept: bool of the leading shape of the rows, which of them count.
+            alive: bool scalar, whether any row counts.
+            batch: the sum.
+            stride: one row in so many is taken.
         """
-        layer, kind, bias = call.layer, call.kind, call.layer.bias is not None
+        layer, layer_type = call.layer, call.kind
+        bias = layer.bias is not None
         with self._stage():
-            if isinstance(kind, Convolution):
-                patches = kind.input_patches(call.module, x)
+            if isinstance(layer_type, Convolution):
+                patches = layer_type.input_patches(call.module, x)
                 if self.weight_sharing == "expand":
                     patches.add_to_(
                         batch.sum_P, layer.A, self._grid(patches, call), bias=bias, kept=alive
@@ -154,21 +166,24 @@ class RowSums:
                     return
                 # the mean of each example
                 rows = patches.sums() * (len(patches.image) / max(1, patches.count))
-                kept, taken = alive.expand(len(rows)), EACH
+                kept = alive.expand(len(rows))
+                sample = EVERY_ROW
             elif self.weight_sharing == "reduce":
                 x_NTD = by_example(x)
                 kept_NT1 = kept.reshape(*x_NTD.shape[:2], 1)
                 counts_N1 = kept_NT1.sum(dim=1)
                 rows = torch.where(kept_NT1, x_NTD.float(), 0.0).sum(dim=1) / counts_N1.clamp(min=1)
-                kept, taken = counts_N1.reshape(-1) > 0, EACH
+                kept = counts_N1.reshape(-1) > 0
+                sample = EVERY_ROW
             else:
-                taken = self._taken(stride, kept.numel())
-                rows = taken.of(x.reshape(-1, x.shape[-1]))
-                kept = taken.of(kept.reshape(-1))
-            scale: Tensor | float = taken.stride * call.share
+                sample = self._sample(stride, kept.numel())
+                rows = sample.of(x.reshape(-1, x.shape[-1]))
+                kept = sample.of(kept.reshape(-1))
+            scale: Tensor | float = sample.stride * call.share
             batch.counts[ROWS].add_(kept.sum() * scale)
-            if call.mask is None and not bias and not kind.images:
-                # other rows are zero, unless none counts; so the kernel need not look at each row
+            if call.mask is None and not bias and not layer_type.images:
+                # Rows that do not count are zero anyway, unless no row counts, which ``alive``
+                # says. So the kernel need not look at each row
                 layer.A.accumulate_(batch.sum_P, rows, scale=alive * scale)
             else:
                 layer.A.accumulate_(batch.sum_P, rows, kept=kept, bias=bias, scale=scale)
@@ -185,71 +200,81 @@ class RowSums:
         *,
         stride: int = 1,
     ) -> None:
-        """Add a call's output gradients, divided by ``scale``, to a sum of G, or of A where that is
-        made of them.
+        """Add a call's output gradients, divided by ``scale``, to a sum of G; or to one of A, if
+        the layer's A is made of gradients.
 
-        fp32 rows are divided before the product: the square of a gradient scaled by 2^16 may
-        overflow. Rows in 16 bits go as they are, and the square of ``scale`` comes after: fp16
-        squares stay below 2^32, and bf16 is not scaled.
+        Rows in fp32 are divided before the product, because the square of a gradient that is scaled
+        by 2^16 may overflow. Rows in 16 bits are multiplied as they are, and the product is divided
+        by the square of ``scale``. That cannot overflow: fp16 squares stay below 2^32, and bf16 is
+        not scaled.
 
         Args:
-            x: the call's input, for kinds whose rows are made of both.
-            gradient: rows [.., O], or images.
-            alive: bool scalar, whether the gradient is not zero in every entry; else the call has
-                no rows.
-            stride: of how many rows one is taken.
+            call: the call.
+            x: its input, for types whose rows are made of inputs and gradients.
+            gradient: its output gradients [.., O], or images.
+            alive: bool scalar, whether any entry of the gradient is not zero. If none is, the call
+                has no rows.
+            batch: the sum.
+            scale: the loss scale, a number or a scalar on the device.
+            stride: one row in so many is taken.
         """
-        layer, kind = call.layer, call.kind
+        layer, layer_type = call.layer, call.kind
         with self._stage():
-            if self.weight_sharing == "expand" and isinstance(kind, Convolution):
-                patches = kind.gradient_patches(call.module, gradient)
+            if self.weight_sharing == "expand" and isinstance(layer_type, Convolution):
+                patches = layer_type.gradient_patches(call.module, gradient)
                 patches.add_to_(batch.sum_P, layer.G, self._grid(patches, call), gain=1.0 / scale)
                 batch.counts[ROWS].add_(patches.count * alive)
                 return
-            rows = kind.gradient_rows(call.module, x, gradient)
+            rows = layer_type.gradient_rows(call.module, x, gradient)
             if self.weight_sharing == "reduce":
-                rows, taken = by_example(rows).sum(dim=1, dtype=torch.float32), EACH
+                rows = by_example(rows).sum(dim=1, dtype=torch.float32)
+                sample = EVERY_ROW
             else:
                 rows = rows.reshape(-1, rows.shape[-1])
-                # pixels have a grid, and a norm's rows cost no product
-                has_grid = kind.images or kind.needs_gradients
-                taken = EACH if has_grid else self._taken(stride, len(rows))
-                rows = taken.of(rows)
-            factor: Tensor | float = float(taken.stride)
+                # a convolution has its own sample, and a norm's rows cost no matrix product
+                is_sampled = not layer_type.images and not layer_type.needs_gradients
+                sample = self._sample(stride, len(rows)) if is_sampled else EVERY_ROW
+                rows = sample.of(rows)
+            factor: Tensor | float = float(sample.stride)
             if rows.dtype in HALVES:
                 factor = factor / scale**2
             else:
                 is_unscaled = isinstance(scale, float) and scale == 1.0
                 rows = rows.float() if is_unscaled else rows.float() / scale
-            side = layer.A if kind.needs_gradients else layer.G
+            side = layer.A if layer_type.needs_gradients else layer.G
             side.accumulate_(batch.sum_P, rows, scale=factor)
-            batch.counts[ROWS].add_(len(rows) * taken.stride * alive)
+            batch.counts[ROWS].add_(len(rows) * sample.stride * alive)
 
-    def _taken(self, stride: int, rows: int) -> Taken:
-        """One row in ``stride``, from a place that moves with the step, so that every row is as
-        likely to be met."""
+    def _sample(self, stride: int, rows: int) -> Sample:
+        """Return a sample of one row in ``stride``. Its offset changes with the step, so that every
+        row is equally likely to be taken."""
         stride = min(stride, rows)
-        return EACH if stride <= 1 else Taken(stride, phase(self.turn, stride))
+        return EVERY_ROW if stride <= 1 else Sample(stride, phase(self.step, stride))
 
     def _grid(self, patches: Patches, call: Call) -> Grid:
-        """The same for both sides."""
-        return patches.grid(self.turn if self.positions else None, max(call.layer.shape[-2:]))
+        """Return the grid of a convolution's patches. Both sides have the same."""
+        return patches.grid(self.step if self.positions else None, max(call.layer.shape[-2:]))
 
 
 def pairs(call: Call, x: Tensor, gradient: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """A call's inputs [N, T, I], each with the 1 of a bias, and its output gradients [N, T, O],
-    fp32, zero where a row does not count. Of a convolution its patches.
+    """Return a call's inputs [N, T, I], each with the 1 of a bias, and its output gradients
+    [N, T, O], in fp32. For a convolution these are its patches.
+
+    Inputs are zero where a row does not count.
 
     Args:
-        x, gradient, kept: as in :meth:`RowSums.add_inputs`.
+        call: the call.
+        x: its inputs [.., I], or images.
+        gradient: its output gradients [.., O], or images.
+        kept: bool of the leading shape of the rows, which of them count.
     """
-    kind: Any = call.kind
-    if isinstance(kind, Convolution):
-        x = kind.input_patches(call.module, x).all_rows()
-        gradient = kind.gradient_patches(call.module, gradient).all_rows()
+    layer_type: Any = call.kind
+    if isinstance(layer_type, Convolution):
+        x = layer_type.input_patches(call.module, x).all_rows()
+        gradient = layer_type.gradient_patches(call.module, gradient).all_rows()
         kept = kept.expand(x.shape[:-1])
     else:
-        gradient = kind.gradient_rows(call.module, x, gradient)
+        gradient = layer_type.gradient_rows(call.module, x, gradient)
     x_NTI, g_NTO = by_example(x).float(), by_example(gradient).float()
     if call.layer.bias is not None:
         x_NTI = torch.cat([x_NTI, torch.ones_like(x_NTI[..., :1])], dim=-1)

@@ -1,8 +1,9 @@
-"""Losses on labels that are drawn from a model's prediction, for a Monte-Carlo Fisher (Kunstner et
-al. 2019, arXiv:1905.12558): :data:`SAMPLERS`.
+"""Losses on labels that are drawn from a model's prediction, for a Monte-Carlo Fisher.
 
-A sampler computes the training's loss, a mean over the same terms, with drawn labels in place of
-the true ones. Which terms have a loss follows from the true loss: its gradient with respect to the
+:data:`SAMPLERS` lists them. Kunstner et al. 2019 (arXiv:1905.12558) explain the method.
+
+A sampler computes the loss of the training with drawn labels in place of the true ones, as a mean
+over the same terms. The true loss shows which terms these are: its gradient with respect to the
 prediction is not zero there.
 
 Shape suffixes: N examples, T positions, C outputs.
@@ -17,19 +18,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Sampler = Callable[[Tensor, Tensor, torch.Generator], Tensor]
-"""(prediction, reached, generator) -> scalar loss with gradients to the prediction.
+"""A function (prediction, reached, generator) -> scalar loss with a gradient to the prediction.
 
-``reached`` is bool of the prediction's shape: whether the true loss has a gradient there. Draw from
-the generator only, so that a resumed run draws the same.
+``reached`` is bool of the prediction's shape: whether the true loss has a gradient there. All
+random numbers must come from the generator, so that a resumed run draws the same ones.
 """
 
 
 def prediction_tensor(output: Any) -> Tensor:
-    """The prediction in a module's output: a tensor, ``logits`` of a mapping or an object, or of a
-    tuple the first tensor that is no scalar.
+    """Return the prediction in a module's output.
+
+    It is the output itself, ``logits`` of a mapping or an object, or the first tensor of a tuple
+    that is no scalar.
 
     Raises:
-        ValueError: there is none, or only a scalar, which is a loss.
+        ValueError: there is no prediction, or only a scalar, which is a loss.
     """
     tensor = output
     if isinstance(output, Mapping):
@@ -45,21 +48,24 @@ def prediction_tensor(output: Any) -> Tensor:
         got = "a scalar, a loss" if isinstance(tensor, Tensor) else type(output).__name__
         raise ValueError(
             f'kfac.factor.fisher "monte_carlo": the model returns no prediction to draw labels '
-            f"from (got {got}); name "
-            "the module that computes it in kfac.factor.prediction, or set engine.kfac.sampler"
+            f"from (got {got}); name the module that computes it in kfac.factor.prediction, or set "
+            f"engine.kfac.sampler"
         )
     return tensor
 
 
 def mean_of_terms(values: Tensor, reached: Tensor) -> Tensor:
-    """The mean of the terms of a loss, without those that the true loss does not have."""
+    """Return the mean of the terms of a loss, without those that the true loss does not have."""
     weights = reached.reshape(-1).to(values.dtype)
     return (values.reshape(-1) * weights).sum() / weights.sum().clamp(min=1)
 
 
 def cross_entropy(prediction: Tensor, reached: Tensor, generator: torch.Generator) -> Tensor:
-    """For language models and classifiers: mean negative log-likelihood of labels drawn from
-    softmax(logits), for logits [N, C] or [N, T, C], and for images [N, C, H, W]."""
+    """Return the mean negative log-likelihood of labels drawn from softmax(logits), for language
+    models and classifiers.
+
+    The prediction is logits [N, C], [N, T, C], or [N, C, H, W] for images.
+    """
     dim = 1 if prediction.ndim > 3 else -1
     logits = prediction.movedim(dim, -1)
     flat = logits.reshape(-1, logits.shape[-1]).float()
@@ -75,13 +81,14 @@ def cross_entropy(prediction: Tensor, reached: Tensor, generator: torch.Generato
 def squared_error(
     prediction: Tensor, reached: Tensor, generator: torch.Generator, *, mean: bool = False
 ) -> Tensor:
-    """For regression with squared errors that are summed over the outputs of predictions [N, C],
-    [N, T, C] or [N, C, H, W], a mean over predictions; with ``mean`` over outputs, too, as
-    ``F.mse_loss``.
+    """Return the squared error from targets that are drawn around the prediction, for regression.
 
-    Up to a constant that loss is the mean over predictions of a Gaussian's negative log-likelihood,
-    with variance 1/2, with ``mean`` C/2; targets are drawn from this Gaussian around the
-    prediction.
+    The error is summed over the C outputs, and averaged over predictions [N, C], [N, T, C] or
+    [N, C, H, W]. Up to a constant this is the negative log-likelihood of a Gaussian with variance
+    1/2, so targets are drawn from that Gaussian.
+
+    Args:
+        mean: average over the outputs, too, as ``F.mse_loss`` does. The variance is then C/2.
     """
     dim = 1 if prediction.ndim > 3 else -1
     outputs = prediction.movedim(dim, -1).float()

@@ -29,10 +29,12 @@ ADAPTER = re.compile(r"(^|\.)lora_[ab](\.|$)", re.IGNORECASE)
 """Names of the two matrices of a low-rank adapter, as PEFT and torchtune give them. Only the short
 side of each gets a factor: the gradient has no higher rank, and a factor of the long side would be
 thousands of times the matrix's size."""
-LONGEST, LONGEST_INPUT = 16384, 65536
-"""Longest side with a block-diagonal factor (half a GB); a longer one, such as a head's vocabulary,
-has a diagonal. LONGEST_INPUT holds where G is the identity: then no side is a vocabulary's, and an
-MLP's inputs stay in blocks."""
+LONGEST = 16384
+"""Longest side with a block-diagonal factor, which then has half a GB. A longer side, such as a
+vocabulary, has a diagonal factor."""
+LONGEST_INPUT = 65536
+"""The same where G is the identity. The sides that have factors are then inputs, of which none is a
+vocabulary, and the inputs of an MLP keep their blocks."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +101,11 @@ def scan(
     optimized: Iterable[nn.Parameter] | None = None,
     head_shapes: Collection[tuple[int, int]] | None = None,
 ) -> Scan:
-    """Find the layers, in module order. Pure: reads shapes and flags, never values.
+    """Find the layers, in module order. Reads shapes and flags, never values.
 
     Args:
+        model: the model.
+        choice: which layers to precondition; None: all of known types.
         optimized: the optimizer's parameters; None: all that require a gradient.
         head_shapes: shapes (O, I) by which the last layer is a language model's head. None: those
             of the model's own embeddings. A pipeline stage is a part of a model, and its embedding
@@ -112,20 +116,16 @@ def scan(
             fit, or no layer is left to precondition.
     """
     choice = choice or LayerChoice()
-    if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    if lazy:
         raise ValueError(
             f"kfac: {lazy[0]} has no shape yet (a lazy module): run the model on one example before"
         )
     scanner = _Scanner(model, choice, model.parameters() if optimized is None else optimized)
-    for key, patterns in (("include", choice.include), ("exclude", choice.exclude)):
-        for pattern in (
-            x for x in patterns if not any(re.search(x, name) for name in scanner.modules)
-        ):
-            raise ValueError(
-                f"kfac.layers.{key}: pattern {pattern!r} matches no module with parameters; names "
-                f"look like: " + ", ".join(list(scanner.modules)[:6])
-            )
-    layers, skipped = list[LayerSpec](), list[Skipped]()
+    _check_patterns("include", choice.include, scanner.modules)
+    _check_patterns("exclude", choice.exclude, scanner.modules)
+    layers: list[LayerSpec] = []
+    skipped: list[Skipped] = []
     for name, module in scanner.modules.items():
         layers_or_reason = scanner.layers_of(name, module)
         if isinstance(layers_or_reason, list):
@@ -135,14 +135,11 @@ def scan(
             skipped.append(Skipped(name, type(module).__name__, size, layers_or_reason))
     skipped += scanner.skipped_parameters(layers)
     if not layers:
+        reasons = "; ".join(f"{s.name} ({s.kind}): {s.reason}" for s in skipped[:8])
         raise ValueError(
             f"kfac: {type(model).__name__} has no layer to precondition (known types: "
-            f"{', '.join(TYPES)}); "
-            "check kfac.layers, or train it by AdamW. Left alone: "
-            + (
-                "; ".join(f"{s.name} ({s.kind}): {s.reason}" for s in skipped[:8])
-                or "no module has parameters"
-            )
+            f"{', '.join(TYPES)}); check kfac.layers, or train it by AdamW. Left alone: "
+            f"{reasons or 'no module has parameters'}"
         )
     if head_shapes is None:
         head_shapes = embedding_shapes(model)
@@ -154,12 +151,26 @@ def scan(
     return Scan(tuple(layers), tuple(skipped))
 
 
+def _check_patterns(key: str, patterns: Sequence[str], names: Iterable[str]) -> None:
+    """Check that each pattern of ``kfac.layers.<key>`` matches the name of a module."""
+    names = list(names)
+    for pattern in patterns:
+        if not any(re.search(pattern, name) for name in names):
+            raise ValueError(
+                f"kfac.layers.{key}: pattern {pattern!r} matches no module with parameters; names "
+                f"look like: " + ", ".join(names[:6])
+            )
+
+
 def _with_head(
     layers: Sequence[LayerSpec], shapes: Collection[tuple[int, int]]
 ) -> Sequence[LayerSpec]:
-    """A language model's head is marked, see :attr:`LayerSpec.makes_words`: the last layer, where
-    it has the shape of an embedding. A layer between, as wide as there are positions, is none, nor
-    is the last one of a tied model."""
+    """Return the layers with a language model's head marked, see :attr:`LayerSpec.makes_words`.
+
+    The head is the last layer, if it has the shape of an embedding. A layer in the middle of the
+    model that is as wide as an embedding of positions is no head. A head whose weight is tied to
+    the embedding is no layer, and then the last layer has another shape.
+    """
     head = layers[-1]
     shape = (head.G.dim, head.A.dim - (head.bias is not None))
     if head.kind not in ("Linear", "Conv1D", "ColumnParallelLinear") or shape not in shapes:
@@ -170,15 +181,21 @@ def _with_head(
 class _Scanner:
     """The rules by which modules become layers.
 
+    Args:
+        model: the model.
+        choice: which layers to precondition.
+        optimized: the optimizer's parameters.
+
     Attributes:
-        modules: name -> module, of all modules with direct parameters.
-        names: id of a parameter -> its name.
-        users: id of a parameter -> names of the modules that hold it.
-        trained: ids of the parameters that are trained.
-        tied_stages: ids of the parameters that a PipelineModule ties over its stages.
-        borrowed: id of a module whose weight its parent uses directly, as torch's attention does ->
-            whether the module is called, too, and into how many matrices the weight is cut.
-        tables: ids of the parameters in which rows are looked up.
+        modules: name -> module, for all modules that hold parameters themselves.
+        names: parameter -> its name.
+        users: parameter -> names of the modules that hold it. None, in place of a missing bias, has
+            no users.
+        trained: the parameters that are trained.
+        tied_stages: the parameters that a PipelineModule ties over its stages.
+        borrowed: module whose weight is multiplied by other code, as torch's attention multiplies
+            by that of its ``out_proj`` -> how that code uses it.
+        tables: the parameters in which rows are looked up.
     """
 
     def __init__(
@@ -188,93 +205,130 @@ class _Scanner:
         self.modules = {
             name: m for name, m in model.named_modules() if list(m.parameters(recurse=False))
         }
-        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.trained = {id(p) for p in optimized if p.requires_grad}
-        self.users: defaultdict[int, list[str]] = defaultdict(list)
+        self.names: dict[Any, str] = {p: name for name, p in model.named_parameters()}
+        self.trained = {parameter for parameter in optimized if parameter.requires_grad}
+        self.users: defaultdict[nn.Parameter | None, list[str]] = defaultdict(list)
         for name, module in self.modules.items():
             for parameter in module.parameters(recurse=False):
-                self.users[id(parameter)].append(name)
+                self.users[parameter].append(name)
         # DeepSpeed's PipelineModule has them, from its TiedLayerSpecs
         tied = dict(model.named_children()).get("tied_modules")
-        self.tied_stages = (
-            {id(p) for p in tied.parameters()} if isinstance(tied, nn.ModuleDict) else set()
-        )
+        self.tied_stages = set[nn.Parameter]()
+        if isinstance(tied, nn.ModuleDict):
+            self.tied_stages.update(tied.parameters())
         self.tables = tables(model)
         self.borrowed = {
-            id(child): how for module in model.modules() for child, *how in borrowed_weights(module)
+            weight.module: weight
+            for module in model.modules()
+            for weight in borrowed_weights(module)
         }
 
     def layers_of(self, name: str, module: nn.Module) -> list[LayerSpec] | str | None:
-        """The layers of a module, why it is left alone, or None if another module's layer includes
-        it."""
+        """Return the layers of a module, or the reason why it is left alone.
+
+        Returns None if the layer of another module has the same parameters, and so includes this
+        one.
+        """
         kind, why = _kind(module)
         if why is not None:
             return self._products(name, module) or why
-        layer_type, product, choice = LAYERS[kind], False, self.choice
-        called, stack = self.borrowed.get(id(module), (True, 1))
-        if stack > 1 and not called and isinstance(module, nn.Linear):
-            return self._products(name, module, stack)
-        users, bias = self.users[id(module.weight)], module._parameters.get("bias")
-        holders = [self.modules[user] for user in users]
-        biases = {id(holder._parameters.get("bias")) for holder in holders}
-        # modules of one kind that share weight and bias are one layer with several names
-        same_layer = len(biases) == 1 and all(
-            _kind(holder)[0] == kind and id(holder) not in self.borrowed for holder in holders
-        )
-        members = users if same_layer else [name]
-        others = [user for user in self.users[id(bias)] if user not in members]
-        # a module of no known type, such as RoBERTa's head, holds it only; if it adds it, too, the
-        # proof fails
+        layer_type = LAYERS[kind]
+        borrowed = self.borrowed.get(module)
+        is_called = borrowed is None or borrowed.is_called
+        if isinstance(module, nn.Linear) and borrowed is not None:
+            if borrowed.matrices > 1 and not is_called:
+                return self._products(name, module, borrowed.matrices)
+
+        bias = module._parameters.get("bias")
+        members = self._members(name, module, kind)
+        others = [user for user in self.users[bias] if user not in members]
+        # A module of no known type, such as RoBERTa's head, only holds the bias. If it also adds
+        # the bias, the proof finds that
         sharing = [user for user in others if _kind(self.modules[user])[1] is None]
         reason = self._refusal(name, "weight", module, sharing, members)
         if reason is not None:
             return reason
         if name != members[0]:
             return None
-        if ("Linear" if kind in SHARDS else kind) not in choice.types:
-            return f"{kind} is not in kfac.layers.types"
-        if layer_type.needs_gradients and not choice.gradients:
-            return (
-                "its factor needs output gradients, which kfac.factor.fisher "
-                '"activations_only" does not collect'
-            )
-        trained_bias = (
-            bias is not None and id(bias) in self.trained and layer_type.without_bias is None
-        )
-        if layer_type.needs_gradients and bias is not None and not trained_bias:
-            return "only one of its weight and bias is trained"
-        sides = layer_type.structured(
-            *_sides(name, layer_type.sides(module, trained_bias), choice), trained_bias
-        )
+        is_trained_bias = bias in self.trained and layer_type.without_bias is None
+        reason = self._refused_type(kind, has_frozen_bias=bias is not None and not is_trained_bias)
+        if reason is not None:
+            return reason
+
+        dims = layer_type.sides(module, is_trained_bias)
+        sides = layer_type.structured(*_sides(name, dims, self.choice), is_trained_bias)
         groups: Any = module.groups if isinstance(layer_type, Convolution) else 1
         A, G = (side.repeated(groups) for side in sides)
+        is_product = False
         method = layer_type.overridden(module) if isinstance(layer_type, Convolution) else None
         if method is not None:
-            product = convolves(module)
-            if not product and choice.gradients:
+            is_product = convolves(module)
+            if not is_product and self.choice.gradients:
                 return (
                     f"{type(module).__name__} overrides {kind}.{method}, and does not convolve "
                     f"with its weight alone"
                 )
-            # without A the direction needs the gradient alone, which is right whatever the module
-            # computes
-            A = A if product else Side.identity(A.dim)
-        is_borrowed_linear = id(module) in self.borrowed and isinstance(module, nn.Linear)
-        if not (called or is_borrowed_linear):
+            if not is_product:
+                # without A the direction needs the gradient alone, which is right whatever the
+                # module computes
+                A = Side.identity(A.dim)
+        if borrowed is not None and isinstance(module, nn.Linear):
+            is_product = True
+        elif not is_called:
             return "its parent module uses its weight without calling it"
-        product = product or is_borrowed_linear
-        bias_name = self.names[id(bias)] if trained_bias else None
-        weight_name, also = self.names[id(module.weight)], tuple(members[1:])
-        layer = LayerSpec(name, kind, name, weight_name, bias_name, A, G, product, also)
-        return [replace(layer, groups=groups, keeps_direction=layer_type.keeps_direction(module))]
+        layer = LayerSpec(
+            name=name,
+            kind=kind,
+            module=name,
+            weight=self.names[module.weight],
+            bias=self.names[bias] if is_trained_bias else None,
+            A=A,
+            G=G,
+            product=is_product,
+            also=tuple(members[1:]),
+            groups=groups,
+            keeps_direction=layer_type.keeps_direction(module),
+        )
+        return [layer]
+
+    def _members(self, name: str, module: nn.Module, kind: str) -> list[str]:
+        """Return the names of the modules that are one layer together with this one.
+
+        Modules of one type that share weight and bias are one layer with several names.
+        """
+        weight: Any = module.weight
+        users = self.users[weight]
+        holders = [self.modules[user] for user in users]
+        biases = {holder._parameters.get("bias") for holder in holders}
+        is_same_layer = len(biases) == 1 and all(
+            _kind(holder)[0] == kind and holder not in self.borrowed for holder in holders
+        )
+        return users if is_same_layer else [name]
+
+    def _refused_type(self, kind: str, *, has_frozen_bias: bool) -> str | None:
+        """Return why layers of this type are left alone; None: they are not."""
+        if ("Linear" if kind in SHARDS else kind) not in self.choice.types:
+            return f"{kind} is not in kfac.layers.types"
+        if not LAYERS[kind].needs_gradients:
+            return None
+        if not self.choice.gradients:
+            return (
+                "its factor needs output gradients, which kfac.factor.fisher "
+                '"activations_only" does not collect'
+            )
+        return "only one of its weight and bias is trained" if has_frozen_bias else None
 
     def _products(self, name: str, module: nn.Module, borrowed: int = 1) -> list[LayerSpec] | str:
-        """Layers of a module of no known type, from the parameters that its code multiplies rows
-        by.
+        """Return the layers of a module of no known type; if there are none, the reason.
 
-        A matrix is a layer; in a stack of matrices [n, .., ..] each matrix is one. If there is no
-        layer: why. ``borrowed``: number of matrices in the weight of a linear layer, if other code
-        multiplies by it.
+        They come from the parameters that the module's code multiplies rows by. A matrix is a
+        layer. In a stack of matrices [n, .., ..] each matrix is a layer.
+
+        Args:
+            name: name of the module.
+            module: the module.
+            borrowed: for a linear layer whose weight other code multiplies by, the number of
+                matrices that the weight consists of there.
         """
         layouts = dict(multiplied(module))
         if isinstance(module, nn.Linear) and "weight" in module._parameters:
@@ -282,49 +336,108 @@ class _Scanner:
         if borrowed > 1:
             layouts["weight"] = MatrixLayout(False, stack=borrowed)
         shapes = {
-            name: layout.shape(parameter_shape(module._parameters[name]))
-            for name, layout in layouts.items()
+            parameter: layout.shape(parameter_shape(module._parameters[parameter]))
+            for parameter, layout in layouts.items()
         }
         stacks = [parameter for parameter, shape in shapes.items() if len(shape) == 3]
-        layers, reason = list[LayerSpec](), ""
+        layers: list[LayerSpec] = []
+        reason = ""
         for parameter, shape in shapes.items():
             if len(shape) not in (2, 3):
                 continue
-            place = name if parameter == "weight" else f"{name}.{parameter}".lstrip(".")
-            weight, transposed = module._parameters[parameter], layouts[parameter].transposed
-            bias, kind = (
-                _bias(module, parameter, shape, transposed),
-                "Conv1D" if transposed else "Linear",
-            )
-            sharing = [user for user in self.users[id(bias)] if user != name]
-            reason = self._refusal(place, parameter, module, sharing, [name]) or ""
-            if not reason and kind not in self.choice.types:
-                reason = f"{kind} is not in kfac.layers.types"
-            if reason:
+            is_transposed = layouts[parameter].transposed
+            layer = self._product(name, module, parameter, shape, is_transposed)
+            if isinstance(layer, str):
+                reason = layer
                 continue
-            trained_bias = bias is not None and id(bias) in self.trained
-            O, I = shape[:-3:-1] if transposed else shape[-2:]  # noqa: E741
-            sides = _sides(place, (I + trained_bias, O), self.choice)
-            names = self.names[id(weight)], self.names[id(bias)] if trained_bias else None
-            layer = LayerSpec(place, kind, name, *names, *sides, product=True)
             if len(shape) == 2:
                 layers.append(layer)
-                continue
-            # All experts share the A of their input: tokens have one distribution, whichever expert
-            # takes them. What an expert computes gets an A per expert, unless that A would be
-            # larger than the weight (I > O). A plan may give more of them their own
-            first = next(
-                (other for other in layers if other.part[1] == shape[0] and other.A == layer.A),
-                None,
-            )
-            entering = parameter == stacks[0] or (first is not None and parameter != stacks[-1])
-            leader = first.name if entering and first is not None else f"{place}.0"
-            common = self.choice.shares and (entering or I > O) and layer.A.block > 0
-            for index in range(shape[0]):
-                expert = f"{place}.{index}"
-                shares = leader if common and expert != leader else None
-                layers.append(replace(layer, name=expert, part=(index, shape[0]), shares=shares))
+            else:
+                is_first = parameter == stacks[0]
+                is_last = parameter == stacks[-1]
+                layers += self._experts(layer, shape[0], layers, is_first=is_first, is_last=is_last)
         return layers or reason
+
+    def _product(
+        self,
+        module_name: str,
+        module: nn.Module,
+        parameter: str,
+        shape: tuple[int, ...],
+        is_transposed: bool,
+    ) -> LayerSpec | str:
+        """Return the layer of a matrix, or of one of a stack of matrices; or why it is left alone.
+
+        Args:
+            module_name, module: the module that holds the parameter.
+            parameter: name of the parameter in the module.
+            shape: shape of the matrix, or of the stack, as the module's code uses it.
+            is_transposed: whether a matrix is [I, O].
+        """
+        name = f"{module_name}.{parameter}".lstrip(".")
+        if parameter == "weight":
+            name = module_name
+        weight = module._parameters[parameter]
+        bias = _bias(module, parameter, shape, is_transposed)
+        sharing = [user for user in self.users[bias] if user != module_name]
+        reason = self._refusal(name, parameter, module, sharing, [module_name])
+        if reason is not None:
+            return reason
+        kind = "Conv1D" if is_transposed else "Linear"
+        if kind not in self.choice.types:
+            return f"{kind} is not in kfac.layers.types"
+        is_trained_bias = bias in self.trained
+        O, I = shape[-2:]  # noqa: E741
+        if is_transposed:
+            O, I = I, O  # noqa: E741
+        A, G = _sides(name, (I + is_trained_bias, O), self.choice)
+        return LayerSpec(
+            name=name,
+            kind=kind,
+            module=module_name,
+            weight=self.names[weight],
+            bias=self.names[bias] if is_trained_bias else None,
+            A=A,
+            G=G,
+            product=True,
+        )
+
+    def _experts(
+        self,
+        stack: LayerSpec,
+        count: int,
+        before: Sequence[LayerSpec],
+        *,
+        is_first: bool,
+        is_last: bool,
+    ) -> list[LayerSpec]:
+        """Return the layers of a stack of matrices, such as those of a module of experts.
+
+        All experts share the A of their input, because tokens have one distribution, whichever
+        expert takes them. What an expert computes itself gets an A for each expert, unless that A
+        would be larger than the weight (I > O). A plan may give more experts an A of their own.
+
+        Args:
+            stack: one layer of the stack, with the name of the stack.
+            count: number of matrices.
+            before: layers of the module's parameters that the code uses before this one.
+            is_first, is_last: whether it is the first or the last stack in the module's code.
+        """
+        # an earlier stack of as many matrices with equal inputs, as a gate before its values
+        twins = [x for x in before if x.part[1] == count and x.A == stack.A]
+        has_twin = bool(twins) and not is_last
+        takes_tokens = is_first or has_twin
+        leader = f"{stack.name}.0"
+        if takes_tokens and twins:
+            leader = twins[0].name
+        O, I = stack.G.dim, stack.A.dim - (stack.bias is not None)  # noqa: E741
+        share_A = self.choice.shares and (takes_tokens or I > O) and stack.A.block > 0
+        experts = []
+        for index in range(count):
+            expert = f"{stack.name}.{index}"
+            shares = leader if share_A and expert != leader else None
+            experts.append(replace(stack, name=expert, part=(index, count), shares=shares))
+        return experts
 
     def _refusal(
         self,
@@ -334,17 +447,19 @@ class _Scanner:
         bias_users: Sequence[str],
         members: Sequence[str],
     ) -> str | None:
-        """Why a layer is left alone whose weight is this parameter of a module, or None.
-        ``bias_users``: other layers with its bias; ``members``: the modules whose calls are its
-        calls."""
+        """Return why the layer of a module's parameter is left alone; None: it is not.
+
+        Args:
+            name: name of the layer.
+            parameter: name of its weight in the module.
+            module: the module.
+            bias_users: names of other layers that have its bias, too.
+            members: names of the modules whose calls are calls of the layer.
+        """
         weight: Any = module._parameters[parameter]
-        if self.choice.include and not any(
-            re.search(pattern, name) for pattern in self.choice.include
-        ):
-            return "not matched by kfac.layers.include"
-        for pattern in self.choice.exclude:
-            if re.search(pattern, name):
-                return f"matched by kfac.layers.exclude {pattern!r}"
+        reason = self._not_chosen(name)
+        if reason is not None:
+            return reason
         if not numel(weight):
             return "weight has no elements"
         if not weight.is_floating_point():
@@ -353,51 +468,57 @@ class _Scanner:
             )
         if not weight.requires_grad:
             return "weight is frozen"
-        if id(weight) not in self.trained:
+        if weight not in self.trained:
             return "weight is not among the optimizer's parameters"
         if getattr(weight, "_ds_grad_allreduce_registered", False):
             return (
                 "AutoTP sums its gradient over tensor-parallel ranks, each of which has other rows"
             )
-        if id(weight) in self.tied_stages:
+        if weight in self.tied_stages:
             return (
                 "tied by a TiedLayerSpec: its gradient sums uses in several stages, and other "
                 "stages have the rows"
             )
         if bias_users:
             return f"bias is shared with {', '.join(bias_users)}"
-        if len(users := self.users[id(weight)]) > len(members):
+        users = self.users[weight]
+        if len(users) > len(members):
             return f"{parameter} is shared by {', '.join(users)}"
-        return (
-            f"rows are looked up in {parameter}: it is a table"
-            if id(weight) in self.tables
-            else None
-        )
+        if weight in self.tables:
+            return f"rows are looked up in {parameter}: it is a table"
+        return None
+
+    def _not_chosen(self, name: str) -> str | None:
+        """Return why the user's choice leaves out a layer of this name; None: it does not."""
+        include = self.choice.include
+        if include and not any(re.search(pattern, name) for pattern in include):
+            return "not matched by kfac.layers.include"
+        for pattern in self.choice.exclude:
+            if re.search(pattern, name):
+                return f"matched by kfac.layers.exclude {pattern!r}"
+        return None
 
     def skipped_parameters(self, layers: list[LayerSpec]) -> list[Skipped]:
-        """Parameters of preconditioned modules that are not part of the layer."""
+        """Return the parameters of preconditioned modules that are not part of a layer."""
         skipped: dict[Skipped, None] = {}
         covered = {name for layer in layers for name in layer.parameters}
         for layer in {layer.module: layer for layer in layers}.values():
             for name, parameter in self.modules[layer.module].named_parameters(recurse=False):
-                if self.names[id(parameter)] not in covered:
-                    reason = (
-                        "is not seen to multiply anything"
-                        if layer.product
-                        else LAYERS[layer.kind].without_bias
-                    )
-                    reason = (
-                        "is frozen"
-                        if id(parameter) not in self.trained
-                        else reason or "is no part of its matrix"
-                    )
-                    place = f"{layer.module}.{name}".lstrip(".")
-                    skipped[Skipped(place, "parameter", numel(parameter), f"it {reason}")] = None
+                if self.names[parameter] in covered:
+                    continue
+                reason: str | None = LAYERS[layer.kind].without_bias
+                if layer.product:
+                    reason = "is not seen to multiply anything"
+                if parameter not in self.trained:
+                    reason = "is frozen"
+                reason = f"it {reason or 'is no part of its matrix'}"
+                place = f"{layer.module}.{name}".lstrip(".")
+                skipped[Skipped(place, "parameter", numel(parameter), reason)] = None
         return list(skipped)
 
 
 def _kind(module: nn.Module) -> tuple[str, str | None]:
-    """The type's name and None, or "" and why no type takes this module."""
+    """Return the name of a module's type and None; or "" and why no type takes it."""
     reasons = []
     for kind, layer_type in LAYERS.items():
         reason = layer_type.refusal(module) if isinstance(module, layer_type.kind) else ""
@@ -405,19 +526,23 @@ def _kind(module: nn.Module) -> tuple[str, str | None]:
             return kind, None
         if reason:
             reasons.append(reason)
+    reason = "; ".join(reasons) or "no K-FAC layer type for it"
     if isinstance(module, ParametrizationList):
-        return (
-            "",
-            "it is a parametrization, from which the weight of the module around it is computed",
+        reason = (
+            "it is a parametrization, from which the weight of the module around it is computed"
         )
-    return "", "; ".join(reasons) or "no K-FAC layer type for it"
+    return "", reason
 
 
 def _bias(
     module: nn.Module, parameter: str, shape: tuple[int, ...], transposed: bool
 ) -> nn.Parameter | None:
-    """The bias of a module's weight ``parameter``, found by name: [O] of a matrix, [n, O] of a
-    stack; else None."""
+    """Return the bias of a module's weight ``parameter``, found by its name; None if there is none.
+
+    Args:
+        shape: shape of the matrix, whose bias is [O]; or of the stack, whose bias is [n, O].
+        transposed: whether a matrix is [I, O].
+    """
     outputs = (*shape[:-2], shape[-1] if transposed else shape[-2])
     for name in (f"{parameter}_bias", parameter.removesuffix("weight") + "bias"):
         bias = module._parameters.get(name)
@@ -427,7 +552,7 @@ def _bias(
 
 
 def _sides(name: str, dims: tuple[int, int], choice: LayerChoice) -> tuple[Side, Side]:
-    """(A, G) of a layer with the sides ``dims`` = (I, O)."""
+    """Return (A, G) of a layer whose matrix has the sides ``dims`` = (I, O)."""
     sides: list[Side] = []
     for dim, other in (dims, dims[::-1]):
         dense = choice.dense_max or dim
@@ -444,4 +569,5 @@ def _sides(name: str, dims: tuple[int, int], choice: LayerChoice) -> tuple[Side,
 
 
 def numel(parameter: Any) -> int:
+    """Return the number of a parameter's elements, also where ZeRO-3 has taken them away."""
     return prod(parameter_shape(parameter))

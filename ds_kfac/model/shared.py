@@ -1,6 +1,8 @@
-"""Layers that see the same input, such as q, k, v or gate, up, share one A. They are found by
-tensor identity in the first captured step. The rows of an input then count once, when the gradients
-of all calls with it have arrived, and a row has a gradient if it has one in any of these calls.
+"""Layers that see the same input share one A, for example q, k and v, or gate and up.
+
+They are found in the first captured step, by the identity of the input tensor. The rows of an input
+count once, when the gradients of all calls with that input have arrived. A row has a gradient if it
+has one in any of these calls.
 """
 
 from collections import Counter
@@ -16,7 +18,7 @@ from ds_kfac.model.calls import Call
 from ds_kfac.model.layers import LayerSpec, key_of
 
 UNWATCHED = -1
-"""Number of an input of a layer that is no candidate."""
+"""Number of the inputs of layers that may not share an A."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,11 +26,11 @@ class Input:
     """An input whose rows are to be added to A.
 
     Attributes:
-        call: one of the calls that had it.
+        call: one of the calls that had this input.
         x: rows [.., I], or images.
-        with_gradient: bool of the rows' leading shape, whether a row has a gradient in any of the
-            calls; of images a scalar.
-        alive: bool scalar, whether any row has one.
+        with_gradient: bool, of the rows' leading shape: whether a row has a gradient in any of the
+            calls. For images a scalar.
+        alive: bool scalar, whether any row has a gradient.
     """
 
     call: Call
@@ -37,92 +39,148 @@ class Input:
     alive: Tensor
 
     def joined(self, other: "Input") -> "Input":
-        """This input, with the gradients of another call, too."""
+        """Return this input with the gradients of another call added."""
         with_gradient = self.with_gradient | other.with_gradient.reshape(self.with_gradient.shape)
         return replace(self, with_gradient=with_gradient, alive=self.alive | other.alive)
 
 
-Place = tuple[tuple[str, ...], int, bool]
-"""A group of layers, the number of an input, and whether a recomputation made the calls."""
+@dataclass(frozen=True)
+class InputOfGroup:
+    """One input of a group of layers.
+
+    Attributes:
+        group: names of the layers.
+        number: number of the input.
+        recomputed: whether a recomputation made the calls.
+    """
+
+    group: tuple[str, ...]
+    number: int
+    recomputed: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Waiting:
+    """An input whose calls have not all got their gradient.
+
+    Attributes:
+        gradients: how many gradients have arrived.
+        input: the input, with these gradients.
+    """
+
+    gradients: int
+    input: Input
+
+
+@dataclass(frozen=True, eq=False)
+class SeenInput:
+    """An input of a call whose gradient has arrived.
+
+    Attributes:
+        number: number of the input.
+        alive: whether the gradient is not zero, a bool scalar on the device; None: nobody computed
+            it.
+    """
+
+    number: int
+    alive: Tensor | None
 
 
 class SharedInputs:
     """Numbers the inputs of captured calls, and finds the groups of layers that share theirs.
 
     Args:
-        candidates: names of layers that may form groups; none: it does nothing.
+        candidates: names of the layers that may form groups; if there are none, it does nothing.
+
+    Attributes:
+        searching: whether groups are still to be found.
     """
 
     def __init__(self, candidates: Collection[str] = ()) -> None:
         self.searching = bool(candidates)
         self._watched = frozenset(candidates)
-        self._group: dict[str, tuple[str, ...]] = {}  # layer -> its group
+        self._group: dict[str, tuple[str, ...]] = {}  # layer -> names of its group
         self.begin_step()
 
     def begin_step(self) -> None:
+        """Forget the calls of the step before."""
+        # memory of an input -> its storage, and its number
         self._inputs: dict[tuple[Any, ...], tuple[StorageWeakRef, int]] = {}
         self._total = 0
-        # layer -> (number of the input, whether the gradient is not zero) of each call whose
-        # gradient arrived
-        self._arrived: dict[str, list[tuple[int, Tensor | None]]] = {}
-        self._numbers: dict[str, set[int]] = {}  # layer of a group -> its inputs
-        self._calls: Counter[Place] = Counter()
-        # (number of gradients that have arrived, the input)
-        self._waiting: dict[Place, tuple[int, Input]] = {}
+        # layer -> inputs of its calls whose gradient has arrived
+        self._arrived: dict[str, list[SeenInput]] = {}
+        # layer of a group -> numbers of these inputs
+        self._numbers: dict[str, set[int]] = {}
+        # how many calls with an input may get a gradient
+        self._calls: Counter[InputOfGroup] = Counter()
+        self._waiting: dict[InputOfGroup, Waiting] = {}
 
     def end_pass(self) -> list[Input]:
-        """A backward pass has ended. Returns the inputs that still waited, as not all of their
-        calls got a gradient."""
-        waiting = [waiting for _, waiting in self._waiting.values()]
+        """End a backward pass. Returns the inputs that still wait, because not all of their calls
+        got a gradient."""
+        waiting = [waiting.input for waiting in self._waiting.values()]
         self._waiting.clear()
         return waiting
 
     def called(self, call: Call) -> None:
-        """A call was made whose gradient may arrive."""
+        """Note that a call was made whose gradient may arrive."""
         if call.layer.name in self._group:
-            self._calls[self._place(call)] += 1
+            self._calls[self._input_of_group(call)] += 1
 
-    def _place(self, call: Call) -> Place:
-        return self._group[call.layer.name], call.input, call.rows.recomputed
+    def _input_of_group(self, call: Call) -> InputOfGroup:
+        return InputOfGroup(self._group[call.layer.name], call.input, call.rows.recomputed)
 
     def number(self, layer: str, x: Tensor) -> int:
-        """Number of a call's input; equal for calls with the same input in a step."""
+        """Return the number of a call's input. Calls with the same input have equal numbers in a
+        step."""
         if layer not in self._watched:
             return UNWATCHED
-        # not the Python object, as ZeRO-3 makes views
+        # not the identity of the Python object, because ZeRO-3 makes views
         storage = StorageWeakRef(x.untyped_storage())
-        place = storage.cdata, x.storage_offset(), tuple(x.shape), x.stride(), x._version
-        known, number = self._inputs.get(place, (None, UNWATCHED))
-        if known is None or known.expired():  # freed memory may hold another tensor by now
-            number = self._total
-            self._total += 1
-            self._inputs[place] = storage, number
+        memory = storage.cdata, x.storage_offset(), tuple(x.shape), x.stride(), x._version
+        if memory in self._inputs:
+            earlier, number = self._inputs[memory]
+            if not earlier.expired():
+                return number
+            # the earlier input was freed, and its memory holds another tensor now
+        number = self._total
+        self._total += 1
+        self._inputs[memory] = storage, number
         return number
 
     def arrived(self, layer: str, number: int, alive: Tensor | None) -> None:
-        """A call's gradient has arrived. ``alive``: whether it is not zero, a bool scalar; None: it
-        is not known."""
-        if self.searching and number != UNWATCHED:
-            self._arrived.setdefault(layer, []).append((number, alive))
+        """Note that a call's gradient has arrived.
 
-    def found(self) -> dict[str, tuple[tuple[int, bool], ...]]:
-        """Layer -> (number of the input, whether the gradient was not zero) of its calls; layers
-        with equal entries share their inputs. Waits for the device."""
-        flags = [
-            alive for calls in self._arrived.values() for _, alive in calls if alive is not None
-        ]
-        known = dict(zip(map(id, flags), torch.stack(flags).tolist() if flags else (), strict=True))
-        return {
-            layer: tuple((number, known.get(id(alive), True)) for number, alive in calls)
-            for layer, calls in self._arrived.items()
-        }
+        Args:
+            layer: name of the layer.
+            number: number of the call's input.
+            alive: whether the gradient is not zero, a bool scalar; None: nobody computed it.
+        """
+        if self.searching and number != UNWATCHED:
+            self._arrived.setdefault(layer, []).append(SeenInput(number, alive))
+
+    def inputs_seen(self) -> dict[str, tuple[tuple[int, bool], ...]]:
+        """Return, for each layer, the (number of the input, whether the gradient was not zero) of
+        its calls.
+
+        Layers with equal entries share their inputs. Waits for the device.
+        """
+        calls = [(layer, seen) for layer, inputs in self._arrived.items() for seen in inputs]
+        # all flags in one tensor, to wait once; a flag that nobody computed counts as true
+        flags = [seen.alive for _, seen in calls if seen.alive is not None]
+        values = iter(torch.stack(flags).tolist() if flags else ())
+        inputs_of: dict[str, tuple[tuple[int, bool], ...]] = {}
+        for layer, seen in calls:
+            is_alive = True if seen.alive is None else next(values)
+            inputs_of[layer] = (*inputs_of.get(layer, ()), (seen.number, is_alive))
+        return inputs_of
 
     def parted(self) -> set[tuple[str, ...]]:
         """Return the groups whose layers do not share all their inputs.
 
-        These are groups in which each of two layers got a gradient for an input for which the other
-        got none. A layer may get no gradient for an input of its own, so if only one of the two
-        lacks some, nothing is known.
+        In such a group there are two layers, each of which got a gradient for an input for which
+        the other got none. If only one of two layers lacks gradients, they may still share all
+        inputs, because a layer need not get a gradient for each input.
         """
         parted = set()
         for group in set(self._group.values()):
@@ -133,31 +191,34 @@ class SharedInputs:
         return parted
 
     def key(self, layer: LayerSpec) -> str:
-        """Key of the factor to which a layer's inputs go."""
+        """Return the key of the factor A that a layer's inputs go to."""
         group = self._group.get(layer.name)
         return key_of(group[0] if group else layer.shares or layer.name, "A")
 
     def complete(self, arrived: Input) -> Input | None:
-        """The input of a call whose gradient has arrived, if it is the last one with this input;
-        else it waits."""
+        """Return the input of a call whose gradient has arrived, if its rows are complete.
+
+        They are complete if this is the last call with that input. Otherwise the input waits, and
+        the result is None. It is also None for a layer whose A gets its rows from another layer.
+        """
         layer = arrived.call.layer
-        # of the parts of a layer the first gives the rows of their common A
+        # the parts of a cut layer share one A, which gets its rows from the first part
         if layer.name not in self._group:
             return arrived if layer.shares is None else None
         self._numbers.setdefault(layer.name, set()).add(arrived.call.input)
-        place = self._place(arrived.call)
+        place = self._input_of_group(arrived.call)
         gradients = 1
         if place in self._waiting:
-            before, waiting = self._waiting.pop(place)
-            gradients += before
-            arrived = waiting.joined(arrived)
+            waiting = self._waiting.pop(place)
+            gradients += waiting.gradients
+            arrived = waiting.input.joined(arrived)
         if gradients >= self._calls[place]:
             return arrived
-        self._waiting[place] = gradients, arrived
+        self._waiting[place] = Waiting(gradients, arrived)
         return None
 
     def use(self, groups: Sequence[Sequence[str]]) -> None:
-        """End the search; these groups share their A from now on."""
+        """End the search. The layers of each of these groups share their A from now on."""
         self.searching = False
         self._group = {name: tuple(group) for group in groups for name in group}
         self._watched = frozenset(self._group)
@@ -165,18 +226,18 @@ class SharedInputs:
 
 
 def agreed(
-    found: Sequence[Mapping[str, tuple]], kinds: Mapping[str, object]
+    inputs_of_ranks: Sequence[Mapping[str, tuple]], properties: Mapping[str, object]
 ) -> tuple[tuple[str, ...], ...]:
-    """Groups of layers that share their inputs on all ranks.
+    """Return the groups of layers that share their inputs on all ranks.
 
     Args:
-        found: :meth:`SharedInputs.found` of every rank.
-        kinds: layer -> other properties that must be equal in a group, such as its side; gives the
-            order of layers.
+        inputs_of_ranks: :meth:`SharedInputs.inputs_seen` of every rank.
+        properties: layer -> other properties that must be equal in a group, such as the side of A.
+            It also gives the order of the layers.
     """
     groups: dict[tuple, list[str]] = {}
-    for layer, kind in kinds.items():
-        inputs = tuple(rank.get(layer, ()) for rank in found)
+    for layer, properties_of_layer in properties.items():
+        inputs = tuple(rank.get(layer, ()) for rank in inputs_of_ranks)
         if any(inputs):
-            groups.setdefault((kind, inputs), []).append(layer)
+            groups.setdefault((properties_of_layer, inputs), []).append(layer)
     return tuple(tuple(group) for group in groups.values() if len(group) > 1)

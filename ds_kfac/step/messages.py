@@ -281,7 +281,7 @@ class Sharing:
         rows = rows_in(measured)
         # once layers share an A, eigenbases may begin to travel: then all ranks have to know which
         # factors are ready
-        everyone = gathered((self.inputs.found(), rows, ready), self.channel.group)
+        everyone = gathered((self.inputs.inputs_seen(), rows, ready), self.channel.group)
         ready.update(key for *_, keys in everyone for key in keys)
         groups = observations.groups
         if self.inputs.searching:

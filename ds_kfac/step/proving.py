@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ds_kfac.comm.message import Channel
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.model.proof import HOOKED, LEFT_OUT, Proof, RowCheck, eps_of, row_checks
+from ds_kfac.model.proof import Proof, RowCheck, eps_of, row_checks
 from ds_kfac.plan.plan import Plan
 from ds_kfac.zero.exchange import Gradients
 from ds_kfac.zero.layout import ShardLayout, is_hooked
@@ -100,7 +100,7 @@ class Proving:
         proof = Proof(self.layers, key, self._number, torch.device(self.layout.engine.device))
         if after_error:
             for layer in proof.layers:
-                proof.mark(layer, LEFT_OUT)
+                proof.leave_out(layer)
         return proof if proof.layers else None
 
     def frozen(self, layer: LayerSpec) -> bool:
@@ -116,9 +116,9 @@ class Proving:
         """The proof's numbers, summed over all ranks. Collective."""
         for layer in proof.layers:
             if self.frozen(layer):
-                proof.mark(layer, LEFT_OUT)
+                proof.leave_out(layer)
             if self.hooked(layer):
-                proof.mark(layer, HOOKED)
+                proof.note_hook(layer)
         return self.channel.sum(proof.numbers(), "proof")
 
     def verdict(

@@ -96,7 +96,7 @@ _ROWS = {
         "tests/deepspeed/test_compile.py::test_a_trace_and_an_export_in_a_captured_step_have_the_"
         "operations_of_the_model_alone",
     ): [
-        ("a trace is a batch", " is torch._C._get_tracing_state() is None", " is None"),
+        ("a trace is a batch", "if is_traced or torch._C", "if torch._C"),
         ("an export is a batch", " and not torch.compiler.is_exporting()", ""),
     ],
     ("engine/preflight.py", "tests/deepspeed/test_interruptions.py"): [
@@ -294,8 +294,8 @@ _ROWS = {
         ),
         (
             "left product: columns taken for rows",
-            "gradient = gradient.mT if columns",
-            "gradient = gradient if columns",
+            "gradient = gradient.mT",
+            "pass",
         ),
         (
             "grouped products: rows behind the groups count",
@@ -397,7 +397,7 @@ _ROWS = {
     ("model/scan.py", "tests/model/test_products.py"): [
         (
             "a weight that is lent, called as a module",
-            "            product = True",
+            "            is_product = True",
             "            pass",
         )
     ],
@@ -407,8 +407,8 @@ _ROWS = {
     ("model/capture.py", "tests/model/test_capture_images.py"): [
         (
             "another window taken for the module's",
-            "if product.window == tuple(",
-            "if True or tuple(",
+            "if product.window != tuple(",
+            "if False and tuple(",
         )
     ],
     ("model/product_code.py", "tests/model/test_capture_images.py"): [
@@ -422,8 +422,8 @@ _ROWS = {
         ),
         (
             "a table that is multiplied is a layer",
-            "if id(weight) in self.tables else None",
-            "if False else None",
+            "if weight in self.tables:",
+            "if False:",
         ),
         ("modules of one weight, biases apart", "len(biases) == 1 and", ""),
         (
@@ -437,13 +437,19 @@ _ROWS = {
         ("tables that are broadcast are matrices", "1 not in shape[:-1]", "True")
     ],
     ("model/product_code.py", "tests/model/test_scan.py"): [
-        ("a stack's matrices are rows of a table", "- dims < 2:", "- dims < 3:"),
-        ("a product of two parameters makes a layer", " or other in parameters:", ":"),
+        ("a stack's matrices are rows of a table", "- removed_dims < 2:", "- removed_dims < 3:"),
+        ("a product of two parameters makes a layer", " or product.other in parameters:", ":"),
     ],
     (
         "model/product_code.py",
         "tests/model/test_products.py::test_a_view_that_is_no_stack_is_none",
-    ): [("rows viewed as a stack: cut anywhere", " and shape[0] % count == 0 else 1", " else 1")],
+    ): [
+        (
+            "rows viewed as a stack: cut anywhere",
+            "return count if shape[0] % count == 0 else 1",
+            "return count",
+        )
+    ],
     (
         "model/scan.py",
         "tests/model/test_products.py::test_rows_that_are_viewed_as_a_stack_are_a_matrix_each",
@@ -451,8 +457,8 @@ _ROWS = {
     ("model/products.py", "tests/model/test_product_rows.py"): [
         (
             "an einsum with a part of a stack is one with all of it",
-            "whole = place.shape[0] == count if sums.stacked else",
-            "whole = True if sums.stacked else",
+            "return place.shape[0] == count and ",
+            "return ",
         ),
         (
             "a weight's rows are inputs",
@@ -460,11 +466,11 @@ _ROWS = {
             "if place is None",
         ),
         ("alpha of addmm forgotten", "gradient if scale == 1 else gradient * scale", "gradient"),
-        ("every second row is taken for the first ones", "(O == 1 or of_O == I)", "True"),
+        ("every second row is taken for the first ones", "(O == 1 or stride_O == I)", "True"),
         (
             "the first dimension is the stack's",
-            "front = output.ndim - len(place.shape) + stack[0]",
-            "front = stack[0]",
+            "front = output.ndim - len(place.shape) + stack_dim",
+            "front = stack_dim",
         ),
     ],
     ("model/places.py", "tests/model/test_product_rows.py"): [
@@ -520,7 +526,7 @@ _ROWS = {
     ],
     ("model/proof.py", _PROOF): [
         ("proof: TF32 is unknown", 'TF32 if images or device.type != "cpu" else 0.0)', "0.0)"),
-        ("proof: no rounding of long sides", "t_K.norm(dim=-1) + size", "t_K.norm(dim=-1)"),
+        ("proof: no rounding of long sides", "t_2MP.norm(dim=-1) + size_M", "t_2MP.norm(dim=-1)"),
         (
             "proof: probes of a layer, not of its A",
             "narrow = layer.A.dim < NARROW * layer.groups",
@@ -631,8 +637,8 @@ _ROWS = {
     ("model/products.py", "tests/model/test_calls.py"): [
         (
             "products: other threads are watched",
-            "if not thread.depth and all(",
-            "if False and all(",
+            "if is_inactive and not thread.depth:",
+            "if False:",
         ),
         (
             "products: not where they are recomputed",
@@ -715,8 +721,8 @@ _ROWS = {
         ),
         (
             "Conv1D's gradient not transposed",
-            "weight.view(*groups, -1, O).mT if self.transposed else",
-            "weight.view(*groups, O, -1) if self.transposed else",
+            "weight_OI = weight.view(*groups, -1, O).mT",
+            "weight_OI = weight.view(*groups, O, -1)",
         ),
     ],
     ("model/registry.py", "tests/model/test_layer_matrix.py"): [
@@ -872,7 +878,7 @@ _ROWS = {
         )
     ],
     ("model/rows.py", "tests/deepspeed/test_contributors.py"): [
-        ("rows by a stride begin at the same place in every step", "phase(self.turn, stride)", "0")
+        ("rows by a stride begin at the same place in every step", "phase(self.step, stride)", "0")
     ],
     ("checkpoint/load.py", "tests/deepspeed/test_contributors.py"): [
         (
@@ -1458,10 +1464,10 @@ _ROWS = {
             "return heads * width, shared * width, shared * width",
             "return (rows // 3,) * 3",
         ),
-        ("blocks: gates that take turns are halves", "(1, 1) if kind in IN_TURN else ", ""),
+        ("blocks: gates that take turns are halves", "in IN_TURN:", "in ():"),
         (
             "blocks: any Wi has a gate",
-            "(rows // 2,) * 2 if 2 * _inputs(after) == rows else ()",
+            "(rows // 2,) * 2 if is_gated else ()",
             "(rows // 2,) * 2",
         ),
         ("blocks: what was guessed is not said", "guessed = BY_NAME if fits else ONE_MAP", "pass"),
@@ -1691,8 +1697,8 @@ _ROWS = {
         ("rule: flattened rows are not masked", "return mask.reshape(-1)", "return None"),
         (
             "rule: one mask of several leaves a row out",
-            "union = union | mask",
-            "union = union & mask",
+            "if union is None else union | fitted",
+            "if union is None else union & fitted",
         ),
         (
             "rule: an additive mask leaves rows out",
@@ -1724,7 +1730,7 @@ _ROWS = {
     ("model/passes.py", _RULE): [
         (
             "rule: rows of the layer farthest from the loss",
-            "torch.where(found, total, rows)",
+            "torch.where(is_found, total, rows)",
             "rows",
         ),
         (
@@ -1824,15 +1830,15 @@ _ROWS = {
         ),
         (
             "inputs of some outputs count as those of all",
-            "scale: Tensor | float = taken.stride * call.share",
-            "scale: Tensor | float = taken.stride",
+            "scale: Tensor | float = sample.stride * call.share",
+            "scale: Tensor | float = sample.stride",
         ),
         (
             "a gradient's row by a stride stands for itself alone",
-            "factor: Tensor | float = float(taken.stride)",
+            "factor: Tensor | float = float(sample.stride)",
             "factor: Tensor | float = 1.0",
         ),
-        ("rows by a stride begin at the same place in every step", "phase(self.turn, stride)", "0"),
+        ("rows by a stride begin at the same place in every step", "phase(self.step, stride)", "0"),
         (
             "pairs: rows that do not count have inputs",
             "return torch.where(kept.reshape(*x_NTI.shape[:2], 1), x_NTI, 0.0)",
@@ -1847,8 +1853,8 @@ _ROWS = {
         ),
         (
             "a product's input is unpacked for each matrix",
-            "else nodes[0].saved_tensors[0]  # once",
-            "else [node.saved_tensors[0] for node in nodes][0]  # once",
+            "else node_of_x.saved_tensors[0]",
+            "else [node_of_x.saved_tensors[0] for _ in calls][0]",
         ),
         (
             "another thread's forward is the model's",
@@ -1864,15 +1870,15 @@ _ROWS = {
     ("model/passes.py", "tests/model/test_calls.py"): [
         (
             "reduce: a head in tiles is another batch",
-            "return not known or examples in (*known, sum(known))",
-            "return not known or examples == known[0]",
+            "return not sizes or examples in (*sizes, sum(sizes))",
+            "return not sizes or examples == sizes[0]",
         )
     ],
     ("model/masks.py", "tests/model/test_calls.py"): [
         (
             "reduce: a row of a flattened batch is none",
-            "(mask.flatten(1).any(dim=1) if mask.ndim > 1 else mask).sum()",
-            "mask.flatten(1).any(dim=1).sum()",
+            "mask.flatten(1).any(dim=1) if mask.ndim > 1 else mask",
+            "mask.flatten(1).any(dim=1)",
         )
     ],
     ("model/calls.py", "tests/model/test_products.py"): [
@@ -1903,7 +1909,11 @@ _ROWS = {
             "if True:",
         ),
         ("shared inputs: rows that wait are lost", "return waiting\n", "return []\n"),
-        ("shared inputs: gradients of zero are as any", "known.get(id(alive), True)", "True"),
+        (
+            "shared inputs: gradients of zero are as any",
+            "True if seen.alive is None else next(values)",
+            "True",
+        ),
         ("shared inputs: version ignored", "x.stride(), x._version", "x.stride(), 0"),
     ],
     ("model/convolutions.py", "tests/model/test_capture_images.py"): [

@@ -168,21 +168,19 @@ def test_a_recomputed_layer_fits(reentrant):
             return checkpoint(self.inner, x.requires_grad_(), use_reentrant=reentrant)
 
     found = prove(made(Checkpointed))
-    assert not unfit(found) and {seen.reached > 0 for seen in found.values()} == {True}, found
+    assert not unfit(found) and {seen.calls > 0 for seen in found.values()} == {True}, found
 
 
 def test_a_use_that_is_not_seen_is_found_and_the_layer_is_named():
     class Tied(Tokens):
         def forward(self, x):
-            return (
-                super().forward(x)
-                + torch.linalg.multi_dot([x[0], self.first.weight.T, self.first.weight]).mean()
-            )
+            weight = self.first.weight
+            return super().forward(x) + torch.linalg.multi_dot([x[0], weight.T, weight]).mean()
 
     found = prove(made(Tied))
     assert unfit(found) == {"first"} and "another use was not seen" in str(found["first"])
     lines = inspect.getsourcelines(Tied)[1], inspect.getsourcelines(Tokens.forward)[1]
-    assert f"test_proof.py:{lines[0] + 2} (linalg_multi_dot)" in str(found["first"])
+    assert f"test_proof.py:{lines[0] + 3} (linalg_multi_dot)" in str(found["first"])
     assert f"test_proof.py:{lines[1] + 1} (linear)" in str(found["first"])
     assert all("(bmm)" in found[f"experts.{entry}"].uses for entry in range(4)), (
         "a stack's layers have one weight"
@@ -358,31 +356,24 @@ def test_products_in_tf32_fit_on_a_gpu_and_would_not_if_they_were_taken_for_fp32
     """There convolutions are computed so, unless torch is told otherwise, and linears where the
     user allows it."""
     layer = linear_layer("layer", 96, 64)
-    own, (a, g) = (
-        proof.Proof([layer], lambda layer: layer.keys[0], 0, torch.device("cpu")),
-        torch.randn(2, rows, 96),
-    )
+    own = proof.Proof([layer], lambda layer: layer.keys[0], 0, torch.device("cpu"))
+    a, g = torch.randn(2, rows, 96)
     g = g[:, :64].contiguous()
     (v,), (u,) = (tf32(own.probes(key, layer)) for key in layer.keys)
     products = ((tf32(a) @ v) * (tf32(g) @ u)).double()
     ratios = []
     for device in ("cuda", "cpu"):
-        total = torch.zeros(len(proof.NUMBERS), dtype=torch.float64)
-        total[: proof.PROBES] = products.sum(dim=0)
-        total[proof.SQUARES], total[proof.REACHED], total[proof.RANKS] = (
-            products.square().sum(),
-            1,
-            1,
-        )
-        total[proof.EPS], total[proof.ROWS] = (
-            proof.accuracy(torch.float32, torch.device(device)),
-            rows,
-        )
+        numbers = proof.Numbers.unpacked(own.numbers())
+        numbers.t[0] = products.sum(dim=0)
+        numbers.squares[0] = products.square().sum()
+        numbers.calls[0] = 1
+        numbers.ranks[0] = 1
+        numbers.eps[0] = proof.accuracy(torch.float32, torch.device(device))
+        numbers.rows[0] = rows
+        total = numbers.packed()
         gradient = tf32(g).T @ tf32(a)
         eps = proof.eps_of(torch.float32)
         ratios.append(
-            float(
-                own.ratios(total[None], {"layer": gradient}, divisor=1, world=1, eps=eps, floor=0)
-            )
+            float(own.ratios(total, {"layer": gradient}, divisor=1, world=1, eps=eps, floor=0))
         )
     assert ratios[0] < 0.5 and ratios[1] > 2, ratios

@@ -38,7 +38,7 @@ def call_of(
 def sums_of(x, g, kept=None, sharing=EXPAND, turn=0, stride=1, scale=1.0, bias=False):
     """(sum of A, rows of A, sum of G, rows of G)."""
     call, rows = call_of(tuple(g.shape), x.shape[-1], bias=bias), RowSums(sharing)
-    rows.turn = turn
+    rows.step = turn
     A, G = (BatchSum.empty(side.numel, CPU) for side in (call.layer.A, call.layer.G))
     if kept is None:
         kept = torch.ones(x.shape[:-1], dtype=torch.bool)

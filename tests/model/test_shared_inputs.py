@@ -25,7 +25,7 @@ def found_in(*calls: tuple[str, torch.Tensor]) -> dict[str, tuple]:
     shared = SharedInputs({name for name, _ in calls})
     for name, x in calls:
         shared.arrived(name, shared.number(name, x), torch.tensor(True))
-    return shared.found()
+    return shared.inputs_seen()
 
 
 def groups_of(**inputs: torch.Tensor) -> tuple[tuple[str, ...], ...]:
@@ -85,7 +85,7 @@ def test_a_call_whose_gradient_is_zero_or_did_not_come_is_told_apart():
     numbers = {name: shared.number(name, X) for name in "abcd"}
     for name, alive in (("a", True), ("b", False), ("c", True)):
         shared.arrived(name, numbers[name], torch.tensor(alive))
-    assert agreed([shared.found()], dict.fromkeys("abcd", 0)) == (("a", "c"),)
+    assert agreed([shared.inputs_seen()], dict.fromkeys("abcd", 0)) == (("a", "c"),)
 
 
 def test_only_candidates_are_watched_and_none_means_no_search():
@@ -180,7 +180,7 @@ def searched(model: nn.Module, batch: torch.Tensor) -> tuple[Recorder, tuple]:
     )
     recorder = Recorder(model, inputs=inputs)
     recorder.backward(model(batch))
-    groups = agreed([inputs.found()], {layer.name: layer.A for layer in recorder.layers})
+    groups = agreed([inputs.inputs_seen()], {layer.name: layer.A for layer in recorder.layers})
     inputs.use(groups)
     recorder.begin(1)
     return recorder, groups

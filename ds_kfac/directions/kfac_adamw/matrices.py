@@ -17,14 +17,14 @@ def other_matrices(model: nn.Module, scan: Scan) -> set[str]:
     Tables, in which rows are looked up as in an embedding, are not matrices.
     """
     in_layers = {name for layer in scan.layers for name in layer.parameters}
-    table_ids = tables(model)
+    in_tables = tables(model)
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            table_ids.add(id(module.weight))
+            in_tables.add(module.weight)
 
     names = set[str]()
     for name, parameter in model.named_parameters():
-        if name in in_layers or id(parameter) in table_ids or not is_matrix(parameter):
+        if name in in_layers or parameter in in_tables or not is_matrix(parameter):
             continue
         module = model.get_submodule(name.rpartition(".")[0])
         if _is_multiplied(module, parameter):
