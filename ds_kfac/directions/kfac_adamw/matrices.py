@@ -4,6 +4,8 @@ KFACAdamW steps a matrix in no K-FAC layer with its parameter group's ``lr``, an
 parameters in no layer with ``adam_lr``. The attach report counts matrices by the same rule.
 """
 
+from typing import cast
+
 from torch import nn
 
 from ds_kfac.model.layers import parameter_shape
@@ -20,7 +22,7 @@ def other_matrices(model: nn.Module, scan: Scan) -> set[str]:
     in_tables = tables(model)
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            in_tables.add(module.weight)
+            in_tables.add(cast(nn.Parameter, module.weight))
 
     names = set[str]()
     for name, parameter in model.named_parameters():
