@@ -87,7 +87,7 @@ processors: $(STAMP)
 # mutmut 3.8 fails with pytest 9.2, so both are installed beside the environment, in a folder that only this target reads.
 MUTMUT = $(VENV)/mutmut
 MUTATE = cd $(VENV)/mutants && PYTHONPATH=$(MUTMUT) DS_ACCELERATOR=cpu $(BIN)/python -m mutmut
-SURVIVORS = $(MUTATE) results | sed -n 's/^ *\(.*\): .*/\1/p'
+SURVIVORS = $(MUTATE) results | sed -nE "s/^ *(.*): (survived|no tests)$$/\1/p"
 $(MUTMUT)/.ready: $(STAMP)
 	$(BIN)/python -m pip install --quiet --target $(MUTMUT) mutmut==3.8.0 "pytest<9.2"
 	touch $@
