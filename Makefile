@@ -26,7 +26,7 @@ LAUNCHER = $(BIN)/deepspeed --num_accelerators $(RANKS)
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 LAUNCH = $(LAUNCHER) examples/train_gpt.py --steps $(STEPS)
 
-.PHONY: setup train train-moe train-images compare converge scale gpu test test-benchmarks quick processors integrations integrations-more versions versions-short campaign report check docs test-site release clean
+.PHONY: setup train train-moe train-images compare converge scale gpu test test-benchmarks quick processors mutants integrations integrations-more versions versions-short campaign report check docs test-site release clean
 
 setup: $(STAMP)
 
@@ -66,9 +66,8 @@ scale: $(STAMP)
 gpu: $(STAMP)
 	for call in $(CALLS); do PYTHON=$(BIN)/python bash benchmarks/gpu.sh $$call || failed=1; done; exit $$failed
 
-# tests of what lies around the package, and the campaign's: a target of their own. That every mutant can still be made is
-# known in seconds, and stays with the others.
-AROUND = tests/benchmarks $(filter-out tests/campaign/test_mutants.py,$(wildcard tests/campaign/test_*.py))
+# tests of what lies around the package, and the campaign's: a target of their own
+AROUND = tests/benchmarks tests/campaign
 test: $(STAMP)
 	$(PYTEST) $(AROUND:%=--ignore=%) $(ARGS)
 
@@ -84,6 +83,23 @@ quick: $(STAMP)
 # the same sums in other orders, as other processors take them
 processors: $(STAMP)
 	$(BIN)/python -m tests.campaign.processors --engines $(ARGS) -- $(QUICK)
+
+# mutmut 3.8 fails with pytest 9.2, so both are installed beside the environment, in a folder that only this target reads.
+MUTMUT = $(VENV)/mutmut
+MUTATE = cd $(VENV)/mutants && PYTHONPATH=$(MUTMUT) DS_ACCELERATOR=cpu $(BIN)/python -m mutmut
+SURVIVORS = $(MUTATE) results | sed -nE "s/^ *(.*): (survived|no tests)$$/\1/p"
+$(MUTMUT)/.ready: $(STAMP)
+	$(BIN)/python -m pip install --quiet --target $(MUTMUT) mutmut==3.8.0 "pytest<9.2"
+	touch $@
+
+# one small change of FOLDER after the other, in a copy below .venv: prints those that TESTS do not notice
+mutants: $(MUTMUT)/.ready
+	test -d "$(FOLDER)" && test -e "$(TESTS)" || { echo "make mutants FOLDER=ds_kfac/schedule TESTS=tests/schedule"; exit 2; }
+	rm -rf $(VENV)/mutants && mkdir $(VENV)/mutants
+	ln -s $(CURDIR)/ds_kfac $(CURDIR)/tests $(CURDIR)/docs $(CURDIR)/csrc $(CURDIR)/pyproject.toml $(VENV)/mutants
+	sed 's|FOLDER|$(FOLDER)|; s|TESTS|$(TESTS)|' tests/mutmut.cfg > $(VENV)/mutants/setup.cfg
+	$(MUTATE) run --max-children $(WORKERS) $(ARGS) < /dev/null
+	for name in $$($(SURVIVORS)); do ($(MUTATE) show $$name); done
 
 # transformers, TRL, PEFT, Accelerate and Lightning, in an environment of their own: they bring what ours should not have.
 # Where one of them does not install, its tests say so and are skipped.

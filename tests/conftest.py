@@ -65,7 +65,6 @@ LONGEST = (
     "deepspeed/test_communication.py",
     "benchmarks/test_gpu_script.py",
     "campaign/test_processors.py",
-    "campaign/test_mutant_runs.py",
     "benchmarks/test_step.py",
     "gpu/test_shared.py",
     "zero/test_seam.py",

@@ -1,11 +1,9 @@
-"""A captured step without DeepSpeed, and an independent truth to compare it with."""
+"""A captured step without DeepSpeed, compared with tests/truth.py."""
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -16,6 +14,7 @@ from ds_kfac.model.scan import LayerChoice, scan
 from ds_kfac.model.shared import SharedInputs
 from tests.close import close
 from tests.ops.specification import symmetric_pack
+from tests.truth import Truth
 
 LINEAR = LayerChoice(types=("Linear", "Conv1D"))
 
@@ -103,139 +102,17 @@ class Recorder:
         return {name: found.rows for name, found in self.factors().items()}
 
 
-# the truth
-
-
-@dataclass(eq=False)
-class SeenCall:
-    """A call of a linear layer: its inputs, and what the test says about its rows."""
-
-    layer: str
-    x: Tensor
-    mask: Tensor | None
-    forward: int
-
-
-class Truth:
-    """Every input and output gradient of a step, kept by plain hooks; and the factors by a loop
-    over rows in float64.
-
-    Args:
-        masks: leading dimensions of a call -> which of its rows are no padding. The test writes it
-            out for each shape.
-    """
-
-    def __init__(
-        self, model: nn.Module, masks: Mapping[tuple[int, ...], Tensor] | None = None
-    ) -> None:
-        self.model = model
-        self.masks = masks or {}
-        self.calls: list[SeenCall] = []
-        self.passes: list[list[tuple[SeenCall, Tensor]]] = []
-        self._arrived: list[tuple[SeenCall, Tensor]] = []
-        self._forward = 0
-        model.register_forward_pre_hook(self._begin_forward)
-        for name, module in model.named_modules():
-            if isinstance(module, nn.Linear):
-                module.register_forward_hook(lambda *values, name=name: self._called(name, *values))
-
-    def _begin_forward(self, module: nn.Module, inputs: tuple) -> None:
-        self._forward += 1
-
-    def _called(self, name: str, module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
-        if not output.requires_grad:
-            return output
-        x = inputs[0].detach().double()
-        if module.bias is not None:
-            x = torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)
-        call = SeenCall(name, x, self.masks.get(tuple(x.shape[:-1])), self._forward)
-        self.calls.append(call)
-        # output + 0: its gradient is the output's
-        probe = torch.zeros_like(output, requires_grad=True)
-        probe.register_hook(lambda gradient: self._arrived.append((call, gradient.double())))
-        return output + probe
-
-    def backward(self, loss: Tensor, **options) -> None:
-        """A backward pass, with those inside of the forward before it."""
-        loss.backward(**options)
-        self.passes.append(self._arrived)
-        self._arrived = []
-
-    def factors(self, layers: tuple[LayerSpec, ...], sharing: str = "expand") -> dict[str, Factors]:
-        terms = [self._rows_of_nearest(arrived, sharing) for arrived in self.passes]
-        found = {}
-        for layer in layers:
-            if not self.model.get_parameter(layer.weight).requires_grad:
-                continue
-            A = torch.zeros(layer.A.dim, layer.A.dim, dtype=torch.float64)
-            G = torch.zeros(layer.G.dim, layer.G.dim, dtype=torch.float64)
-            rows = 0
-            for number, arrived in zip(terms, self.passes, strict=True):
-                for call, gradient in arrived:
-                    if call.layer != layer.name or not gradient.any():
-                        continue
-                    of_A, of_G = rows_of(call, gradient, sharing)
-                    rows += len(of_A)
-                    for a in of_A:
-                        A += torch.outer(a, a)
-                    for g in of_G:
-                        G += len(self.passes) * number * torch.outer(g, g)
-            if rows:
-                found[layer.name] = Factors(
-                    symmetric_pack(A / rows), symmetric_pack(G), float(rows), float(sum(terms))
-                )
-        return found
-
-    def _rows_of_nearest(self, arrived: list[tuple[SeenCall, Tensor]], sharing: str) -> int:
-        """R_p of a pass."""
-        nearest = next((call.layer for call, gradient in arrived if gradient.any()), None)
-        forwards = {call.forward for call, _ in arrived}
-        total = 0
-        for call in self.calls:
-            if call.layer == nearest and call.forward in forwards:
-                gradients = [gradient for each, gradient in arrived if each is call]
-                counts = (
-                    torch.ones(call.x.shape[:-1], dtype=torch.bool)
-                    if call.mask is None
-                    else call.mask
-                )
-                for gradient in gradients:
-                    counts = counts | (gradient != 0).any(dim=-1)
-                total += int(
-                    counts.sum()
-                    if sharing == "expand"
-                    else counts.reshape(len(counts), -1).any(dim=1).sum()
-                )
-        return total
-
-
-def rows_of(call: SeenCall, gradient: Tensor, sharing: str) -> tuple[list[Tensor], list[Tensor]]:
-    """The rows of A and of G of a call whose gradient is not zero."""
-    has_bias = call.x.shape[-1] > 1 and bool((call.x[..., -1] == 1).all())
-    kept = torch.zeros(call.x.shape[:-1], dtype=torch.bool)
-    for place in range(kept.numel()):
-        x, g = call.x.flatten(0, -2)[place], gradient.flatten(0, -2)[place]
-        is_masked = call.mask is not None and not call.mask.flatten()[place]
-        is_empty = not (x[:-1] if has_bias else x).any()
-        kept.view(-1)[place] = bool(g.any()) or not (is_masked or is_empty)
-    if sharing == "expand":
-        return list(call.x[kept]), list(gradient.flatten(0, -2))
-    means = [x[own].mean(dim=0) for x, own in zip(call.x, kept, strict=True) if own.any()]
-    return means, [g.reshape(-1, g.shape[-1]).sum(dim=0) for g in gradient]
-
-
 def compared(
     model: nn.Module,
     program: Callable[[nn.Module, Callable[..., None]], object],
     *,
     true_program: Callable[[nn.Module, Callable[..., None]], object] | None = None,
-    masks: Mapping[tuple[int, ...], Tensor] | None = None,
     sharing: str = "expand",
     plain: bool = False,
     **options,
 ) -> dict[str, Factors]:
-    """Run a program with capture and with :class:`Truth`, assert that A, G and counts are the same,
-    and return them.
+    """Run a program with capture and with the truth of tests/truth.py, assert that A, G and counts
+    are the same, and return them.
 
     Args:
         program: (model, backward) -> the forwards and backward passes of a step.
@@ -243,14 +120,29 @@ def compared(
         plain: whether the captured program calls ``loss.backward()``, which nobody announces.
         options: of :class:`Recorder`.
     """
-    truth = Truth(copy.deepcopy(model), masks)
+    truth = Truth(copy.deepcopy(model), sharing=sharing)
     recorder = Recorder(model, sharing=sharing, **options)
-    program(model, (lambda loss, **how: loss.backward(**how)) if plain else recorder.backward)
+
+    def unannounced(loss: Tensor, **how) -> None:
+        loss.backward(**how)
+
+    program(model, unannounced if plain else recorder.backward)
     assert not recorder.capture.failed
     found = recorder.factors()
-    (true_program or program)(truth.model, truth.backward)
-    same(found, truth.factors(recorder.layers, sharing))
+    with truth:
+        (true_program or program)(truth.model, unannounced)
+    same(found, true_factors(truth, recorder.layers))
     return found
+
+
+def true_factors(truth: Truth, layers: tuple[LayerSpec, ...]) -> dict[str, Factors]:
+    """Return what the truth has of these layers."""
+    terms, names = float(truth.sums()["terms"]), {layer.name for layer in layers}
+    return {
+        name: Factors(symmetric_pack(A), symmetric_pack(G), float(rows), terms)
+        for name, (A, G, rows) in truth.factors().items()
+        if name in names
+    }
 
 
 def same(found: Mapping[str, Factors], expected: Mapping[str, Factors], sums: float = 1000) -> None:

@@ -1,5 +1,4 @@
-"""The rule by which rows make A and G (docs/explanation/capture.md), against plain hooks and a loop
-over rows in float64."""
+"""The rule by which rows make A and G (docs/explanation/capture.md), against tests/truth.py."""
 
 import pytest
 import torch
@@ -53,16 +52,14 @@ def padded(seed=1):
 def test_a_row_is_padding_if_its_gradient_is_zero_and_the_mask_leaves_it_out():
     x, y = padded()
     program = lambda model, backward: backward(model(x, y, ATTENDED))  # noqa: E731
-    found = compared(Net(), program, masks={(N, T): ATTENDED})
+    found = compared(Net(), program)
     assert found["first"].rows == found["head"].terms == ATTENDED.sum() == 8
 
 
 def test_a_row_without_a_gradient_that_is_attended_counts():
     x, y = batch()
     y[:, 1:] = -100  # a prompt
-    found = compared(
-        Net(), lambda model, backward: backward(model(x, y, ATTENDED)), masks={(N, T): ATTENDED}
-    )
+    found = compared(Net(), lambda model, backward: backward(model(x, y, ATTENDED)))
     assert found["first"].rows == 9, (
         "of the last text the first position is masked, and has a label"
     )
@@ -72,9 +69,7 @@ def test_a_row_without_a_gradient_that_is_attended_counts():
 
 def test_a_mask_alone_excludes_no_row_that_the_weights_gradient_contains():
     x, y = batch()
-    found = compared(
-        Net(), lambda model, backward: backward(model(x, y, ATTENDED)), masks={(N, T): ATTENDED}
-    )
+    found = compared(Net(), lambda model, backward: backward(model(x, y, ATTENDED)))
     assert found["first"].rows == found["first"].terms == N * T
 
 
@@ -108,21 +103,17 @@ class Heads(Net):
 
 
 @pytest.mark.parametrize(
-    ("kind", "masks", "rows"),
+    ("kind", "rows"),
     [
-        (Turned, {(T, N): ATTENDED.T}, {"first": 8, "inner": 8, "head": 8}),
-        (Flattened, {(N * T,): ATTENDED.flatten()}, {"first": 8, "inner": 8, "head": 8}),
-        (FlatHead, {(N, T): ATTENDED}, {"first": 8, "inner": 8, "head": 12}),
-        (
-            Heads,
-            {(N, T, 2): ATTENDED[..., None].expand(N, T, 2)},
-            {"first": 16, "inner": 16, "head": 16},
-        ),
+        (Turned, {"first": 8, "inner": 8, "head": 8}),
+        (Flattened, {"first": 8, "inner": 8, "head": 8}),
+        (FlatHead, {"first": 8, "inner": 8, "head": 12}),
+        (Heads, {"first": 16, "inner": 16, "head": 16}),
     ],
 )
-def test_a_mask_fits_rows_in_each_of_their_usual_shapes(kind, masks, rows):
+def test_a_mask_fits_rows_in_each_of_their_usual_shapes(kind, rows):
     x, y = padded()
-    found = compared(kind(), lambda model, backward: backward(model(x, y, ATTENDED)), masks=masks)
+    found = compared(kind(), lambda model, backward: backward(model(x, y, ATTENDED)))
     assert {name: factors.rows for name, factors in found.items()} == rows
 
 
@@ -132,11 +123,7 @@ def test_a_mask_fits_rows_in_each_of_their_usual_shapes(kind, masks, rows):
 def test_a_mask_may_be_of_numbers(dtype):
     x, y = padded()
     mask = ATTENDED.to(dtype)
-    compared(
-        Net(),
-        lambda model, backward: backward(model(x, y, attention_mask=mask)),
-        masks={(N, T): ATTENDED},
-    )
+    compared(Net(), lambda model, backward: backward(model(x, y, attention_mask=mask)))
 
 
 @pytest.mark.parametrize(
@@ -218,9 +205,7 @@ def test_padding_on_the_right_does_not_change_the_factors_of_texts():
     lengths = [3, 2, 1, 3]
     mask = torch.arange(T) < torch.tensor(lengths)[:, None]
     y = y.masked_fill(~mask, -100)
-    found = compared(
-        Net(), lambda model, backward: backward(model(x, y, mask)), masks={(N, T): mask}
-    )
+    found = compared(Net(), lambda model, backward: backward(model(x, y, mask)))
 
     def one_by_one(model, backward):
         texts = [(model(x[n : n + 1, :length]), y[n, :length]) for n, length in enumerate(lengths)]
@@ -398,7 +383,7 @@ def test_a_frozen_head_counts_the_rows_that_are_no_padding():
     model = Net()
     model.head.requires_grad_(False)
     program = lambda model, backward: backward(model(x, y, ATTENDED))  # noqa: E731
-    found = compared(model, program, masks={(N, T): ATTENDED})
+    found = compared(model, program)
     assert (found["first"].rows, found["first"].terms) == (9, 9)
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from packaging.version import Version
@@ -198,6 +199,80 @@ def test_what_a_version_mended_is_a_known_fault_of_those_before(
         and deepspeed_versions.offload_faults(2) == ()
     )
     assert len(deepspeed_versions.bf16_optimizer_faults()) == bf16_optimizer
+
+
+class AveragesACopy:
+    """As ZeRO-1 of 0.19.4 with ``grad_accum_dtype``."""
+
+    use_grad_accum_attribute, contiguous_gradients = True, True
+
+    def get_gradient_for_reduction(self, param):
+        return param.grad_accum.to(self.dtype)
+
+
+class AveragesInPlace(AveragesACopy):
+    """As in 0.19.8."""
+
+    def get_gradient_for_reduction(self, param):
+        return param.grad_accum
+
+
+def splits_by_name_of_device(tensors):
+    """As in 0.19.4."""
+    return [one for one in tensors if one.type() == get_accelerator().device_name()]  # noqa: F821
+
+
+def splits_by_dtype(tensors):
+    """As in 0.19.8."""
+    return [one for one in tensors if one.dtype is torch.float16]
+
+
+def test_gradients_that_are_not_averaged_over_ranks_are_a_known_fault(monkeypatch):
+    found, module = deepspeed_versions.reduction_faults, deepspeed_versions.stage_1_and_2
+    monkeypatch.setattr(module, "split_half_float_double", splits_by_dtype)
+    (fault,) = found(AveragesACopy())
+    assert "leave data_types.grad_accum_dtype out" in fault
+    assert found(AveragesInPlace()) == ()
+
+    scattered = AveragesInPlace()
+    scattered.contiguous_gradients = False
+    assert found(scattered) == ()
+    monkeypatch.setattr(module, "split_half_float_double", splits_by_name_of_device)
+    (fault,) = found(scattered)
+    assert "contiguous_gradients" in fault
+    assert found(AveragesInPlace()) == ()
+
+
+class ReturnsBeforeEveryStep(FP16_Optimizer):
+    def step(self):
+        """As in 0.18.0."""
+        if self.overflow:
+            self.skipped += 1
+        return self.overflow
+
+
+class ReturnsOnOverflow(FP16_Optimizer):
+    def step(self):
+        """As in 0.18.9."""
+        if self.overflow:
+            self.skipped += 1
+            return self.overflow
+        return self.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("version", "dtype", "never"),
+    [
+        (ReturnsBeforeEveryStep, torch.float16, True),
+        (ReturnsBeforeEveryStep, torch.bfloat16, False),
+        (ReturnsOnOverflow, torch.float16, False),
+    ],
+)
+def test_an_fp16_optimizer_that_never_steps_is_found(version, dtype, never, monkeypatch):
+    monkeypatch.setattr(FP16_Optimizer, "step", version.step)
+    optimizer = object.__new__(FP16_Optimizer)
+    optimizer.fp16_groups = [[torch.zeros(1, dtype=dtype)]]
+    assert deepspeed_versions.never_steps(optimizer) is never
 
 
 @pytest.mark.parametrize(
