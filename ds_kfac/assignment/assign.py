@@ -11,13 +11,14 @@ import heapq
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import NamedTuple
 
 from ds_kfac.assignment.costs import FactorSpec, Work, Workers, basis_bytes, packed_bytes
 from ds_kfac.model.convolutions import phase
+from ds_kfac.model.layers import LayerSpec
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,9 @@ class Assignment:
 
     @cached_property
     def peak(self) -> tuple[int, ...]:
-        """Predicted bytes of each rank in a step: its state, and what is beside it."""
-        return tuple(
-            map(
-                sum,
-                zip(*self.work.bytes_of(self.workers, self.eigen_workers).values(), strict=True),
-            )
-        )
+        """Predicted bytes of each rank in a step: its state and the step's temporaries."""
+        parts = self.work.bytes_of(self.workers, self.eigen_workers).values()
+        return tuple(map(sum, zip(*parts, strict=True)))
 
     @property
     def imbalance(self) -> float:
@@ -75,52 +72,55 @@ class Assignment:
 def assign(
     work: Work, workers: int, *, paired: bool = False, memory_cap: float | None = None
 ) -> Assignment:
-    """Assign layers to columns of workers, then factors to eigen workers, the heaviest first, each
-    to the least loaded.
+    """Assign layers to columns of workers, and then factors to eigen workers. The heaviest ones
+    come first, and each goes to the rank with the least load.
 
-    Several plans are made, which balance whole layers or only their preconditioning; the one with
-    the smallest maximal load is taken. If none respects the cap, bytes are balanced.
+    Several assignments are made. They count a layer's decompositions with the layer or not, and
+    decompose A and G of a layer on one rank or not. The one with the smallest maximal load is
+    returned. If no assignment respects the memory cap, more are made that balance bytes.
 
     Args:
-        workers: gradient workers per layer, a divisor of the world; 1 if gradients are partitioned.
+        workers: number of gradient workers per layer, a divisor of the world; 1 if gradients are
+            partitioned.
         paired: whether a layer's two factors must be on one rank, not just on any of its workers.
-        memory_cap: most bytes of a rank in a step, see :meth:`Work.bytes_of`.
+        memory_cap: most bytes of a rank in a step, see :meth:`Work.bytes_of`; None: no cap.
 
     Raises:
-        ValueError: no plan respects the cap.
+        ValueError: no assignment respects the cap.
     """
     assert work.world % workers == 0 and (work.held is None or workers == 1), (
         "a divisor of the world, 1 under ZeRO"
     )
-    kinds = (
-        ((True, False), (True, True), (False, True))
-        if workers > 1 and not paired
-        else ((True, False),)
-    )
+    # (with_decompositions, split), see place_workers and place_eigen_workers
+    variants = [(True, False)]
+    if workers > 1 and not paired:
+        variants += [(True, True), (False, True)]
     cap = math.inf if memory_cap is None else memory_cap
     for by_memory in (False, True):
-        found = list[Assignment]()
-        for whole, split in kinds:
-            placed = place_workers(work, workers, whole=whole, memory_cap=cap, by_memory=by_memory)
+        candidates: list[Assignment] = []
+        for with_decompositions, split in variants:
+            placed = place_workers(
+                work,
+                workers,
+                with_decompositions=with_decompositions,
+                memory_cap=cap,
+                by_memory=by_memory,
+            )
             homes = place_eigen_workers(
                 work, placed, split=split, memory_cap=cap, by_memory=by_memory
             )
-            found.append(
-                Assignment(work, placed, {factor.key: homes[factor.key] for factor in work.factors})
-            )
-        if fitting := [plan for plan in found if max(plan.peak) <= cap]:
+            in_order = {factor.key: homes[factor.key] for factor in work.factors}
+            candidates.append(Assignment(work, placed, in_order))
+        fitting = [assignment for assignment in candidates if max(assignment.peak) <= cap]
+        if fitting:
             return min(fitting, key=lambda plan: (max(plan.loads), sum(plan.loads)))
-    smallest = min(max(plan.peak) for plan in found)
-    ways = (
-        [f"a smaller gradient worker fraction than {workers / work.world:.6g}"]
-        if workers > 1
-        else []
-    )
-    ways += ["a smaller factor.dense_max", f"more than {work.world} ranks"]
+    smallest = min(max(assignment.peak) for assignment in candidates)
+    ways = ["a smaller factor.dense_max", f"more than {work.world} ranks"]
+    if workers > 1:
+        ways.insert(0, f"a smaller gradient worker fraction than {workers / work.world:.6g}")
     raise ValueError(
         f"the memory cap is {cap:.0f} bytes per rank, but the smallest assignment found needs "
-        f"{smallest} "
-        f"({smallest / 1e9:.3g} GB) for K-FAC's state and a step; raise the cap, or use "
+        f"{smallest} ({smallest / 1e9:.3g} GB) for K-FAC's state and a step; raise the cap, or use "
         f"{' or '.join(ways)}"
     )
 
@@ -133,66 +133,91 @@ NEAR_TIE = 0.99
 (ZeRO-3's chunks)."""
 
 
+class _Load(NamedTuple):
+    """What a rank of a column has to do and to keep, in seconds per step and in bytes."""
+
+    seconds: float
+    nbytes: float
+
+    def compared(self, by_bytes: bool) -> float:
+        """Return the part of the load that is compared with other loads."""
+        return self.nbytes if by_bytes else self.seconds
+
+
 def place_workers(
-    work: Work, workers: int, *, whole: bool, memory_cap: float, by_memory: bool
+    work: Work, workers: int, *, with_decompositions: bool, memory_cap: float, by_memory: bool
 ) -> Workers:
-    """Layer name -> its workers.
+    """Return layer name -> the layer's workers, a column of the grid.
+
+    The heaviest layer is placed first. It goes to the column that has the least load with it.
 
     If gradients are partitioned, the rank that holds most of a layer's gradient takes the layer,
-    unless its load would exceed ``1 + LOAD_TOLERANCE`` times the mean: then the least loaded rank
-    does, with the moving of the gradient counted. Near-equal holders compete by load.
+    because then least has to be moved. If this rank's load would exceed ``1 + LOAD_TOLERANCE``
+    times the mean, the least loaded rank takes the layer instead, with the moving of the gradient
+    counted. If several ranks hold nearly the same part, the least loaded of them counts.
 
     Args:
-        whole: count a layer's decompositions, evenly over its column, with the layer; else only its
-            preconditioning.
-        by_memory: balance bytes in place of seconds.
+        with_decompositions: whether to count a layer's decompositions with the layer, spread evenly
+            over its column; else only its preconditioning counts.
+        by_memory: whether to balance bytes instead of seconds.
     """
-    count, part = work.world // workers, whole / workers
-    loads, memory = [0.0] * count, [0.0] * count  # of each rank in a column
-    bases: dict[str, set[int]] = {factor.key: set() for factor in work.factors}
+    count = work.world // workers
+    # the part of a layer's decompositions that each rank of its column does
+    part = with_decompositions / workers
+    loads = [_Load(0.0, 0.0)] * count  # of each column's ranks
+    columns_with_basis: dict[str, set[int]] = {factor.key: set() for factor in work.factors}
     kept = {factor.key: basis_bytes(factor.side, work.method) for factor in work.factors}
-    # a layer's seconds and bytes wherever it is placed; a shared factor counts for its layers in
-    # equal parts
-    weights, sizes = dict[str, float](), dict[str, float]()
+    # what a layer costs wherever it is placed; a shared factor counts for its layers in equal parts
+    weights: dict[str, _Load] = {}
     for layer in work.layers:
         used = [(factor, len(factor.layers)) for factor in work.used[layer.name]]
         shares = sum(part * work.factor[factor.key] / users for factor, users in used)
-        weights[layer.name] = work.precondition[layer.name] + shares
-        nbytes = sum(
+        factor_bytes = sum(
             (kept[factor.key] + part * 2 * packed_bytes(factor.side)) / users
             for factor, users in used
         )
-        sizes[layer.name] = sum(work.worker_bytes(layer)) + nbytes
-    limit = (1 + LOAD_TOLERANCE) * sum(weights.values()) / count
-    heaviest = sizes if by_memory else weights
+        weights[layer.name] = _Load(
+            work.precondition[layer.name] + shares, sum(work.worker_bytes(layer)) + factor_bytes
+        )
+    limit = (1 + LOAD_TOLERANCE) * sum(weight.seconds for weight in weights.values()) / count
+
+    def load_with(layer: LayerSpec, index: int, moved: float, state_bytes: float) -> _Load:
+        """Return the load of a column's ranks if they take the layer, too."""
+        seconds = work.precondition[layer.name] + moved
+        nbytes = loads[index].nbytes + state_bytes
+        for factor in work.used[layer.name]:
+            columns = columns_with_basis[factor.key]
+            if not columns:
+                seconds += part * work.factor[factor.key]
+                nbytes += kept[factor.key] + part * 2 * packed_bytes(factor.side)
+            elif index not in columns:  # a column that has a shared basis pays nothing more
+                seconds += work.travel(factor)
+                nbytes += kept[factor.key]
+        return _Load(loads[index].seconds + seconds, nbytes)
+
     placed: dict[str, int] = {}
-    # stable: module order
-    for layer in sorted(work.layers, key=lambda layer: heaviest[layer.name], reverse=True):
-        state, after = sum(work.worker_bytes(layer)), []
-        sent = work.moved(layer, 0, workers) if work.held is None else 0.0
-        for i in range(count):
-            moved = sent if work.held is None else work.moved(layer, i)
-            seconds, nbytes = work.precondition[layer.name] + moved, memory[i] + state
-            for factor in work.used[layer.name]:
-                if not (there := bases[factor.key]):
-                    seconds += part * work.factor[factor.key]
-                    nbytes += kept[factor.key] + part * 2 * packed_bytes(factor.side)
-                elif i not in there:  # a rank that has a shared basis pays nothing more
-                    seconds += work.travel(factor)
-                    nbytes += kept[factor.key]
-            after.append((loads[i] + seconds, nbytes))
-        fits = [i for i in range(count) if after[i][1] <= memory_cap]
-        by = int(by_memory or not fits)
-        index = min(fits or range(count), key=lambda i: after[i][by])  # the first of equals
+    heaviest_first = sorted(  # equally heavy layers stay in the order of the modules
+        work.layers, key=lambda layer: weights[layer.name].compared(by_memory), reverse=True
+    )
+    for layer in heaviest_first:
+        state_bytes = sum(work.worker_bytes(layer))
+        if work.held is None:
+            moved = [work.moved(layer, 0, workers)] * count
+        else:
+            moved = [work.moved(layer, index) for index in range(count)]
+        after = [load_with(layer, i, moved[i], state_bytes) for i in range(count)]
+        fitting = [i for i in range(count) if after[i].nbytes <= memory_cap]
+        by_bytes = by_memory or not fitting
+        index = min(fitting or range(count), key=lambda i: after[i].compared(by_bytes))
         if work.held is not None and not by_memory:
             held = work.held[layer.name]
-            holders = [i for i in fits if held[i] >= NEAR_TIE * max(held)]
-            holder = min(holders, key=lambda i: loads[i], default=None)
-            if holder is not None and after[holder][0] <= limit:
+            holders = [i for i in fitting if held[i] >= NEAR_TIE * max(held)]
+            holder = min(holders, key=lambda i: loads[i].seconds, default=None)
+            if holder is not None and after[holder].seconds <= limit:
                 index = holder
-        loads[index], memory[index] = after[index]
+        loads[index] = after[index]
         for factor in work.used[layer.name]:
-            bases[factor.key].add(index)
+            columns_with_basis[factor.key].add(index)
         placed[layer.name] = index
     return {
         layer.name: column(placed[layer.name], world=work.world, workers=workers)
@@ -203,62 +228,79 @@ def place_workers(
 def place_eigen_workers(
     work: Work, workers: Workers, *, split: bool, memory_cap: float, by_memory: bool
 ) -> Mapping[str, int]:
-    """Factor key -> eigen worker: one of the layer's workers; for a shared factor, of any of its
-    layers. With ``split`` a layer's A and G may be on two ranks, if that pays."""
-    loads, memory = work.loads(workers, {}), list(Assignment(work, workers, {}).peak)
+    """Return factor key -> its eigen worker.
+
+    The eigen worker is one of the layer's workers. For a factor that layers share, it is a worker
+    of any of them.
+
+    Args:
+        split: whether a layer's A and G may be on two ranks if that is faster.
+        by_memory: whether to balance bytes instead of seconds.
+    """
+    loads = work.loads(workers, {})
+    memory = list(Assignment(work, workers, {}).peak)
     eigen_workers: dict[str, int] = {}
 
-    def seconds(item: tuple[FactorSpec, ...]) -> float:
-        return sum(work.factor[factor.key] for factor in item)
+    def seconds(factors: tuple[FactorSpec, ...]) -> float:
+        return sum(work.factor[factor.key] for factor in factors)
 
-    def size(item: tuple[FactorSpec, ...]) -> float:
-        return sum(2 * packed_bytes(factor.side) for factor in item)
+    def size(factors: tuple[FactorSpec, ...]) -> float:
+        return sum(2 * packed_bytes(factor.side) for factor in factors)
 
-    # stable
-    for item in sorted(_items(work, split), key=size if by_memory else seconds, reverse=True):
-        of_each = [work.users(factor, workers) for factor in item]
-        users, candidates = set.union(*of_each), sorted(set.intersection(*of_each))
-        fits = [rank for rank in candidates if memory[rank] + size(item) <= memory_cap]
-        if fits and not by_memory:
-            rank = _soonest(
-                fits, loads, users, seconds(item), sum(work.travel(factor) for factor in item)
-            )
+    heaviest_first = sorted(  # equally heavy ones stay in order
+        _decomposed_together(work, split), key=size if by_memory else seconds, reverse=True
+    )
+    for factors in heaviest_first:
+        users_of = [work.users(factor, workers) for factor in factors]
+        all_users = set.union(*users_of)
+        candidates = sorted(set.intersection(*users_of))
+        fitting = [rank for rank in candidates if memory[rank] + size(factors) <= memory_cap]
+        if fitting and not by_memory:
+            travel = sum(work.travel(factor) for factor in factors)
+            rank = _soonest(fitting, loads, all_users, seconds(factors), travel)
         else:
-            rank = min(fits or candidates, key=lambda rank: (memory[rank], rank))
-        memory[rank] += int(size(item))
-        for factor, its_users in zip(item, of_each, strict=True):
+            rank = min(fitting or candidates, key=lambda rank: (memory[rank], rank))
+        memory[rank] += int(size(factors))
+        for factor, users in zip(factors, users_of, strict=True):
             eigen_workers[factor.key] = rank
-            work.decompose(loads, factor, rank, its_users)
+            work.decompose(loads, factor, rank, users)
     return eigen_workers
 
 
-def _items(work: Work, split: bool) -> list[tuple[FactorSpec, ...]]:
-    """Factors that one rank decomposes together: a layer's two, unless they may be split."""
-    home: dict[str, str] = {}
+def _decomposed_together(work: Work, split: bool) -> list[tuple[FactorSpec, ...]]:
+    """Return the factors in groups that one rank decomposes: a layer's A and G form a group unless
+    they may be split or one of them is shared."""
+    first_key: dict[str, str] = {}
     if not split:
         for used in work.used.values():
             keys = [factor.key for factor in used if len(factor.layers) == 1]
-            home |= dict.fromkeys(keys, next(iter(keys), ""))
-    items: dict[str, list[FactorSpec]] = {}
+            first_key |= dict.fromkeys(keys, next(iter(keys), ""))
+    groups: dict[str, list[FactorSpec]] = {}
     for factor in work.factors:
-        items.setdefault(home.get(factor.key, factor.key), []).append(factor)
-    return [tuple(item) for item in items.values()]
+        groups.setdefault(first_key.get(factor.key, factor.key), []).append(factor)
+    return [tuple(group) for group in groups.values()]
 
 
 def _soonest(
-    among: list[int], loads: list[float], users: set[int], seconds: float, travel: float
+    candidates: list[int], loads: list[float], users: set[int], seconds: float, travel: float
 ) -> int:
-    """The rank among some users with which the largest load of eigen worker and users becomes
-    smallest; of equals, the least loaded. ``travel``: seconds that each end spends on one copy of
-    the eigenbases."""
+    """Return the candidate with which the largest load of all users becomes smallest. Among equals,
+    return the least loaded one.
+
+    Args:
+        candidates: ranks that may decompose; they are among the users.
+        users: ranks that need the eigenbases.
+        seconds: time of the decompositions.
+        travel: time that each end spends on one copy of the eigenbases.
+    """
     first, second = heapq.nlargest(2, [*((loads[rank], rank) for rank in users), (0.0, -1)])
 
     def outcome(rank: int) -> tuple[float, float, int]:
-        busiest = (second if first[1] == rank else first)[0]  # of the users that receive
+        busiest_receiver, _ = second if first[1] == rank else first
         after = loads[rank] + seconds + (len(users) - 1) * travel
-        return max(after, busiest + travel), after, rank
+        return max(after, busiest_receiver + travel), after, rank
 
-    return min(among, key=outcome)
+    return min(candidates, key=outcome)
 
 
 ROUNDING = 0.01
@@ -267,13 +309,13 @@ ranks."""
 
 
 def worker_counts(world: int) -> tuple[int, ...]:
-    """All valid g: the divisors of ``world``, ascending."""
+    """Return all valid g, the divisors of ``world``, in ascending order."""
     return tuple(count for count in range(1, world + 1) if world % count == 0)
 
 
 def workers_for(fraction: float, world: int) -> int:
-    """g = max(1, fraction W). Raises ValueError if g does not divide W, with the nearest
-    fractions."""
+    """Return g = max(1, fraction W). Raises ValueError, with the nearest valid fractions, if g does
+    not divide W."""
     wanted = max(1.0, fraction * world)
     counts = worker_counts(world)
     nearest = min(counts, key=lambda count: abs(count - wanted))
@@ -285,13 +327,12 @@ def workers_for(fraction: float, world: int) -> int:
     )
     raise ValueError(
         f"kfac.assignment.gradient_worker_fraction: got {fraction}, which is {wanted:.6g} of "
-        f"{world} ranks; the number "
-        f"of workers must divide {world}: {options}"
+        f"{world} ranks; the number of workers must divide {world}: {options}"
     )
 
 
 def column(index: int, *, world: int, workers: int) -> tuple[int, ...]:
-    """Ranks of a column, ascending, one per row."""
+    """Return the ranks of a column in ascending order, one per row of the grid."""
     return tuple(range(index, world, world // workers))
 
 
@@ -307,83 +348,127 @@ def refresh_offsets(
     *,
     alone: bool = False,
 ) -> tuple[Mapping[str, int], float]:
-    """Spread refreshes over steps. Returns factor key -> the step, modulo the refresh interval, of
-    its refresh, which modulo the update interval is that of its captures; and the seconds of the
-    slowest rank at the slowest step.
+    """Spread refreshes over steps.
 
-    The heaviest factor first, each goes to the step whose slowest rank it delays least: a step
-    takes as long as that rank, so work goes where another rank is as busy anyway, else to the
-    emptiest step. Ranks of a node that share ``node_cores`` cores also delay each other. Captures
-    at a step, D^2 each, stay near their mean on every rank; but on a GPU, where the launches of a
-    step with any capture take longer than its work, all are in the same steps, and refreshes at
-    some of these. Other factors of ``work`` are at step 0. If the refresh interval is no multiple
-    of the update interval, the steps past its largest multiple stay empty. ``alone``: a factor is
-    captured by its eigen worker and a few ranks, not by all.
+    The heaviest factor is placed first. Each goes to the step whose slowest rank it delays least. A
+    step takes as long as its slowest rank, so work goes to a step in which another rank is as busy
+    anyway, and otherwise to the emptiest step. Ranks of a node that share ``node_cores`` cores
+    also delay each other.
+
+    Captures cost D^2 each. Their sum at a step stays near its mean on every rank. On a GPU,
+    however, launching a step with any capture takes longer than its work. There all captures are in
+    the same steps, and refreshes are in some of these.
+
+    Factors of ``work`` that are not in ``factors`` are refreshed at step 0. If the refresh interval
+    is not a multiple of the update interval, the steps past its largest multiple stay empty.
+
+    Args:
+        factors: the factors to spread.
+        alone: whether a factor is captured by its eigen worker and a few other ranks, not by all.
+
+    Returns factor key -> the step of its refresh, modulo the refresh interval, which is the step of
+    its captures modulo the update interval; and the seconds of the slowest rank at the slowest
+    step.
     """
     costs, refresh, update = work.costs, work.refresh_interval, work.update_interval
     steps = refresh // update * update or refresh
-    together = costs.gpu and steps >= 2 * update  # all captures in the same steps
-    captures, apart = (1, update) if together else (min(update, steps), 1)
+    if costs.gpu and steps >= 2 * update:  # all captures are in the same steps
+        capture_steps, distance = 1, update
+    else:
+        capture_steps, distance = min(update, steps), 1
     seconds = {
         factor.key: costs.decompose(factor.side, work.method)
         for factor in (*work.factors, *factors)
     }
     squares = {factor.key: factor.side.dim**2 for factor in factors}
-    who = {key: eigen_workers[key] if alone else None for key in squares}  # None: all ranks
-    everything = Counter[int | None]()
+    capturer = {key: eigen_workers[key] if alone else None for key in squares}  # None: all ranks
+    total_captured = Counter[int | None]()
     for key, square in squares.items():
-        everything[who[key]] += square
-    most = max(everything.values(), default=0)
-    limit = max(*squares.values(), (1 + CAPTURE_TOLERANCE) * most / captures, 0)
-    captured = [Counter[int | None]() for _ in range(captures)]
-    busy: list[dict[Any, float]] = [{} for _ in range(steps)]  # a rank, or a node's cores
-    length, offsets = [0.0] * steps, dict.fromkeys(squares, 0)
-    heaviest = sorted(squares, key=lambda key: (-seconds[key], -squares[key]))
-    for key in (*(factor.key for factor in work.factors if factor.key not in squares), *heaviest):
-        rank, worst, step = eigen_workers[key], max(length), 0
-        parts: dict[Any, float] = {rank: seconds[key]}
+        total_captured[capturer[key]] += square
+    most_captured = max(total_captured.values(), default=0)
+    even_share = (1 + CAPTURE_TOLERANCE) * most_captured / capture_steps
+    capture_limit = max(*squares.values(), even_share, 0)
+    captured = [Counter[int | None]() for _ in range(capture_steps)]
+    timeline = _Timeline(steps)
+    offsets = dict.fromkeys(squares, 0)
+    heaviest_first = sorted(squares, key=lambda key: (-seconds[key], -squares[key]))
+    at_step_0 = [factor.key for factor in work.factors if factor.key not in squares]
+    for key in (*at_step_0, *heaviest_first):
+        rank = eigen_workers[key]
+        work_of: dict[Hashable, float] = {rank: seconds[key]}
         if costs.node_cores:
-            parts["node", rank // costs.node_size] = seconds[key] / costs.node_cores
+            work_of["node", rank // costs.node_size] = seconds[key] / costs.node_cores
+        step = 0
         if key in squares:
-            after_it, outcomes = [now[who[key]] + squares[key] for now in captured], []
-            fewest = max(limit, min(after_it))
-            for step in (
-                step for step in range(0, steps, apart) if after_it[step % captures] <= fewest
-            ):
-                # differences make an idle step and one after the slowest rank's work compare as
-                # exactly equal
-                longer = max(
-                    0.0,
-                    *(
-                        more - (length[step] - busy[step].get(part, 0.0))
-                        for part, more in parts.items()
-                    ),
-                )
-                after = length[step] + longer
-                outcomes.append((max(worst, after), longer, after, after_it[step % captures], step))
-            step = offsets[key] = min(outcomes)[-1]
-            captured[step % captures][who[key]] += squares[key]
-        for part, more in parts.items():
-            busy[step][part] = busy[step].get(part, 0.0) + more
-            length[step] = max(length[step], busy[step][part])
-    return offsets, max(length)
+            captured_with = [now[capturer[key]] + squares[key] for now in captured]
+            allowed = max(capture_limit, min(captured_with))
+            longest = max(timeline.length)
+            outcomes = []
+            for candidate in range(0, steps, distance):
+                capture = captured_with[candidate % capture_steps]
+                if capture > allowed:
+                    continue
+                delay = timeline.delay(candidate, work_of)
+                after = timeline.length[candidate] + delay
+                outcomes.append((max(longest, after), delay, after, capture, candidate))
+            *_, step = min(outcomes)
+            offsets[key] = step
+            captured[step % capture_steps][capturer[key]] += squares[key]
+        timeline.add(step, work_of)
+    return offsets, max(timeline.length)
+
+
+class _Timeline:
+    """How long each step takes.
+
+    A worker is a rank, or the cores that the ranks of a node share.
+
+    Attributes:
+        busy: for each step, worker -> seconds of work.
+        length: for each step, seconds of the busiest worker.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.busy: list[dict[Hashable, float]] = [{} for _ in range(steps)]
+        self.length = [0.0] * steps
+
+    def delay(self, step: int, seconds: Mapping[Hashable, float]) -> float:
+        """Return by how much a step would become longer with more work of some workers.
+
+        A worker's idle time is subtracted from its work. So an empty step and a full one, which
+        both become longer by all of the work, compare as exactly equal.
+        """
+        longer = 0.0
+        for worker, more in seconds.items():
+            idle = self.length[step] - self.busy[step].get(worker, 0.0)
+            longer = max(longer, more - idle)
+        return longer
+
+    def add(self, step: int, seconds: Mapping[Hashable, float]) -> None:
+        """Add work of some workers to a step."""
+        busy = self.busy[step]
+        for worker, more in seconds.items():
+            busy[worker] = busy.get(worker, 0.0) + more
+            self.length[step] = max(self.length[step], busy[worker])
 
 
 ROWS_PER_COLUMN = 4
-"""Rows of an update per column of a factor, unless the config says otherwise."""
+"""Number of rows of an update per column of a factor, unless the config says otherwise."""
 
 
 @dataclass(frozen=True)
 class Contributors:
-    """Which of ``world`` ranks capture a factor's batch; ``node_size`` consecutive ranks are a
-    node.
+    """Which ranks capture a factor's batch.
 
     Attributes:
-        counts: factor key -> number of contributors to an update; a missing factor has all ranks.
-        strides: factor key -> k, if a contributor counts every k-th of its rows; else it counts
-            all.
+        world: number of ranks.
+        node_size: number of consecutive ranks on a node.
+        counts: factor key -> number of contributors to an update. All ranks contribute to a factor
+            that is missing.
+        strides: factor key -> k, if a contributor counts every k-th of its rows. All rows count for
+            a factor that is missing.
         sequence: number of consecutive ranks that hold the parts of one sequence. All of them
-            contribute or none, else a factor would always see the same part of sequences.
+            contribute or none. Otherwise a factor would always see the same part of sequences.
     """
 
     world: int
@@ -393,32 +478,33 @@ class Contributors:
     strides: Mapping[str, int] = field(default_factory=dict)
 
     def of(self, key: str, owner: int, step: int) -> Sequence[int]:
-        """Ranks that contribute to a factor at ``step``, ascending. The eigen worker ``owner``'s
-        node comes first."""
-        count, everyone = self.counts.get(key, self.world), range(self.world)
+        """Return the ranks that contribute to a factor at ``step``, in ascending order. The eigen
+        worker ``owner`` contributes, then ranks of its node, then all others."""
+        count = self.counts.get(key, self.world)
         if count >= self.world:
-            return everyone
-        if (parts := self.sequence) > 1:
-            whole = Contributors(
-                self.world // parts, max(1, self.node_size // parts), {key: -(-count // parts)}
+            return range(self.world)
+        parts = self.sequence
+        if parts > 1:
+            # choose among sequences as among ranks
+            sequences_on_node = max(1, self.node_size // parts)
+            by_sequence = Contributors(
+                self.world // parts, sequences_on_node, {key: -(-count // parts)}
             )
-            sequences = whole.of(key, owner // parts, step)
+            sequences = by_sequence.of(key, owner // parts, step)
             return tuple(parts * sequence + part for sequence in sequences for part in range(parts))
         start = owner - owner % self.node_size
         node = range(start, min(start + self.node_size, self.world))
-        ranks = [
-            owner,
-            *_rotating([rank for rank in node if rank != owner], count - 1, owner, step),
-        ]
+        neighbours = [rank for rank in node if rank != owner]
+        ranks = [owner, *_rotating(neighbours, count - 1, owner, step)]
         if len(ranks) < count:
-            others = [rank for rank in everyone if rank not in node]
+            others = [rank for rank in range(self.world) if rank not in node]
             ranks += _rotating(others, count - len(ranks), owner, step)
         return tuple(sorted(ranks))
 
 
 def _rotating(ranks: Sequence[int], count: int, owner: int, step: int) -> list[int]:
-    """At most ``count`` of the ranks, starting at a place that depends on step and owner, so that
-    all take turns."""
+    """Return at most ``count`` of the ranks. The first one depends on step and owner, so that all
+    ranks take turns."""
     if count >= len(ranks):
         return list(ranks)
     first = owner + phase(step, len(ranks))
@@ -428,20 +514,23 @@ def _rotating(ranks: Sequence[int], count: int, owner: int, step: int) -> list[i
 def counted(
     factors: Sequence[FactorSpec], rows: Mapping[str, float], world: int, *, wanted: int | None
 ) -> Mapping[str, int]:
-    """Factor key -> number of ranks that together have the rows of an update; all ranks for missing
-    factors.
+    """Return factor key -> number of ranks that together have the rows of an update. A factor that
+    needs all ranks is left out.
 
-    A factor averages many updates, each of which needs a few rows per column, whatever the number
-    of ranks. So the cost of statistics on a rank falls with the number of ranks.
+    A factor averages many updates. Each needs a few rows per column, whatever the number of ranks
+    is. So the cost of statistics on a rank falls with the number of ranks.
 
     Args:
-        rows: factor key -> rows of a rank in a step, if known.
-        wanted: rows of an update; None: in proportion to the widest block.
+        rows: factor key -> number of rows of a rank in a step, if it has been observed.
+        wanted: number of rows of an update; None: in proportion to the widest block.
     """
-    counts = {}
+    counts: dict[str, int] = {}
     for factor in factors:
-        here = rows.get(factor.key, 0.0)
-        if here > 0 and (count := max(1, int(-(-needed(factor, wanted) // here)))) < world:
+        rows_of_rank = rows.get(factor.key, 0.0)
+        if rows_of_rank <= 0:
+            continue
+        count = max(1, int(-(-needed(factor, wanted) // rows_of_rank)))
+        if count < world:
             counts[factor.key] = count
     return counts
 
@@ -453,14 +542,23 @@ def strides(
     wanted: int | None,
     together: int = 1,
 ) -> Mapping[str, int]:
-    """Factor key -> of how many rows one is enough, where the fewest ranks that can contribute,
-    ``together`` ones, have more than those of an update; see :func:`counted`."""
-    found = {f.key: int(together * rows.get(f.key, 0.0) // needed(f, wanted)) for f in factors}
-    return {key: stride for key, stride in found.items() if stride > 1}
+    """Return factor key -> k, where every k-th row is enough for an update. A factor that needs all
+    rows is left out.
+
+    Args:
+        rows, wanted: see :func:`counted`.
+        together: smallest number of ranks that can contribute.
+    """
+    made: dict[str, int] = {}
+    for factor in factors:
+        rows_of_ranks = together * rows.get(factor.key, 0.0)
+        stride = int(rows_of_ranks // needed(factor, wanted))
+        if stride > 1:
+            made[factor.key] = stride
+    return made
 
 
 def needed(factor: FactorSpec, wanted: int | None) -> int:
-    """Rows that an update of a factor needs."""
-    return wanted or ROWS_PER_COLUMN * (
-        factor.side.block if factor.side.block > 1 else factor.side.dim
-    )
+    """Return the number of rows that an update of a factor needs."""
+    side = factor.side
+    return wanted or ROWS_PER_COLUMN * (side.block if side.block > 1 else side.dim)

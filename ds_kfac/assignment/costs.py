@@ -307,8 +307,8 @@ def factor_specs(
                 continue
             owner = leader.get(layer.name) or layer.shares or layer.name
             key = key_of(owner if which == "A" else layer.name, which)
-            known = sides.setdefault(key, side)
-            assert known == side, f"{key} and {layer.name} share an input of another kind"
+            first_side = sides.setdefault(key, side)
+            assert first_side == side, f"{key} and {layer.name} share an input of another kind"
             users.setdefault(key, []).append(layer.name)
     return tuple(FactorSpec(key, sides[key], tuple(users[key])) for key in users)
 

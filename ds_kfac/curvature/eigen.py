@@ -81,12 +81,11 @@ class LayerBasis:
     def squared(self) -> "LayerBasis":
         """Both Q with every entry squared. Its :meth:`restore` takes second moments, which are
         diagonal in this basis, to the diagonal in the layer's own coordinates."""
-        return LayerBasis(
-            *(
-                Eigenbasis(tuple(v.square() for v in side.vectors), side.values)
-                for side in (self.G, self.A)
-            )
-        )
+
+        def squared(side: Eigenbasis) -> Eigenbasis:
+            return Eigenbasis(tuple(v.square() for v in side.vectors), side.values)
+
+        return LayerBasis(squared(self.G), squared(self.A))
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,44 +135,51 @@ class Request:
 
 
 def refresh_all(requests: Sequence[Request]) -> list[Refreshed]:
-    """Decompose factors by eigh; results in the order of the requests. Synchronises with the
-    device.
+    """Decompose factors by eigh. Synchronises with the device.
 
     On a CPU each block is decomposed by itself, so that its result does not depend on what else is
     decomposed. On a GPU small blocks of one width share a call.
+
+    Returns the results in the order of the requests.
     """
-    joint = bool(requests) and grouped(requests[0].factor.packed_P.device)
+    share_calls = bool(requests) and grouped(requests[0].factor.packed_P.device)
     solved: dict[Place, BlockEigh] = {}
-    for call, parts in calls(requests, widest=BATCHED_UP_TO if joint else 0):
-        solved |= zip(
-            call, _decompose_batch(parts) if len(parts) > 1 else [decomposed(parts[0])], strict=True
-        )
+    for places, parts in calls(requests, widest=BATCHED_UP_TO if share_calls else 0):
+        results = _decompose_batch(parts) if len(parts) > 1 else [decomposed(parts[0])]
+        solved |= zip(places, results, strict=True)
     return joined(requests, solved, "eigh")
 
 
 def calls(
     requests: Sequence[Request], *, widest: float = math.inf
 ) -> Iterator[tuple[list[Place], list[Tensor]]]:
-    """Groups of blocks that share a call: of one width, with :data:`BATCH_NUMEL` elements at most;
-    diagonals have none. Yields their places and, [n, b, b], the blocks of each.
+    """Divide the blocks of all requests into calls of a solver.
+
+    The blocks of a call have one width, and at most :data:`BATCH_NUMEL` elements together. A side
+    that is diagonal or the identity needs no call.
 
     Args:
-        widest: wider blocks share no call.
+        widest: wider blocks do not share a call.
+
+    Yields for each call the places of its groups of blocks, and each group's blocks [n, b, b].
     """
-    made: list[list[Place]] = []
-    filling: dict[int, list[Place]] = {}  # width -> the call that is not full yet
+    all_calls: list[list[Place]] = []
+    open_calls: dict[int, list[Place]] = {}  # width -> the call that is not full yet
     for index, request in enumerate(requests):
         side = request.factor.side
         for group, (count, width) in enumerate(side.groups if side.block > 1 else ()):
-            call = filling.get(width, [])
-            blocks = count + sum(requests[other].factor.side.groups[its][0] for other, its in call)
-            if not call or width > widest or request.alone or blocks * width**2 > BATCH_NUMEL:
+            call = open_calls.get(width, [])
+            blocks = count
+            for other, other_group in call:
+                blocks += requests[other].factor.side.groups[other_group][0]
+            may_share = width <= widest and not request.alone
+            if not call or not may_share or blocks * width**2 > BATCH_NUMEL:
                 call = []
-                made.append(call)
+                all_calls.append(call)
             call.append((index, group))
             if not request.alone:
-                filling[width] = call
-    for call in made:
+                open_calls[width] = call
+    for call in all_calls:
         factors = [(requests[index].factor, group) for index, group in call]
         yield call, [factor.side.group(factor.packed_P, group) for factor, group in factors]
 
@@ -183,48 +189,46 @@ def joined(
     solved: Mapping[Place, BlockEigh],
     how: Literal["eigh", "iteration"],
 ) -> list[Refreshed]:
-    """The results of requests from those of their blocks."""
+    """Return the results of requests from the results of their blocks."""
     results: list[Refreshed] = []
     for index, request in enumerate(requests):
         side, packed_P = request.factor.side, request.factor.packed_P
-        if side.block < 2:  # no solver
+        if side.block < 2:  # a diagonal or an identity, which needs no solver
             values = packed_P.clamp(min=0) if side.block else packed_P.new_ones(side.dim)
             results.append(Refreshed(Eigenbasis((), values), "diagonal"))
             continue
         groups = [solved[index, group] for group in range(len(side.groups))]
-        retries, pairs = (
-            sum(failures for _, failures in groups),
-            [pair for pair, _ in groups if pair is not None],
-        )
+        retries = sum(failures for _, failures in groups)
+        pairs = [pair for pair, _ in groups if pair is not None]
         if len(pairs) < len(groups):
             results.append(Refreshed(None, "failed", retries))
             continue
+        vectors = tuple(vectors for _, vectors in pairs)
         values = torch.cat([values.reshape(-1) for values, _ in pairs])
-        results.append(
-            Refreshed(Eigenbasis(tuple(vectors for _, vectors in pairs), values), how, retries)
-        )
+        results.append(Refreshed(Eigenbasis(vectors, values), how, retries))
     return results
 
 
 def _decompose_batch(parts: Sequence[Tensor]) -> list[BlockEigh]:
-    """Decompose blocks of one width, [n_i, b, b] each, in one call; those that it fails for once
-    more by themselves."""
+    """Decompose blocks of one width, [n_i, b, b] each, in one call. Blocks for which the call fails
+    are decomposed once more by themselves."""
     blocks = torch.cat(list(parts))
+    check = functools.partial(passes_residual_check, blocks)
     try:
         values, vectors = eigh(blocks)
-        valid = passed(
-            (values, vectors), functools.partial(passes_residual_check, blocks), blocks.device
-        ).cpu()
+        valid = passed((values, vectors), check, blocks.device).cpu()
     except RuntimeError:
         return [decomposed(part) for part in parts]
     sizes = [len(part) for part in parts]
     split = zip(parts, valid.split(sizes), values.split(sizes), vectors.split(sizes), strict=True)
-    # copies: a view would keep the whole batch in memory, and in checkpoints, as long as any of
-    # them
-    return [
-        ((w.clone(), Q.clone()), 0) if bool(ok.all()) else decomposed(part)
-        for part, ok, w, Q in split
-    ]
+    results: list[BlockEigh] = []
+    for part, part_valid, part_values, part_vectors in split:
+        if bool(part_valid.all()):
+            # copies, because a view would keep the batch in memory, and in checkpoints
+            results.append(((part_values.clone(), part_vectors.clone()), 0))
+        else:
+            results.append(decomposed(part))
+    return results
 
 
 def grouped(device: torch.device) -> bool:
@@ -241,19 +245,18 @@ def decomposed(blocks: Tensor) -> BlockEigh:
 def with_fallbacks(
     blocks: Tensor, solve: Callable[[Tensor], tuple[Tensor, ...]], check: Callable[..., Tensor]
 ) -> tuple[Any, int]:
-    """Solve for blocks in their dtype, else in float64, else in float64 on the CPU. An error or
-    invalid result fails.
+    """Solve for blocks in their dtype; if that fails, in float64; if that fails, in float64 on the
+    CPU. An attempt fails by an error or by an invalid result. Synchronises once per attempt.
 
     Args:
+        blocks: [n, b, b].
         check: see :func:`passed`.
 
-    Returns the first valid result, on the device of ``blocks``, None if all attempts failed; and
-    the number of failed attempts. Synchronises once an attempt.
+    Returns the first valid result, on the device of ``blocks``, or None if all attempts failed; and
+    the number of failed attempts.
     """
-    device, attempts = (
-        blocks.device,
-        [(blocks.device, blocks.dtype), (blocks.device, torch.float64)],
-    )
+    device = blocks.device
+    attempts = [(device, blocks.dtype), (device, torch.float64)]
     if device.type != "cpu":
         attempts.append((torch.device("cpu"), torch.float64))
     for failures, (place, dtype) in enumerate(attempts):
@@ -262,46 +265,53 @@ def with_fallbacks(
             if bool(passed(result, check, device).all()):
                 return result, failures
         except RuntimeError:
-            # LinAlgError, cuSOLVER's own, out of memory: the next attempt is more exact or
-            # elsewhere
+            # LinAlgError, an error of cuSOLVER, or out of memory: the next attempt is more exact or
+            # runs elsewhere
             continue
     return None, len(attempts)
 
 
 def passed(result: Sequence[Tensor], check: Callable[..., Tensor], device: torch.device) -> Tensor:
-    """Bool [n]: whether results [n, ..] are finite and, if they were wanted on a GPU, pass a
-    residual check."""
-    sizes = [torch.linalg.vector_norm(part.flatten(1), math.inf, dim=1) for part in result]
-    finite = torch.isfinite(torch.stack(sizes)).all(0)
+    """Return for each block, bool [n], whether its result is valid: finite and, on a GPU, within
+    the residual check.
+
+    Args:
+        result: tensors [n, ..].
+        check: takes the result's tensors and returns bool [n].
+        device: where the result is wanted; an attempt on the CPU is checked, too, if that is a GPU.
+    """
+    largest = [torch.linalg.vector_norm(part.flatten(1), math.inf, dim=1) for part in result]
+    finite = torch.isfinite(torch.stack(largest)).all(0)
     return finite & check(*result) if grouped(device) else finite
 
 
 def probe(blocks: Tensor) -> Tensor:
-    """A fixed vector for residual checks, fp32 [b], with no pattern that a factor could share."""
-    return torch.cos(
-        1.0 + torch.arange(blocks.shape[-1], device=blocks.device, dtype=torch.float32) ** 2
-    )
+    """Return a fixed vector for residual checks, fp32 [b], with no pattern that a factor could
+    share."""
+    numbers = torch.arange(blocks.shape[-1], device=blocks.device, dtype=torch.float32)
+    return torch.cos(1.0 + numbers**2)
 
 
 def passes_residual_check(blocks: Tensor, values: Tensor, vectors: Tensor) -> Tensor:
-    """Bool [n]: whether Q Q^T x = x and Q^T C x = diag(values) Q^T x, for one x (Freivalds' check).
+    """Return for each block, bool [n], whether Q Q^T x = x and Q^T C x = diag(values) Q^T x for one
+    x (Freivalds' check).
 
-    torch.linalg.eigh has returned vectors that are not orthogonal from a GPU without an error
-    (pytorch issue 192483). Elementwise, O(b^2): no product that TF32 could round.
+    On a GPU torch.linalg.eigh has returned vectors that are not orthogonal, without an error
+    (pytorch issue 192483). The check takes O(b^2) elementwise operations. It uses no product, which
+    TF32 could round.
     """
     x = probe(blocks)
     rotated = (vectors * x.unsqueeze(-1)).sum(-2)
-    orthogonal = ((vectors * rotated.unsqueeze(-2)).sum(-1) - x).norm(
-        dim=-1
-    ) <= TOLERANCE * x.norm()
+    restored = (vectors * rotated.unsqueeze(-2)).sum(-1)
+    orthogonal = (restored - x).norm(dim=-1) <= TOLERANCE * x.norm()
     image = (blocks * x).sum(-1)
     residual = (vectors * image.unsqueeze(-1)).sum(-2) - values * rotated
-    return orthogonal & (
-        residual.norm(dim=-1) <= TOLERANCE * blocks.flatten(1).norm(dim=-1) * x.norm()
-    )
+    allowed = TOLERANCE * blocks.flatten(1).norm(dim=-1) * x.norm()
+    return orthogonal & (residual.norm(dim=-1) <= allowed)
 
 
 TF32_CAPABILITY = (8, 0)
+"""The lowest compute capability of a GPU that has TF32."""
 
 
 @dataclass(frozen=True)
@@ -319,30 +329,31 @@ class Precision:
     why: str = ""
 
     def __str__(self) -> str:
-        kind = "TF32" if self.products == "tf32" else "fp32"
-        return f"{self.name} ({kind}{'; ' + self.why if self.why else ''})"
+        format_name = "TF32" if self.products == "tf32" else "fp32"
+        why = f"; {self.why}" if self.why else ""
+        return f"{self.name} ({format_name}{why})"
 
 
 HIGHEST = Precision()
 
 
 def choose(requested: str | None, device: torch.device) -> Precision:
-    """The precision of a run.
+    """Return the precision of a run.
 
     Args:
-        requested: "highest", "tf32", or None: TF32 where the device has it.
+        requested: "highest", "tf32", or None: TF32 if the device has it.
     """
-    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= TF32_CAPABILITY
+    has_tf32 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= TF32_CAPABILITY
     if requested is None:
-        return (
-            Precision("tf32", "tf32", why="chosen")
-            if able
-            else Precision(why="chosen: no TF32 here")
-        )
+        if has_tf32:
+            return Precision("tf32", "tf32", why="chosen")
+        return Precision(why="chosen: no TF32 here")
     if requested == "highest":
         return HIGHEST
-    why = "" if able else f"WARNING: no TF32 on this {device.type}, fp32 in its place"
-    return Precision(requested, "tf32" if able else "ieee", why)
+    if has_tf32:
+        return Precision(requested, "tf32")
+    why = f"WARNING: no TF32 on this {device.type}, fp32 in its place"
+    return Precision(requested, "ieee", why)
 
 
 @contextmanager
@@ -357,7 +368,8 @@ def fp32_products(how: Literal["ieee", "tf32"], device: torch.device) -> Iterato
     if switch.fp32_precision == how or (how == "ieee" and switch.fp32_precision == "none"):
         yield
         return
-    before, switch.fp32_precision = switch.fp32_precision, how
+    before = switch.fp32_precision
+    switch.fp32_precision = how
     try:
         yield
     finally:
@@ -380,10 +392,9 @@ class _OldSwitch:
 
 
 @functools.cache
-def _switch(kind: str) -> Any:
-    backend: Any = (
-        torch.backends.cuda.matmul
-        if kind == "cuda"
-        else getattr(torch.backends.mkldnn, "matmul", None)
-    )
+def _switch(device_type: str) -> Any:
+    """Return the object whose ``fp32_precision`` sets the precision of products on a device."""
+    backend: Any = torch.backends.cuda.matmul
+    if device_type != "cuda":
+        backend = getattr(torch.backends.mkldnn, "matmul", None)
     return backend if hasattr(backend, "fp32_precision") else _OldSwitch()

@@ -1,10 +1,11 @@
-"""A side of a layer's matrix, and its factor: the running second moment of that side's rows. For
-adaptive intervals a factor also has its last two values, as one that barely changes is captured and
-refreshed less often.
+"""A side of a layer's matrix, and its factor: the running second moment of that side's rows.
 
-Every factor is block-diagonal with blocks of one width: the whole side (dense), a part of it
+Every factor is block-diagonal with blocks of one width: the full side (dense), a part of it
 (blocked), 1 (diagonal) or 0 (identity: nothing is stored). The lower triangles of the blocks follow
 each other in one flat fp32 tensor.
+
+With adaptive intervals a factor also keeps its last two values, because a factor that barely
+changes is captured and refreshed less often.
 
 Shape suffixes: N rows, D the side's width, P its packed elements, n blocks of width b.
 """
@@ -137,7 +138,8 @@ class Side:
 
     def group(self, packed_P: Tensor, index: int) -> Tensor:
         """The symmetric blocks [n, b, b] of one entry of :attr:`groups`."""
-        start, (count, width) = sum(self.sizes[:index]), self.groups[index]
+        start = sum(self.sizes[:index])
+        count, width = self.groups[index]
         if width == 1:
             return packed_P[start : start + count].view(count, 1, 1)
         numel = self.sizes[index]
@@ -146,7 +148,7 @@ class Side:
         return torch.stack(matrices) if count > 1 else matrices[0].unsqueeze(0)
 
     def diagonal_of(self, packed_P: Tensor) -> Tensor:
-        """[D] of the blocks; empty for an identity."""
+        """Return the diagonal [D]; an empty tensor for an identity."""
         if not self.groups:
             return packed_P[:0]
         diagonals = [
@@ -163,11 +165,14 @@ def _diagonal(width: int, device: torch.device) -> Tensor:
 
 
 SPIKE = 10.0
-"""A batch's trace over the running average's; above it the batch is scaled down to it. In ordinary
-training the ratio is 7 at most, once the average stands on :data:`SETTLED` batches."""
+"""Largest ratio of a batch's trace to the running average's. A batch with a larger one is scaled
+down to it. In ordinary training the ratio is at most 7, once the average has :data:`SETTLED`
+batches."""
 SETTLED = 10
+"""Number of batches from which on an average is used to judge a batch's size."""
 PIECE = 1 << 18
-"""Elements in one norm of torch: their squares add up in fp32 with a relative error of 2e-6."""
+"""Number of elements of which torch computes one norm. In fp32 the sum of their squares has a
+relative error of 2e-6."""
 
 
 @dataclass(frozen=True)
@@ -186,14 +191,12 @@ class History:
     def of(cls, side: Side, last: Tensor | None = None, before: Tensor | None = None) -> "History":
         """A history of copies of these values."""
 
-        def own(value: Tensor | None) -> Tensor:
-            return (
-                torch.zeros(side.numel, device="cpu", dtype=torch.float32)
-                if value is None
-                else value.clone()
-            )
+        def copied(value: Tensor | None) -> Tensor:
+            if value is None:
+                return torch.zeros(side.numel, device="cpu", dtype=torch.float32)
+            return value.clone()
 
-        return cls(side, own(last), own(before))
+        return cls(side, copied(last), copied(before))
 
     def to(self, device: torch.device) -> "History":
         """The history with its values on another device, see :func:`moved`."""
@@ -221,8 +224,8 @@ class KroneckerFactor:
 
     @classmethod
     def empty(cls, side: Side, device: torch.device | str = "cpu") -> "KroneckerFactor":
-        """A factor before its first batch: zero, as an identity would take hundreds of updates to
-        fade."""
+        """Return a factor before its first batch: zero. An identity would take hundreds of updates
+        to fade."""
         return cls(
             side,
             torch.zeros(side.numel, device=device, dtype=torch.float32),
@@ -236,22 +239,24 @@ class KroneckerFactor:
 
 
 def usable(factors: Sequence[KroneckerFactor]) -> Tensor:
-    """Bool [n]: whether factors, at least one, can be decomposed. Zero, non-finite or no data
-    cannot.
+    """Return for each factor, bool [n], whether it can be decomposed.
 
-    G is zero while the layers above pass no gradient; relative damping would then be zero, too.
+    A factor without data cannot be decomposed, nor one that is zero or not finite. G is zero while
+    the layers above pass no gradient. Relative damping would then be zero, too.
+
+    Args:
+        factors: at least one.
     """
-    sizes = torch.stack(torch._foreach_norm([factor.packed_P for factor in factors], float("inf")))
-    return (
-        (torch.stack([factor.updates for factor in factors]) > 0)
-        & (sizes > 0)
-        & torch.isfinite(sizes)
+    largest = torch.stack(
+        torch._foreach_norm([factor.packed_P for factor in factors], float("inf"))
     )
+    has_data = torch.stack([factor.updates for factor in factors]) > 0
+    return has_data & (largest > 0) & torch.isfinite(largest)
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on ``device``; from a GPU to the host in pinned memory. Does not wait for the
-    copy."""
+    """Return the tensor on ``device``, without waiting for the copy. From a GPU it is copied to
+    pinned host memory."""
     if tensor.device.type == device.type or device.type != "cpu":
         return tensor.to(device, non_blocking=True)
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -267,18 +272,20 @@ def update_(
     device: torch.device,
     tolerance: float | None = None,
 ) -> tuple[dict[int, Tensor], Tensor]:
-    """Average a reduced batch into each factor, in place. One call per operation for all factors.
+    """Average a reduced batch into each factor, in place, with one call per operation for all
+    factors.
 
     Args:
         sums_P, counts, decays: see :func:`average_`; on ``device``.
-        device: computes. Averages that lie elsewhere are moved to it, and copied back into their
-            memory.
-        tolerance: see :func:`compare_`; read for factors with a history.
+        device: the device that computes. An average on another device is copied to it and back.
+        tolerance: see :func:`compare_`; only read for factors with a history.
 
-    Returns index of a factor with a history -> bool [2] on the device: whether the new average is
-    similar to its last value, and to the one before; and bool [2, n]: whether a factor's batch was
-    scaled down, and whether it left its factor as it was, since it had no row or a value that is
-    not finite.
+    Returns two results, both on the device:
+
+    - index of a factor with a history -> bool [2], whether the new average is similar to its last
+      value, and to the one before;
+    - bool [2, n], whether the batch was scaled down, and whether it was ignored, because it had no
+      row or a value that is not finite.
     """
     if not factors:
         return {}, torch.zeros(2, 0, dtype=torch.bool, device=device)
@@ -289,11 +296,8 @@ def update_(
         index: factor.history for index, factor in enumerate(factors) if factor.history is not None
     }
     if tolerance is not None and histories:
-        flags = compare_(
-            [*histories.values()],
-            [here[index].packed_P for index in histories],
-            tolerance=tolerance,
-        )
+        averages = [here[index].packed_P for index in histories]
+        flags = compare_([*histories.values()], averages, tolerance=tolerance)
         similar = dict(zip(histories, flags.unbind(), strict=True))
     for factor, computed in zip(factors, here, strict=True):
         if computed.packed_P is not factor.packed_P:
@@ -307,35 +311,36 @@ def average_(
     counts: Tensor,
     decays: Sequence[float],
 ) -> tuple[Tensor, Tensor]:
-    """Average a batch in, in place: factor <- r factor + (1 - r) sum / count, with r = min(1 -
-    1/updates, decay).
+    """Average a batch into each factor, in place.
 
-    The growing r is the bias correction: until the window is full this is the plain mean of all
-    batches. A batch without rows, or with a value that is not finite, leaves its factor as it is;
-    decided on the device, without a host synchronisation.
+        factor <- r factor + (1 - r) sum / count,   r = min(1 - 1/updates, decay)
 
-    A gradient a thousand times too large would be a million times the average in G, and stay in it
-    for sixty updates. So a batch counts for at most :data:`SPIKE` times the average's trace. A
-    factor that has really grown so much is still followed, by a factor of 1 + (1 - r) (SPIKE - 1)
-    an update.
+    The growing r is the bias correction: until the window is full, the average is the plain mean of
+    all batches. A batch without rows, or with a value that is not finite, leaves its factor as it
+    is. The device decides this, so the host does not wait.
+
+    Note: Spikes. A gradient a thousand times too large would be a million times the average in G,
+    and stay in it for sixty updates. So a batch counts for at most :data:`SPIKE` times the
+    average's trace. If a factor has really grown so much, the average still follows: it grows by a
+    factor of 1 + (1 - r) (SPIKE - 1) in each update.
 
     Args:
         factors: at least one.
-        sums_P: fp32 [P], packed sums of outer products over the global batch.
+        sums_P: fp32 [P] for each factor, packed sums of outer products over the global batch.
         counts: fp32 [n], numbers of rows in each sum.
-        decays: weight of the past in [0, 1).
+        decays: largest weight of the past for each factor, in [0, 1).
 
-    Returns fp32 [n]: by how much each batch was scaled down, 1 for most; and bool [n]: whether it
-    was used.
+    Returns fp32 [n], by which factor each batch was scaled down, 1 for most; and bool [n], whether
+    the batch was used.
     """
     averages_P = [factor.packed_P for factor in factors]
     updates = [factor.updates for factor in factors]
     diagonals = [
         factor.side.diagonal_of(x_P)
-        for of in (averages_P, sums_P)
-        for factor, x_P in zip(factors, of, strict=True)
+        for packed_P in (averages_P, sums_P)
+        for factor, x_P in zip(factors, packed_P, strict=True)
     ]
-    # of second moments nothing is negative
+    # the trace is the 1-norm of the diagonal, because second moments are not negative
     usual, traces = torch.stack(torch._foreach_norm(diagonals, 1)).chunk(2)
     over = excess(torch.where(counts > 0, traces / counts, 0.0), usual, torch.stack(updates))
     # a larger count scales the batch down
@@ -343,14 +348,16 @@ def average_(
 
 
 def excess(new: Tensor, usual: Tensor, updates: Tensor) -> Tensor:
-    """Factor >= 1 by which a batch's size exceeds :data:`SPIKE` times the usual one, [..]; 1 if it
-    is NaN, or the average is zero or too young to judge by. Infinity if the size or the factor
-    leaves fp32: the batch counts for nothing.
+    """Return the factor >= 1 by which a batch's size exceeds :data:`SPIKE` times the usual one.
+
+    The factor is 1 if the size is NaN, if the average is zero, or if it has fewer than
+    :data:`SETTLED` batches. It is infinite, so that the batch counts for nothing, if the size or
+    the factor is larger than fp32 can hold.
 
     Args:
-        new: size of the batch; infinite also where a sum of finite values leaves fp32.
-        usual: size of the running average.
-        updates: number of batches in the average.
+        new: fp32 [..], size of the batch; infinite also if a sum of finite values exceeds fp32.
+        usual: fp32 [..], size of the running average.
+        updates: fp32 [..], number of batches in the average.
     """
     over = new / (SPIKE * usual)
     comparable = (updates >= SETTLED) & (usual > 0) & ~torch.isnan(over)
@@ -360,12 +367,12 @@ def excess(new: Tensor, usual: Tensor, updates: Tensor) -> Tensor:
 def compare_(
     histories: Sequence[History], packed_P: Sequence[Tensor], *, tolerance: float
 ) -> Tensor:
-    """Compare new values of n factors with their histories, in one go, without waiting for the
-    device. The new values are then copied into the histories, as their last ones.
+    """Compare new values of n factors with their histories, and copy them into the histories as the
+    last values. Does not wait for the device.
 
-    A value is similar to an old one if |new - old|_F < tolerance |old|_F; never if there is no old
-    value, if that is zero, or if something is not finite. Needs memory for one more copy of the
-    values.
+    A value is similar to an old one if |new - old|_F < tolerance |old|_F. It is not similar if
+    there is no old value, if the old value is zero, or if something is not finite. The comparison
+    needs memory for one more copy of the values.
 
     Args:
         packed_P: fp32 [P] for each factor, on one device, which computes.
@@ -376,7 +383,8 @@ def compare_(
     """
     sides = [history.side for history in histories]
     here = [history.to(packed.device) for history, packed in zip(histories, packed_P, strict=True)]
-    last, before = [history.last for history in here], [history.before for history in here]
+    last = [history.last for history in here]
+    before = [history.before for history in here]
     similar = [_similar(packed_P, old, sides, tolerance) for old in (last, before)]
     torch._foreach_copy_([history.before for history in histories], last, non_blocking=True)
     torch._foreach_copy_([history.last for history in histories], list(packed_P), non_blocking=True)
@@ -387,10 +395,8 @@ def _similar(
     new_P: Sequence[Tensor], old_P: Sequence[Tensor], sides: Sequence[Side], tolerance: float
 ) -> Tensor:
     """Which new values are similar to the old ones, see :func:`compare_`; bool [n]."""
-    changes, norms = (
-        frobenius(torch._foreach_sub(list(new_P), list(old_P)), sides),
-        frobenius(old_P, sides),
-    )
+    changes = frobenius(torch._foreach_sub(list(new_P), list(old_P)), sides)
+    norms = frobenius(old_P, sides)
     return (changes < tolerance * norms) & norms.isfinite()
 
 
@@ -402,10 +408,9 @@ def frobenius(packed_P: Sequence[Tensor], sides: Sequence[Side]) -> Tensor:
 
 
 def _squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Sums of squares, fp32 [n], in pieces: torch's norm over millions of elements loses digits on
-    a CPU."""
-    pieces = [tensor.split(PIECE) for tensor in tensors]
-    squares = torch.stack(
-        torch._foreach_norm([piece for parts in pieces for piece in parts])
-    ).square()
-    return torch.stack([part.sum() for part in squares.split([len(parts) for parts in pieces])])
+    """Return the sum of squares of each tensor, fp32 [n]. Norms are taken of pieces, because
+    torch's norm over millions of elements loses digits on a CPU."""
+    pieces_of = [tensor.split(PIECE) for tensor in tensors]
+    norms = torch._foreach_norm([piece for pieces in pieces_of for piece in pieces])
+    squares = torch.stack(norms).square().split([len(pieces) for pieces in pieces_of])
+    return torch.stack([of_tensor.sum() for of_tensor in squares])

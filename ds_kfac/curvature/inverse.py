@@ -72,12 +72,10 @@ def packed(inverse: DampedInverse) -> Tensor:
     It always travels in fp32: rounding every entry to 16 bits would move small eigenvalues, those
     of the sharpest directions, below zero, and fp16 would overflow where a factor is small.
     """
+    if inverse.diagonal is not None:
+        return inverse.diagonal
     if not inverse.blocks:
-        return (
-            inverse.diagonal
-            if inverse.diagonal is not None
-            else torch.empty(0, dtype=torch.float32, device="cpu")
-        )
+        return torch.empty(0, dtype=torch.float32, device="cpu")
     matrices = [matrix for blocks in inverse.blocks for matrix in blocks]
     ends = list(accumulate(packed_numel(len(matrix)) for matrix in matrices))
     out = torch.empty(ends[-1], device=matrices[0].device, dtype=torch.float32)
@@ -86,13 +84,14 @@ def packed(inverse: DampedInverse) -> Tensor:
 
 
 def from_packed(side: Side, flat_P: Tensor) -> DampedInverse:
-    """Undo :func:`packed`, to the bit; a copy."""
+    """Undo :func:`packed` exactly. The inverse is a copy."""
     if side.block == 1:
         return DampedInverse(diagonal=flat_P.clone())
-    # side.blocks gives views of flat_P for width 1
-    return DampedInverse(
-        tuple(block.clone() if block.shape[-1] == 1 else block for block in side.blocks(flat_P))
-    )
+    blocks = []
+    for block in side.blocks(flat_P):
+        is_view = block.shape[-1] == 1
+        blocks.append(block.clone() if is_view else block)
+    return DampedInverse(tuple(blocks))
 
 
 @dataclass(frozen=True)
@@ -104,24 +103,24 @@ class LayerInverse:
     A: DampedInverse
 
     def apply(self, x_OI: Tensor) -> Tensor:
-        """G^-1 x A^-1."""
+        """Return G^-1 x A^-1."""
         x_OI = block_product(self.G.blocks, x_OI, self.A.blocks)
-        x_OI = x_OI if self.G.diagonal is None else x_OI * self.G.diagonal.view(*x_OI.shape[:-1], 1)
-        return (
-            x_OI
-            if self.A.diagonal is None
-            else x_OI * self.A.diagonal.view(*x_OI.shape[:-2], 1, -1)
-        )
+        if self.G.diagonal is not None:
+            x_OI = x_OI * self.G.diagonal.view(*x_OI.shape[:-1], 1)
+        if self.A.diagonal is not None:
+            x_OI = x_OI * self.A.diagonal.view(*x_OI.shape[:-2], 1, -1)
+        return x_OI
 
     def precondition(
         self, gradient_OI: Tensor, *, damping: float, precision: Precision = HIGHEST
     ) -> tuple[Tensor, Tensor]:
-        """V = G^-1 gradient A^-1, both damped, and <V, gradient>. Linear in the gradient. Cost: 2 O
-        I (O + I) FLOPs.
+        """Return V = G^-1 gradient A^-1, with both inverses damped, and <V, gradient>. Linear in
+        the gradient. Cost: 2 O I (O + I) FLOPs.
 
         Args:
-            damping: of this step. Only read if both sides are identities, as these have no inverse
-                that holds it.
+            gradient_OI: fp32 [O, I], or [groups, O, I] for a layer in groups.
+            damping: the step's damping. It is only read if both sides are identities, because
+                these have no inverse that includes it.
         """
         if not (self.G._parts or self.A._parts):
             V = gradient_OI / (1 + damping**0.5) ** 2
@@ -137,20 +136,22 @@ def refresh_inverse(
     """Invert a usable factor. Synchronises with the device once per group of blocks and attempt.
 
     Args:
-        factor: of a dense, blocked or diagonal side.
-        partner: the layer's other factor; None if another rank has it, which "relative" allows. If
-            it is an identity, its damped inverse, a number, multiplies this one.
+        factor: a factor whose side is dense, blocked or diagonal.
+        partner: the layer's other factor; None if another rank has it, which "relative" allows. The
+            damped inverse of an identity is a number, which this inverse is multiplied by.
     """
-    side, mean = factor.side, _mean(factor)
+    side = factor.side
+    mean = _mean(factor)
     damp = FACTORED_DAMPING[damping_kind]
     added = damp(damping, mean, 1.0 if partner is None else _mean(partner))
-    with_identity = partner is not None and partner.side.block == 0
-    scale = 1 / (1 + damp(damping, 1.0, mean)) if with_identity else 1.0
+    scale: Scalar = 1.0
+    if partner is not None and partner.side.block == 0:
+        scale = 1 / (1 + damp(damping, 1.0, mean))
     if side.block == 1:
-        return Refreshed(
-            DampedInverse(diagonal=scale / (factor.packed_P.clamp(min=0) + added)), "diagonal"
-        )
-    inverses, retries = [], 0
+        diagonal = scale / (factor.packed_P.clamp(min=0) + added)
+        return Refreshed(DampedInverse(diagonal=diagonal), "diagonal")
+    inverses: list[Tensor] = []
+    retries = 0
     for blocks in side.blocks(factor.packed_P):
         inverted, failed = with_fallbacks(
             blocks,
@@ -161,19 +162,23 @@ def refresh_inverse(
         if inverted is None:
             return Refreshed(None, "failed", retries)
         inverses += inverted
-    # packed and unpacked, as receivers get it: cuSOLVER's two triangles differ in rounding, and
-    # replicas must not
-    return Refreshed(from_packed(side, packed(DampedInverse(tuple(inverses)))), "cholesky", retries)
+    # The two triangles that cuSOLVER computes differ by rounding. Other ranks receive one triangle,
+    # so this rank must use the same one, too.
+    inverse = from_packed(side, packed(DampedInverse(tuple(inverses))))
+    return Refreshed(inverse, "cholesky", retries)
 
 
 def cholesky_inverse(matrix: Tensor, *, added: Scalar, scale: Scalar = 1.0) -> Tensor:
-    """scale (matrix + added I)^-1 for positive definite [n, b, b], computed in their dtype and on
-    their device; fp32.
+    """Return scale (matrix + added I)^-1 in fp32, computed in the matrices' dtype and on their
+    device.
 
-    NaN where the Cholesky decomposition failed: the caller checks for NaN anyway, and a check here
-    would wait for the device. The damping is added in the dtype of the attempt, as fp32 may round
-    it away next to a large diagonal. A pivot of the size of rounding counts as failed: whether one
-    is found depends on the processor.
+    A matrix whose Cholesky decomposition fails becomes NaN: the caller checks for NaN anyway, and a
+    check here would wait for the device. A pivot of the size of rounding counts as a failure, too,
+    because it depends on the processor whether the decomposition notices it. The damping is added
+    in the dtype of the matrices, because fp32 may round it away next to a large diagonal.
+
+    Args:
+        matrix: positive definite [n, b, b].
     """
     damped = matrix.clone()
     diagonal = damped.diagonal(dim1=-2, dim2=-1)
@@ -181,7 +186,8 @@ def cholesky_inverse(matrix: Tensor, *, added: Scalar, scale: Scalar = 1.0) -> T
     rounding = 2 * torch.finfo(matrix.dtype).eps * diagonal.amax(dim=-1)
     lower, info = torch.linalg.cholesky_ex(damped)
     failed = (info != 0) | (lower.diagonal(dim1=-2, dim2=-1).square().amin(dim=-1) <= rounding)
-    # it comes in columns; both triangles are nearly equal
+    # torch returns it in column-major order; transposing is allowed, because it is symmetric but
+    # for rounding
     inverse = torch.cholesky_inverse(lower).mT.contiguous()
     if not isinstance(scale, float) or scale != 1.0:
         inverse.mul_(torch.as_tensor(scale, device=matrix.device, dtype=matrix.dtype))
@@ -191,20 +197,17 @@ def cholesky_inverse(matrix: Tensor, *, added: Scalar, scale: Scalar = 1.0) -> T
 def passes_residual_check(
     blocks: Tensor, inverse: Tensor, *, added: Scalar, scale: Scalar = 1.0
 ) -> Tensor:
-    """Bool [n]: whether (C + added I) inverse x = scale x for one x; elementwise, as the check of
-    an eigenbasis."""
+    """Return for each block, bool [n], whether (C + added I) inverse x = scale x for one x. It is
+    computed elementwise, like the check of an eigenbasis."""
     x = probe(blocks)
     y = (inverse * x).sum(-1)
     residual = (blocks * y.unsqueeze(-2)).sum(-1) + added * y - scale * x
-    return residual.norm(dim=-1) <= TOLERANCE * (blocks.flatten(1).norm(dim=-1) + added) * y.norm(
-        dim=-1
-    )
+    allowed = TOLERANCE * (blocks.flatten(1).norm(dim=-1) + added) * y.norm(dim=-1)
+    return residual.norm(dim=-1) <= allowed
 
 
 def _mean(factor: KroneckerFactor) -> Tensor:
-    """Mean of a factor's diagonal; 1 for an identity."""
-    return (
-        factor.side.diagonal_of(factor.packed_P).mean()
-        if factor.side.block
-        else factor.packed_P.new_ones(())
-    )
+    """Return the mean of a factor's diagonal; 1 for an identity."""
+    if not factor.side.block:
+        return factor.packed_P.new_ones(())
+    return factor.side.diagonal_of(factor.packed_P).mean()

@@ -41,31 +41,32 @@ from ds_kfac.curvature.eigen import (
 )
 
 EXACT_EVERY = 10
-"""One refresh in so many is by eigh."""
+"""One of this many refreshes is by eigh."""
 FLOPS = 4 + 2 * (2 + 1 / 3 + 1)
-"""FLOPs over b^3: C Q and C Q'; twice Z^T Z, its Cholesky factor and a triangular solve."""
+"""FLOPs of a step, divided by b^3: C Q and C Q'; and twice Z^T Z, its Cholesky factor and a
+triangular solve."""
 OFF = 0.5
-"""|off-diagonal of Q'^T C Q'| / |C| above which one step was not enough."""
+"""Largest |off-diagonal of Q'^T C Q'| / |C| at which one step is accepted."""
 EPS = torch.finfo(torch.float32).eps
 
 
 def refresh_from_last(requests: Sequence[Request]) -> list[Refreshed]:
-    """As :func:`ds_kfac.curvature.eigen.refresh_all`, but by one step of the iteration for requests
-    on a GPU that have a last basis. If a step fails its checks, eigh follows, counted as a retry.
-    Synchronises once more.
+    """Decompose factors like :func:`ds_kfac.curvature.eigen.refresh_all`, but by one step of the
+    iteration if a request is on a GPU and has a last basis. If the step fails its checks, the
+    factor is decomposed by eigh, which counts as a retry. Synchronises once more than
+    ``refresh_all``.
     """
-    fit = [
-        index for index, x in enumerate(requests) if grouped(x.factor.packed_P.device) and _fits(x)
-    ]
-    results = dict(zip(fit, _iterated([requests[index] for index in fit]), strict=True))
-    others = [
+    suited = [
         index
-        for index in range(len(requests))
-        if index not in results or results[index].basis is None
+        for index, request in enumerate(requests)
+        if grouped(request.factor.packed_P.device) and _has_last_basis(request)
     ]
-    exact = eigen.refresh_all([requests[index] for index in others])
-    for index, result in zip(others, exact, strict=True):
-        results[index] = replace(result, retries=result.retries + (index in results))
+    results = dict(zip(suited, _iterated([requests[index] for index in suited]), strict=True))
+    failed = {index for index, result in results.items() if result.basis is None}
+    by_eigh = [index for index in range(len(requests)) if index not in results or index in failed]
+    exact = eigen.refresh_all([requests[index] for index in by_eigh])
+    for index, result in zip(by_eigh, exact, strict=True):
+        results[index] = replace(result, retries=result.retries + (index in failed))
     return [results[index] for index in range(len(requests))]
 
 
@@ -119,38 +120,41 @@ def _columns(x_nbb: Tensor, order_nb: Tensor) -> Tensor:
     return x_nbb.take_along_dim(order_nb[:, None, :], dim=-1)
 
 
-def _fits(request: Request) -> bool:
-    """Whether there is a last basis, in the blocks that the factor has now."""
+def _has_last_basis(request: Request) -> bool:
+    """Whether the request has a last basis, in the blocks that the factor has now."""
     side, last = request.factor.side, request.last
-    return (
-        side.block > 1
-        and last is not None
-        and [v.shape[:2] for v in last.vectors] == [*map(tuple, side.groups)]
-    )
+    if side.block < 2 or last is None:
+        return False
+    return [tuple(vectors.shape[:2]) for vectors in last.vectors] == [*map(tuple, side.groups)]
 
 
 def _iterated(requests: Sequence[Request]) -> list[Refreshed]:
-    """In the order of the requests; a basis of None if any of the factor's blocks fails a check."""
-    steps: dict[Place, tuple[Tensor, Tensor, Tensor]] = {}
+    """Take one step of the iteration for each request, which must have a last basis.
+
+    Returns the results in the order of the requests. A result has no basis if any of the factor's
+    blocks failed a check.
+    """
+    places: list[Place] = []
+    pairs: list[tuple[Tensor, Tensor]] = []
+    valid: list[Tensor] = []
     for call, blocks in eigen.calls(requests):
-        lasts = [
-            last.vectors[group]
-            for index, group in call
-            if (last := requests[index].last) is not None
-        ]
-        parts = (
-            part.split([*map(len, blocks)])
-            for part in orthogonal_iteration(torch.cat(blocks), torch.cat(lasts))
-        )
-        # copies: a view would keep the whole batch in memory, and in checkpoints
-        copies = (
-            (values.clone(), vectors.clone(), valid.all())
-            for values, vectors, valid in zip(*parts, strict=True)
-        )
-        steps |= zip(call, copies, strict=True)
-    usable = torch.stack([valid for *_, valid in steps.values()]).tolist() if steps else []
+        last_vectors = []
+        for index, group in call:
+            last = requests[index].last
+            assert last is not None
+            last_vectors.append(last.vectors[group])
+        sizes = [len(block) for block in blocks]
+        step = orthogonal_iteration(torch.cat(blocks), torch.cat(last_vectors))
+        values, vectors, passed = (part.split(sizes) for part in step)
+        places += call
+        for group_values, group_vectors in zip(values, vectors, strict=True):
+            # copies, because a view would keep the batch in memory, and in checkpoints
+            pairs.append((group_values.clone(), group_vectors.clone()))
+        valid += [part.all() for part in passed]
+    # one wait for the device, for the checks of all calls
+    is_valid = torch.stack(valid).tolist() if valid else []
     solved: dict[Place, BlockEigh] = {
-        place: ((values, vectors) if good else None, 0)
-        for (place, (values, vectors, _)), good in zip(steps.items(), usable, strict=True)
+        place: (pair if ok else None, 0)
+        for place, pair, ok in zip(places, pairs, is_valid, strict=True)
     }
     return eigen.joined(requests, solved, "iteration")

@@ -73,11 +73,14 @@ class Method:
     solver: str
     solver_flops: int
     solver_seconds: str
-    step_flops, exact_every = 0.0, 1
+    step_flops = 0.0
+    exact_every = 1
     product_flops = 4
-    passes, calls = 6, 16
+    passes = 6
+    calls = 16
     parts: tuple[DecompositionPart, ...]
-    rotates = damps_identity = False
+    rotates = False
+    damps_identity = False
 
     def numel(self, side: Side) -> int:
         """fp32 elements of a side's decomposition, as a gradient worker keeps it."""
@@ -120,7 +123,12 @@ def _flat(basis: Eigenbasis) -> Tensor:
 
 
 class _Eigen(Method):
-    words, solver, solver_flops, solver_seconds = "eigenbases", "eigh", 9, "eigh_seconds"
+    """Method "eigen": each factor's eigenvectors and eigenvalues."""
+
+    words = "eigenbases"
+    solver = "eigh"
+    solver_flops = 9
+    solver_seconds = "eigh_seconds"
     parts = (
         DecompositionPart("eigenvectors", lambda side: side.basis_numel, _flat, True),
         # always in fp32: their range is too wide for 16 bits
@@ -131,16 +139,16 @@ class _Eigen(Method):
     def identity(self, side: Side, device: torch.device) -> Eigenbasis:
         return Eigenbasis((), torch.ones(side.dim, device=device, dtype=torch.float32))
 
-    decompose, of_layer = staticmethod(refresh_all), LayerBasis  # type: ignore[assignment]  # it has no options
+    decompose = staticmethod(refresh_all)  # type: ignore[assignment]  # it has no options
+    of_layer = LayerBasis
 
     def joined(self, side: Side, *flats: Any) -> Eigenbasis:
-        flat, values = flats
+        flat_vectors, values = flats
         vectors: list[Tensor] = []
-        if flat is not None and side.block > 1:
-            for (n, width), part in zip(
-                side.groups, flat.split([n * w**2 for n, w in side.groups]), strict=True
-            ):
-                vectors.append(part.to(torch.float32, copy=True).view(n, width, width))
+        if flat_vectors is not None and side.block > 1:
+            parts = flat_vectors.split([count * width**2 for count, width in side.groups])
+            for (count, width), part in zip(side.groups, parts, strict=True):
+                vectors.append(part.to(torch.float32, copy=True).view(count, width, width))
         return Eigenbasis(tuple(vectors), values.clone())
 
 
@@ -154,13 +162,21 @@ class _Iterated(_Eigen):
 
 
 class _Inverse(Method):
-    words, solver, solver_flops, solver_seconds = "inverses", "Cholesky", 1, "cholesky_seconds"
-    product_flops, passes, calls = 2, 4, 10
+    """Method "inverse": each factor's damped inverse (``curvature/inverse.py``)."""
+
+    words = "inverses"
+    solver = "Cholesky"
+    solver_flops = 1
+    solver_seconds = "cholesky_seconds"
+    product_flops = 2
+    passes = 4
+    calls = 10
     parts = (DecompositionPart("inverses", lambda side: side.numel, packed, False),)
-    damps_identity, of_layer = True, LayerInverse
+    damps_identity = True
+    of_layer = LayerInverse
 
     def numel(self, side: Side) -> int:
-        # whole blocks; an identity has none
+        # a worker keeps both triangles of each block; an identity has no blocks
         return sum(count * width**2 for count, width in side.groups)
 
     def paired(self, damping_kind: str) -> bool:
@@ -178,4 +194,5 @@ class _Inverse(Method):
 
 EIGEN, ITERATED = _Eigen(), _Iterated()
 METHODS: dict[str, Method] = {"eigen": EIGEN, "inverse": _Inverse()}
-"""By ``preconditioner.method``."""
+"""Value of ``preconditioner.method`` -> the method. ``ITERATED`` is not here: the plan takes it in
+place of "eigen" where that is faster."""

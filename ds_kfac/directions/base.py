@@ -26,8 +26,8 @@ from ds_kfac.zero.layout import ShardLayout
 class UpdateRule(ABC):
     """One way of stepping along preconditioned gradients. ``DIRECTIONS`` lists the rules.
 
-    A rule must have :meth:`claims` and :meth:`direction`. Every other member has a default that is
-    right for a rule that needs nothing of the kind. Final methods are what the engine works out of
+    A rule must have :meth:`claims` and :meth:`direction`. Every other member has a default for a
+    rule that does not need it. The engine calls the final methods, which derive their answers from
     the others.
 
     Attributes:
@@ -61,7 +61,7 @@ class UpdateRule(ABC):
     def direction(
         self, plan: Plan, exchange: GradientExchange, optimizer: Any, metrics: Metrics
     ) -> Direction:
-        """Make what steps this rank's layers.
+        """Return the object that steps this rank's layers.
 
         Args:
             optimizer: the engine's innermost optimizer.
@@ -118,8 +118,8 @@ class UpdateRule(ABC):
         so that the engine takes the rule's own optimizer."""
 
     def unstepped(self, parameters: Iterable[Any]) -> int:
-        """Count those of the parameters that are in one of the rule's own optimizer objects that no
-        engine has taken, and that is still referenced."""
+        """Count the parameters that are in an optimizer object of the rule which no engine has
+        taken and which is still referenced."""
         return 0
 
     def check_groups(  # noqa: B027
@@ -139,17 +139,17 @@ class UpdateRule(ABC):
         """
 
     def release(self, optimizer: Any) -> None:  # noqa: B027
-        """Take what K-FAC has put there out of the engine's innermost optimizer. K-FAC leaves the
-        engine."""
+        """Remove what K-FAC has put into the engine's innermost optimizer, because K-FAC is being
+        detached from the engine."""
 
-    # what the engine works out of the rest
+    # what the engine derives from the rest
 
     @final
     def resolved(
         self, config: KFACConfig, optimizer: str = ""
     ) -> tuple[KFACConfig, tuple[str, ...]]:
-        """Return a config that the rule can follow, with its nulls answered, and the reasons for
-        the answers.
+        """Return a config in which every null is resolved for this rule, and the reasons for the
+        chosen values.
 
         Args:
             optimizer: class name of the engine's innermost optimizer.
@@ -162,18 +162,20 @@ class UpdateRule(ABC):
                 f"optimizer"
             )
         self.check(config)
-        own = "preconditioner" in self.blocks and adaptive(optimizer)
-        return resolve(config, fisher=self.fisher, blocks=self.blocks, adaptive=own)
+        is_adaptive = "preconditioner" in self.blocks and adaptive(optimizer)
+        return resolve(config, fisher=self.fisher, blocks=self.blocks, adaptive=is_adaptive)
 
     @final
     def moments_count(self, config: KFACConfig) -> int:
         """Count the fp32 tensors of a gradient's shape that a gradient worker keeps."""
         moments = self.moments(config)
-        return 0 if moments is None else sum("_OI" in part.name for part in fields(moments))  # type: ignore[arg-type]
+        if moments is None:
+            return 0
+        return sum("_OI" in part.name for part in fields(moments))  # type: ignore[arg-type]
 
     @final
     def rotates(self, config: KFACConfig) -> bool:
-        """Whether moments are kept in the eigenbasis, and turned into each new one."""
+        """Whether moments are kept in the eigenbasis and rotated into each new one."""
         moments = self.moments(config)
         return moments is not None and moments.ROTATES
 
@@ -181,4 +183,6 @@ class UpdateRule(ABC):
     def cut(self, config: KFACConfig, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
         """Return the layers that the rule steps, with large ones cut: see
         ``ds_kfac/model/blocks.py``."""
-        return cut(layers, partial(self.by_rows, config)) if config.choice.shares else tuple(layers)
+        if not config.choice.shares:
+            return tuple(layers)
+        return cut(layers, partial(self.by_rows, config))

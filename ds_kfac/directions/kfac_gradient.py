@@ -1,5 +1,7 @@
-"""The K-FAC gradient (as in KAISA), for any optimizer to step with: rotate into the eigenbasis,
-divide, rotate back; kl-clip.
+"""The K-FAC gradient (as in KAISA), which any optimizer can step with.
+
+Each gradient is rotated into the eigenbasis, divided by its damped eigenvalues, rotated back, and
+scaled by kl-clip:
 
     V = Q_G [(Q_G^T dW Q_A) / (e + lambda)] Q_A^T,   e = beta alpha^T, or EKFAC's second moment
     dW <- nu V,   nu = min(1, sqrt(kl_clip / (lr^2 sum <V, dW>)))
@@ -11,7 +13,6 @@ group.
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -31,15 +32,16 @@ from ds_kfac.update.state import CorrectedEigenvalues, Moments
 from ds_kfac.zero.exchange import GradientExchange, Gradients
 
 DECAY = 0.95
-"""Weight of the past in corrected eigenvalues, per step."""
+"""Largest weight of the past in the running average of corrected eigenvalues, per step."""
 
 
 class KFACGradient(Direction):
-    """V = (F + damping)^-1 gradient, at the scale of kl-clip. Vectors are of this rank's layers in
-    the order of ``layer_groups``.
+    """Steps along V = (F + damping)^-1 gradient, scaled by kl-clip.
+
+    Vectors with an entry per layer are in the order of ``layers``.
 
     Attributes:
-        peak_lr: parameter group -> largest learning rate so far, by which kl-clip goes.
+        peak_lr: parameter group -> largest learning rate so far, which kl-clip uses.
     """
 
     def __init__(
@@ -50,7 +52,8 @@ class KFACGradient(Direction):
         metrics: Metrics,
     ) -> None:
         super().__init__(plan, exchange, moments)
-        self.plan, self.metrics = plan, metrics
+        self.plan = plan
+        self.metrics = metrics
         self.peak_lr: dict[int, Tensor | float] = {}
         one = torch.ones((), dtype=torch.float32, device=exchange.device)
         inputs = {
@@ -76,7 +79,8 @@ class KFACGradient(Direction):
         rates = [
             [self.peak_lr[group] for group in self.parameter_groups[name]] for name in self.names
         ]
-        # where a weight's and its bias' rates differ the sum is made of their parts
+        # kl-clip weighs <V, gradient> by the learning rate. If a weight and its bias have different
+        # rates, it needs one product for each of them.
         split = any(not same(rate, of_layer[0]) for of_layer in rates for rate in of_layer)
         inputs: dict[str, Any] = {"damping": self.config.damping.at(context.step)}
         if self.config.preconditioner.eigenvalues == "corrected":
@@ -88,12 +92,14 @@ class KFACGradient(Direction):
             dots, outcome = compute(StepTensors(gradients, self.exchange), **inputs)
         else:
             dots, outcome = self.recorded.step(compute, gradients, inputs, (tuple(ready), split))
-        entries = [rate for of_layer in rates for rate in (of_layer if split else of_layer[:1])]
-        outcome.numbers = (weighted_by_rates(dots, entries),)
-        yes, no = (
-            torch.full((), value, device=dots.device, dtype=torch.float32) for value in (1.0, 0.0)
-        )
-        outcome.flags = torch.stack([yes if on else no for on in ready])
+        rates_of_dots = [
+            rate for of_layer in rates for rate in (of_layer if split else of_layer[:1])
+        ]
+        outcome.numbers = (weighted_by_rates(dots, rates_of_dots),)
+        # stacked from scalars on the device: a copy from the host would wait for the device
+        yes = torch.full((), 1.0, device=dots.device, dtype=torch.float32)
+        no = torch.full((), 0.0, device=dots.device, dtype=torch.float32)
+        outcome.flags = torch.stack([yes if is_ready else no for is_ready in ready])
         return outcome
 
     def _directions(
@@ -105,15 +111,18 @@ class KFACGradient(Direction):
         terms: Tensor | None = None,
         factor_is_zero: Tensor | None = None,
     ) -> tuple[Tensor, Outcome]:
-        """Every group's results, each put where it belongs as soon as it is there. Returns <V,
-        gradient> of each layer, or of each of its parameters, 0 of a layer that has no eigenbasis;
-        and counts.
+        """Compute every group's results and put each of them as soon as it is there.
 
         Args:
-            ready: which layers have an eigenbasis or inverses.
-            split: whether <V, gradient> is of each parameter.
-            terms: see :meth:`CorrectedEigenvalues.divide_`.
+            ready: for each layer, whether it has an eigenbasis or inverses.
+            split: whether to return <V, gradient> for each parameter instead of each layer.
+            damping: the step's damping.
+            terms: fp32 [layers], see :meth:`CorrectedEigenvalues.divide_`; None without corrected
+                eigenvalues.
             factor_is_zero: see :class:`StepContext`.
+
+        Returns <V, gradient>, fp32 [layers] or [parameters], which is 0 for a layer that is not
+        ready; and the counts.
         """
         if factor_is_zero is not None:
             factor_is_zero = factor_is_zero.bool()  # fp32 where the step is recorded
@@ -121,49 +130,57 @@ class KFACGradient(Direction):
         outcome = Outcome()
         first = 0
         for group in self.layer_groups:
-            own = slice(first, first := first + len(group.layers))
+            layers = slice(first, first + len(group.layers))
+            first = layers.stop
             gradient, _ = tensors.take(group)
-            on = group.flags(ready[own], gradient.device)
+            ready_n = group.flags(ready[layers], gradient.device)
             V, dot = gradient, gradient.new_zeros(group.n)
-            if any(ready[own]):
-                terms_n = None if terms is None else repeated(terms[own], group.maps)
+            if any(ready[layers]):
+                terms_n = None if terms is None else repeated(terms[layers], group.maps)
                 V, dot, limited = self._precondition(
-                    group, gradient, on, damping, terms_n, factor_is_zero
+                    group, gradient, ready_n, damping, terms_n, factor_is_zero
                 )
                 outcome.limited = outcome.limited + group.any_map(limited).sum()
-            # without a mask
+            # the largest entry instead of isfinite(): no mask of the matrix's size in memory
             finite = torch.linalg.vector_norm(V.flatten(1), ord=torch.inf, dim=1).isfinite()
             replaced = group.any_map(~finite)
             if factor_is_zero is not None:
                 replaced = replaced | factor_is_zero
             outcome.replaced = outcome.replaced + replaced.sum()
-            still = repeated(replaced, group.maps)  # all maps of a layer or none
-            zero = still[:, None, None]
-            V = V.masked_fill(zero, 0.0) if V is gradient else V.masked_fill_(zero, 0.0)
-            dot = dot.masked_fill(still, 0.0)
-            dots.append(self._dots(group, ready[own], V, gradient, dot, split))
+            # if one map of a layer is not finite, all of its maps stand still
+            still_n = repeated(replaced, group.maps)
+            still_n11 = still_n[:, None, None]
+            # the gradient may be DeepSpeed's own memory, which must not change
+            V = V.masked_fill(still_n11, 0.0) if V is gradient else V.masked_fill_(still_n11, 0.0)
+            dot = dot.masked_fill(still_n, 0.0)
+            dots.append(self._dots(group, ready[layers], V, gradient, dot, split))
             tensors.put(group, V)
-            del V, gradient  # before those of the next group are there
+            del V, gradient  # frees their memory before the next group needs it
         return torch.cat(dots), outcome
 
     def _precondition(
         self,
         group: LayerGroup,
         gradient: Tensor,
-        on: Tensor | None,
+        ready_n: Tensor | None,
         damping: float | Tensor,
         terms_n: Tensor | None,
         factor_is_zero: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """V of a group's matrices, of those that are not ``on`` the gradient; <V, gradient> [n], 0
-        of those; and whether gradients were scaled down for the second moments, bool [n].
+        """Precondition the gradients of a group's matrices.
 
         Args:
-            on: bool [n]; None: all are.
+            gradient: fp32 [n, O, I].
+            ready_n: bool [n], which matrices have an eigenbasis or inverses; None if all have. The
+                others keep their gradients.
+            terms_n: fp32 [n], loss terms; None without corrected eigenvalues.
+
+        Returns V [n, O, I]; <V, gradient> [n], which is 0 for a matrix that is not ready; and bool
+        [n], whether a gradient was scaled down before it entered the second moments.
         """
         damped: dict[str, Any] = {"damping": damping, "damping_kind": self.config.damping.kind}
         limited = torch.zeros(group.n, dtype=torch.bool, device=gradient.device)
-        if group.rotation is None:  # of a layer that is alone
+        if group.rotation is None:  # a layer with inverses, which is always alone in its group
             (of_layer,) = group.by_layer(gradient)
             V, dot = group.preconditioner(0).precondition(
                 of_layer, damping=damping, precision=self.precision
@@ -171,15 +188,14 @@ class KFACGradient(Direction):
             V, dot = V.view_as(gradient), dot.view(-1)
         elif terms_n is not None:
             norm = norms(gradient.flatten(-2)).float()
-            # a norm of NaN leaves moments as they are
-            if on is not None:
-                norm = norm.masked_fill(~on, torch.nan)
+            # a norm of NaN leaves the second moments as they are
+            if ready_n is not None:
+                norm = norm.masked_fill(~ready_n, torch.nan)
             if factor_is_zero is not None:
                 norm = norm.masked_fill(factor_is_zero, torch.nan)
             if group.maps > 1:
-                norm = norm.masked_fill(
-                    repeated(group.any_map(~norm.isfinite()), group.maps), torch.nan
-                )
+                unusable = group.any_map(~norm.isfinite())
+                norm = norm.masked_fill(repeated(unusable, group.maps), torch.nan)
             V, dot, limited = precondition_corrected(
                 gradient,
                 group.rotation,
@@ -191,9 +207,10 @@ class KFACGradient(Direction):
             )
         else:
             V, dot = precondition(gradient, group.rotation, **damped)
-        if on is None:
+        if ready_n is None:
             return V, dot, limited
-        return torch.where(on[:, None, None], V, gradient), dot.masked_fill(~on, 0.0), limited
+        V = torch.where(ready_n[:, None, None], V, gradient)
+        return V, dot.masked_fill(~ready_n, 0.0), limited
 
     def _dots(
         self,
@@ -204,26 +221,28 @@ class KFACGradient(Direction):
         dot: Tensor,
         split: bool,
     ) -> Tensor:
-        """<V, gradient> of each of the group's layers, by that of each matrix; or of each of their
-        parameters."""
+        """Return <V, gradient> for each of the group's layers, or for each of their parameters.
+
+        Args:
+            ready: for each of the group's layers, whether it has an eigenbasis or inverses.
+            V, gradient: fp32 [n, O, I].
+            dot: fp32 [n], <V, gradient> of each matrix.
+            split: whether to return a product for each parameter.
+        """
         if split:
-            pairs = zip(
+            sums: list[Tensor] = []
+            of_layers = zip(
                 group.layers, ready, group.by_layer(V), group.by_layer(gradient), strict=True
             )
-            sums = [
-                [
-                    part.sum()
-                    for part in self.exchange.parts(layer, x * y if on else torch.zeros_like(x))
-                ]
-                for layer, on, x, y in pairs
-            ]
-            # NaN is 0 times what is not finite, of a layer that stands still; infinity more than
-            # fp32 holds
-            dot = torch.stack(list(chain.from_iterable(sums))).nan_to_num(
-                0.0, posinf=math.inf, neginf=-math.inf
-            )
+            for layer, is_ready, x, y in of_layers:
+                product = x * y if is_ready else torch.zeros_like(x)
+                sums += [part.sum() for part in self.exchange.parts(layer, product)]
+            # NaN comes from a layer that stands still, as 0 times infinity, and counts as 0.
+            # Infinity is a sum that fp32 cannot hold, and stays.
+            dot = torch.stack(sums).nan_to_num(0.0, posinf=math.inf, neginf=-math.inf)
         elif group.maps > 1:
             dot = dot.view(-1, group.maps).sum(dim=1)
+        # a layer that several ranks have copies of is summed over once for each copy
         return dot / group.layers[0].copies
 
     def finish(
@@ -233,46 +252,64 @@ class KFACGradient(Direction):
         if not kl_clip:
             self.metrics.nu = self.metrics.kl = None
             return None
-        self.metrics.nu = nu = kl_clip_scale(totals[0], kl_clip=kl_clip)
+        nu = kl_clip_scale(totals[0], kl_clip=kl_clip)
+        self.metrics.nu = nu
         self.metrics.kl = torch.where(nu == 0, nu, nu.square() * totals[0] / 2)
         assert flags is not None  # the rule asks for them wherever kl-clip is on
         scales = torch.where(flags, nu, torch.ones_like(nu))
-        return dict(zip((layer.name for layer in self.plan.layers), scales.unbind(), strict=True))
+        names = [layer.name for layer in self.plan.layers]
+        return dict(zip(names, scales.unbind(), strict=True))
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two rates are equal as far as the host knows: tensors are not read."""
-    return one is other or (
-        not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other
-    )
+    """Whether two learning rates are certainly equal. Two tensors count as different, because a
+    comparison would wait for the device."""
+    if one is other:
+        return True
+    return not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other
 
 
 def weighted_by_rates(dots: Tensor, rates: Sequence[Any]) -> Tensor:
-    """The sum of rate^2 dot."""
+    """Return the sum of rate^2 dot, an fp32 scalar.
+
+    Args:
+        dots: fp32, products <V, gradient>.
+        rates: learning rate of each product, a number or a tensor.
+    """
     if all(same(rate, rates[0]) for rate in rates):
         return dots.sum() * rates[0] ** 2
-    of_rate: dict[Any, list[Tensor]] = {}
+    dots_by_rate: dict[Any, list[Tensor]] = {}
     for rate, dot in zip(rates, dots.unbind(), strict=True):  # a tensor is hashed by its identity
-        of_rate.setdefault(rate, []).append(dot)
-    sums = torch.stack([torch.stack(some).sum() * rate**2 for rate, some in of_rate.items()])
-    # a rate of 0 leaves nothing of an infinite product
+        dots_by_rate.setdefault(rate, []).append(dot)
+    sums = torch.stack(
+        [torch.stack(with_rate).sum() * rate**2 for rate, with_rate in dots_by_rate.items()]
+    )
+    # a learning rate of 0 times an infinite product is NaN and shall be 0
     return sums.nan_to_num(0.0, posinf=math.inf, neginf=-math.inf).sum()
 
 
 def peak_rates(groups: Sequence[Mapping[str, Any]], before: Mapping[int, Any]) -> dict[int, Any]:
-    """Parameter group -> largest learning rate so far. With the current one in kl-clip's bound, nu
-    * lr would not depend on it where the clip binds, which would undo a schedule's decay."""
-    peaks = {}
+    """Return the largest learning rate so far of each parameter group, by its index.
+
+    kl-clip uses these instead of the current learning rates. With the current ones, nu * lr would
+    not depend on lr while the clip binds, which would undo a schedule's decay.
+
+    Args:
+        groups: the optimizer's parameter groups.
+        before: what the last step's call returned.
+    """
+    peaks: dict[int, Any] = {}
     for index, group in enumerate(groups):
-        # its scheduler changes a tensor
-        rate = group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"]
+        rate = group["lr"]
+        if isinstance(rate, Tensor):
+            rate = rate.clone()  # a scheduler changes the tensor in place
         peak = before.get(index, rate)
-        if isinstance(peak, Tensor) or isinstance(rate, Tensor):
-            device = next(x.device for x in (rate, peak) if isinstance(x, Tensor))
-            options: Any = {"dtype": torch.float32, "device": device}
-            peaks[index] = torch.maximum(
-                torch.as_tensor(rate, **options), torch.as_tensor(peak, **options)
-            )
+        tensors = [x for x in (rate, peak) if isinstance(x, Tensor)]
+        if tensors:
+            options: Any = {"dtype": torch.float32, "device": tensors[0].device}
+            rate = torch.as_tensor(rate, **options)
+            peak = torch.as_tensor(peak, **options)
+            peaks[index] = torch.maximum(rate, peak)
         else:
             peaks[index] = max(rate, peak)
     return peaks
@@ -285,20 +322,22 @@ def precondition(
     damping: float | Tensor,
     damping_kind: str = "tikhonov",
 ) -> tuple[Tensor, Tensor]:
-    """(F + lambda)^-1 applied to a gradient, without forming an inverse; F = Q diag(e) Q^T, e =
-    beta alpha^T.
+    """Apply (F + lambda)^-1 to gradients, where F = Q diag(e) Q^T and e = beta alpha^T.
 
         V = Q_G [ (Q_G^T gradient Q_A) / (e + lambda) ] Q_A^T
 
-    Linear in the gradient, so a loss scale passes through. Cost: 4 O I (O + I) FLOPs. Source:
-    Grosse & Martens 2016 (arXiv:1602.01407) app. A; inverse-free as in Pauloski et al. 2020
-    (2007.00784).
+    No inverse is formed. The result is linear in the gradient, so a loss scale passes through.
+    Cost: 4 O I (O + I) FLOPs. Source: Grosse & Martens 2016 (arXiv:1602.01407) app. A;
+    inverse-free as in Pauloski et al. 2020 (2007.00784).
 
     Args:
-        gradient_nOI: fp32 [n, O, I], the bias gradient as last column where the layer has one.
-        damping_kind: "tikhonov", in units of the Fisher; "relative" to the layer's mean eigenvalue.
+        gradient_nOI: fp32 [n, O, I], with the bias gradient as last column if the layer has one.
+        rotation: the eigenbases of the n matrices.
+        damping_kind: "tikhonov": ``damping`` is lambda, in units of the Fisher; "relative": it is a
+            multiple of the layer's mean eigenvalue.
 
-    Returns V, and <V, gradient> [n], which is that of the rotated ones.
+    Returns V [n, O, I], and <V, gradient> [n]. The product is computed in the eigenbasis, where it
+    is the same.
     """
     beta_nO, alpha_nI = rotation.values_G, rotation.values_A
     e_nOI = beta_nO[:, :, None] * alpha_nI[:, None, :]
@@ -310,7 +349,7 @@ def precondition(
     rotated_nOI = _rotated(rotation, gradient_nOI)
     scaled_nOI = torch.div(rotated_nOI, e_nOI, out=e_nOI)
     dot_n = (rotated_nOI * scaled_nOI).sum(dim=(-2, -1))
-    del rotated_nOI  # before there are two more of its size
+    del rotated_nOI  # the way back needs two more matrices of its size
     return rotation.restore(scaled_nOI, overwrite=True), dot_n
 
 
@@ -325,16 +364,17 @@ def precondition_corrected(
     damping: float | Tensor,
     damping_kind: str = "tikhonov",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`precondition` with the running second moment of the rotated gradient, this one
-    included, as e.
+    """Apply :func:`precondition` with e = the running second moment of the rotated gradient. The
+    moment takes in this gradient first.
 
     Args:
-        norm_n: of the gradient.
-        terms_n: loss terms, which bring a squared gradient to the Fisher's units.
-        decay: of the second moment.
+        norm_n: fp32 [n], norms of the gradients.
+        terms_n: fp32 [n] or a number, loss terms, which bring a squared gradient to the Fisher's
+            units.
+        decay: largest weight of the past in the second moment.
 
-    Returns V, <V, gradient> [n], and whether the gradient was scaled down for the second moment,
-    bool [n].
+    Returns V [n, O, I]; <V, gradient> [n]; and bool [n], whether a gradient was scaled down before
+    it entered the second moment.
     """
     scaled_nOI, dot_n, limited_n = corrected.divide_(
         _rotated(rotation, gradient_nOI),
@@ -348,18 +388,19 @@ def precondition_corrected(
 
 
 def _rotated(rotation: Rotation, gradient_nOI: Tensor) -> Tensor:
-    """A large one whose rows no basis mixes in one copy."""
+    """Return the rotated gradient in memory of its own. If no basis mixes the rows of a large
+    matrix, a single copy is made and rotated in place, so that two more do not need memory."""
     by_rows = is_large(gradient_nOI) and not rotation.G
     return rotation.rotate(gradient_nOI.clone() if by_rows else gradient_nOI, overwrite=by_rows)
 
 
 def kl_clip_scale(quadratic: Tensor, *, kl_clip: float) -> Tensor:
-    """nu = min(1, sqrt(kl_clip / quadratic)): bounds the step's KL divergence (Ba et al. 2017, sec.
-    3).
+    """Return nu = min(1, sqrt(kl_clip / quadratic)), which bounds the step's KL divergence (Ba et
+    al. 2017, sec. 3).
 
     Args:
-        quadratic: fp32 scalar, the sum over layers of lr^2 <V, gradient>; 0 gives 1, and so does
-            NaN. More than fp32 holds gives 0: no step is too small for it.
+        quadratic: fp32 scalar, the sum over layers of lr^2 <V, gradient>. 0 and NaN give 1.
+            Infinity, a sum that fp32 cannot hold, gives 0.
     """
     nu = torch.sqrt(kl_clip / quadratic.abs()).clamp(max=1.0)
     return torch.where(torch.isnan(quadratic), torch.ones_like(nu), nu)
@@ -382,7 +423,7 @@ class KFACGradientRule(UpdateRule):
         return KFACGradient(plan, exchange, self.moments(plan.config), metrics)
 
     def flags(self, config: KFACConfig) -> bool:
-        # nu is of preconditioned layers only
+        # nu scales preconditioned layers only, so every rank must know which ones are
         return config.preconditioner.kl_clip != Value.constant(0)
 
     def moments(self, config: KFACConfig) -> type[Moments] | None:

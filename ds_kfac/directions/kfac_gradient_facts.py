@@ -12,13 +12,12 @@ from ds_kfac.update.groups import in_order
 
 class KFACGradientFacts(RuleFacts):
     def described(self, plan: Plan, optimizer: str, ratio: float = 1.0) -> str:
-        config, method = plan.config, plan.method
-        options, damping = config.preconditioner, config.damping
-        clip = (
-            "off"
-            if options.kl_clip == Value.constant(0)
-            else f"{options.kl_clip} at the largest lr so far"
-        )
+        method = plan.method
+        options = plan.config.preconditioner
+        damping = plan.config.damping
+        clip = f"{options.kl_clip} at the largest lr so far"
+        if options.kl_clip == Value.constant(0):
+            clip = "off"
         damped = f"{damping.kind} damping {damping.value}"
         how = f"{options.eigenvalues} eigenvalues, {damped}"
         if not method.rotates:

@@ -1,9 +1,11 @@
-"""Where a step of this rank's layers takes its gradients and puts its results: as they come, or,
-where the step is recorded (``ds_kfac/update/recorded.py``), always in the same places."""
+"""Where a step takes the gradients of this rank's layers from and where it puts the results.
+
+There are two cases. :class:`StepTensors` passes tensors on as they come. :class:`RecordedTensors`
+uses the same memory in every step, which a recorded step (``ds_kfac/update/recorded.py``) needs.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -20,68 +22,71 @@ T = TypeVar("T")
 
 
 def is_recorded(plan: Plan, layers: Sequence[LayerSpec], device: str) -> bool:
-    """Whether a rank's steps of these layers are recorded, on this type of device."""
-    few = (
-        0
-        < sum(layer.numel for layer in layers)
-        <= min(RECORDED_NUMEL, len(layers) * RECORDED_LAYER)
-    )
-    return few and plan.batched and device in RECORDERS and plan.config.ops.backend != "torch"
+    """Whether the steps of these layers of a rank are recorded on this type of device."""
+    numel = sum(layer.numel for layer in layers)
+    is_small = 0 < numel <= min(RECORDED_NUMEL, len(layers) * RECORDED_LAYER)
+    return is_small and plan.batched and device in RECORDERS and plan.config.ops.backend != "torch"
 
 
 def kept_bytes(plan: Plan, layers: Sequence[LayerSpec], device: str) -> int:
-    """What a rank's recorded steps of these layers keep beside the memory of a step: gradients,
-    whose places results take."""
+    """Return the bytes that :class:`RecordedTensors` of these layers keep between steps."""
     if not is_recorded(plan, layers, device):
         return 0
     return torch.float32.itemsize * sum(layer.numel for layer in layers)
 
 
 class StepTensors:
-    """Gradients as they come, and results that go to where they belong at once."""
+    """The tensors of a step that is not recorded: gradients where they are, and results that go to
+    their destination at once."""
 
     def __init__(self, gradients: Gradients, exchange: GradientExchange) -> None:
-        self.gradients, self.exchange = gradients, exchange
+        self.gradients = gradients
+        self.exchange = exchange
 
     def take(self, group: LayerGroup) -> tuple[Tensor, bool]:
-        """The group's gradients, fp32 [n, O, I], and whether they may be overwritten: else they may
-        be DeepSpeed's own memory, of which layers that lie at equal distances are a view. Call it
-        once for each group."""
+        """Take the group's gradients. Call this once for each group.
+
+        Returns fp32 [n, O, I], and whether the caller may overwrite it. A tensor that must not be
+        overwritten may be DeepSpeed's own memory.
+        """
         is_copy = self.gradients.is_copy(group.names[0])
         parts = [self.gradients.pop(name) for name in group.names]
         if len(parts) == 1:
             return group.matrices(parts), is_copy
-        together = evenly_spaced(parts)
-        return (group.matrices(parts), True) if together is None else (together, False)
+        view = evenly_spaced(parts)
+        if view is not None:
+            return view, False
+        return group.matrices(parts), True
 
     def memory(self, group: LayerGroup) -> Tensor | None:
-        """[layers, O, I], to which the caller writes the group's results, once its gradients have
-        been read. None: they are to be :meth:`put`."""
+        """Return the memory [layers, O, I] to which the caller writes the group's results once it
+        has read the gradients. None: the caller has to :meth:`put` the results."""
         return self.exchange.memory(group.layers)
 
     def put(self, group: LayerGroup, x_nOI: Tensor) -> None:
-        """Take the group's results. Call it once for each group."""
+        """Send the group's results to their destination. Call this once for each group."""
         self.exchange.put(group.layers, group.by_layer(x_nOI))
 
 
 class RecordedTensors:
-    """:class:`StepTensors` of a recorded step, always in the same places. Results take the
-    gradients' places.
+    """The tensors of a recorded step, with the methods of :class:`StepTensors`.
+
+    A recording reads and writes fixed addresses. So the gradients are copied into the same memory
+    in every step, and the results overwrite them there.
 
     Attributes:
-        matrices: of each group, fp32 [n, O, I].
-        gradients: layer name -> its part of these.
+        matrices: group -> fp32 [n, O, I].
+        gradients: layer name -> the layer's view of these.
     """
 
     def __init__(self, groups: Sequence[LayerGroup], device: torch.device) -> None:
-        shapes = {group: (group.n, *group.layers[0].shape[-2:]) for group in groups}
-        self.matrices = {
-            group: torch.empty(x, dtype=torch.float32, device=device) for group, x in shapes.items()
-        }
-        of_groups = (
-            zip(group.names, group.by_layer(x), strict=True) for group, x in self.matrices.items()
-        )
-        self.gradients = dict(chain.from_iterable(of_groups))
+        self.matrices: dict[LayerGroup, Tensor] = {}
+        self.gradients: dict[str, Tensor] = {}
+        for group in groups:
+            shape = (group.n, *group.layers[0].shape[-2:])
+            x_nOI = torch.empty(shape, dtype=torch.float32, device=device)
+            self.matrices[group] = x_nOI
+            self.gradients |= zip(group.names, group.by_layer(x_nOI), strict=True)
 
     def take(self, group: LayerGroup) -> tuple[Tensor, bool]:
         return self.matrices[group], True
@@ -95,17 +100,20 @@ class RecordedTensors:
 
 
 class RecordedStep(Recorded[T]):
-    """A step of these groups that is recorded once it is the same as the one before.
+    """A step of these groups that is recorded as soon as it repeats the step before.
 
     Args:
-        inputs: name -> place of a number or vector that changes from step to step.
+        inputs: name -> the memory of a number or vector that changes from step to step. The
+            recording reads it there.
     """
 
     def __init__(
         self, groups: Sequence[LayerGroup], exchange: GradientExchange, inputs: Mapping[str, Tensor]
     ) -> None:
         super().__init__(RECORDERS[exchange.device.type], logger.warning)
-        self.groups, self.exchange, self.inputs = groups, exchange, inputs
+        self.groups = groups
+        self.exchange = exchange
+        self.inputs = inputs
         self.tensors = RecordedTensors(groups, exchange.device)
         for group in groups:
             group.stays = True
@@ -117,26 +125,30 @@ class RecordedStep(Recorded[T]):
         inputs: Mapping[str, Tensor | float],
         values: Any,
     ) -> T:
-        """``compute(step tensors, **inputs)``: it decides nothing on the host, changes state in
-        place, and gives a result for each group.
+        """Run ``compute(step tensors, **inputs)``, or its recording, and send the results.
 
         Args:
-            values: settings by which it computes: other ones are recorded anew.
+            compute: changes state in place, puts a result for each group, and decides nothing on
+                the host, because a recording does not run the host's code.
+            inputs: values of this step, by the names of the constructor's ``inputs``.
+            values: settings that ``compute`` depends on. If they change, the step is recorded anew.
+
+        Returns what ``compute`` returns.
         """
         tensors = self.tensors
-        names = [*tensors.gradients]
-        torch._foreach_copy_([*tensors.gradients.values()], [gradients.pop(name) for name in names])
+        arrived = [gradients.pop(name) for name in tensors.gradients]
+        torch._foreach_copy_([*tensors.gradients.values()], arrived)
         places = {name: self.inputs[name] for name in inputs}
         for name, value in inputs.items():
             if isinstance(value, Tensor):
                 places[name].copy_(value)
             else:
                 places[name].fill_(value)
-        read = [group.rotation for group in self.groups]
-        found = self(partial(compute, tensors, **places), read, (*places, values))
+        rotations = [group.rotation for group in self.groups]
+        result = self(partial(compute, tensors, **places), rotations, (*places, values))
         for group in self.groups:
             self.exchange.put(group.layers, group.by_layer(tensors.matrices[group]))
-        return found
+        return result
 
 
 def recorded_step(
@@ -145,10 +157,8 @@ def recorded_step(
     exchange: GradientExchange,
     inputs: Mapping[str, Tensor],
 ) -> RecordedStep | None:
-    """None where steps are launched as they are."""
+    """Return a :class:`RecordedStep` of these groups; None if their steps are not recorded."""
     layers = [layer for group in groups for layer in group.layers]
-    return (
-        RecordedStep(groups, exchange, inputs)
-        if is_recorded(plan, layers, exchange.device.type)
-        else None
-    )
+    if not is_recorded(plan, layers, exchange.device.type):
+        return None
+    return RecordedStep(groups, exchange, inputs)

@@ -1,4 +1,4 @@
-"""The update rules, a line each."""
+"""The update rules, one line of :data:`DIRECTIONS` each, and which of them a config asks for."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,18 +13,19 @@ from ds_kfac.directions.kfac_adamw.user_optimizer import with_users_groups
 from ds_kfac.directions.kfac_gradient import KFACGradientRule
 
 DIRECTIONS: list[UpdateRule] = [KFACAdamWRule(), KFACGradientRule()]
-"""The first that claims an engine's optimizer; the last works with any."""
+"""An engine follows the first rule that claims its optimizer. The last rule works with any
+optimizer."""
 
 
 def rule_in(ds_config: Mapping[str, Any], optimizer: Any = None) -> UpdateRule:
-    """The rule of the engine that DeepSpeed would build.
+    """Return the rule that an engine with this DeepSpeed config would follow.
 
     Args:
-        optimizer: the argument of ``deepspeed.initialize``.
+        optimizer: the ``optimizer`` argument of ``deepspeed.initialize``.
 
     Raises:
-        ValueError: the block is no object; or it has a rule's own optimizer, misspelt or with a
-            wrong parameter.
+        ValueError: the "optimizer" block is not an object; or it names a rule's own optimizer with
+            a misspelt name or a wrong parameter.
     """
     block = ds_config.get("optimizer")
     if not isinstance(block, Mapping | None):
@@ -41,17 +42,20 @@ def rule_in(ds_config: Mapping[str, Any], optimizer: Any = None) -> UpdateRule:
 
 
 def is_factory(optimizer: Any) -> bool:
-    """Whether this argument of ``deepspeed.initialize`` is a function that makes an optimizer of
-    parameters."""
+    """Whether this ``optimizer`` argument of ``deepspeed.initialize`` is a function that makes an
+    optimizer from parameters."""
     return callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer)
 
 
 def when_made(arguments: dict[str, Any], ds_config: Mapping[str, Any]) -> None:
-    """For an optimizer that is given as a function, which only DeepSpeed can call: if it returns a
-    rule's own optimizer, the rule is installed then.
+    """Install a rule as soon as DeepSpeed has made the optimizer.
+
+    Some users pass a function that makes the optimizer. Only DeepSpeed can call it, so only then is
+    it certain whether the optimizer is one of a rule's own.
 
     Args:
-        arguments: of ``deepspeed.initialize``; ``optimizer`` and ``lr_scheduler`` are replaced.
+        arguments: arguments of ``deepspeed.initialize``; ``optimizer`` and ``lr_scheduler`` are
+            replaced.
     """
     make: Callable[[Any], Any] = arguments["optimizer"]
     before = dict(arguments)

@@ -119,12 +119,19 @@ def costs_of(device: str, file: str | None = None) -> CostModel:
 def described(
     subject: Subject, costs: CostModel, world: int, rows: int | None, assumed: str = ""
 ) -> tuple[list[str], tuple[Estimate | Refused, ...]]:
-    """(lines of text, every strategy): a row per strategy, and details of the one that the config
-    chooses. ``rows``: tokens (or images) of a rank in a step; ``assumed``: words after the batch,
-    if that is assumed."""
+    """Describe every strategy in a row, and the one that the config chooses in detail.
+
+    Args:
+        rows: tokens (or images) of a rank in a step; None: unknown.
+        assumed: words after the batch in the text, if the batch is assumed.
+
+    Returns the lines of text, and all strategies.
+    """
     if world < 1:
         raise ValueError(f"world: got {world}; must be at least 1 rank")
-    chosen, problem, strategies = None, list[str](), list[Estimate | Refused]()
+    chosen: Estimate | None = None
+    problem: list[str] = []
+    strategies: list[Estimate | Refused] = []
     try:
         chosen = Estimate(subject, costs, world, rows)
     except ValueError as refused:
@@ -141,12 +148,10 @@ def described(
             strategies.append(Estimate(forced, costs, world, rows))
         except ValueError as refused:
             strategies.append(Refused(subject.strategy(workers, world), str(refused)))
-    other, who = (
-        ("ZeRO owners", "every rank has")
-        if subject.replicated
-        else ("several workers", "no rank has")
-    )
-    strategies.append(Refused(other, f"{who} every gradient at this stage"))
+    if subject.replicated:
+        strategies.append(Refused("ZeRO owners", "every rank has every gradient at this stage"))
+    else:
+        strategies.append(Refused("several workers", "no rank has every gradient at this stage"))
     parameters = sum(numel for group in subject.groups for _, numel in group)
     sharing = f"; {len(subject.shared)} groups share an input" if subject.shared else ""
     method = METHODS[subject.config.preconditioner.method] if chosen is None else chosen.plan.method
@@ -197,10 +202,9 @@ def machine_lines(costs: CostModel, method: Method) -> list[str]:
         )
     rates = (costs.gemm_flops, costs.syrk_flops, costs.model_flops or costs.gemm_flops)
     products, moments, model = (number(rate, "") for rate in rates)
-    memory, (call, latency) = (
-        number(costs.copy_bytes, "B/s"),
-        map(_time, (costs.call_seconds, costs.link_seconds)),
-    )
+    memory = number(costs.copy_bytes, "B/s")
+    call = _time(costs.call_seconds)
+    latency = _time(costs.link_seconds)
     link, within = (
         f"{8 * rate / 1e9:.4g} Gbit/s"
         for rate in (costs.link_bytes, costs.node_bytes or costs.link_bytes)

@@ -207,9 +207,13 @@ class Estimate:
         return [("gradients", self._gradients)]
 
     def _delivered(self, captured: Keys, arriving: Keys) -> list[tuple[Message, np.ndarray]]:
-        """The messages of new eigenbases or inverses to gradient workers, the first with the
-        exchanged scalars; with each the bytes [W] of what it brings, as it is kept."""
-        delivery, found = self.delivery, list[tuple[Message, np.ndarray]]()
+        """Return the messages that bring new eigenbases or inverses to gradient workers. The first
+        one also has the exchanged scalars.
+
+        Each message comes with the bytes [W] of what it brings, in the form in which it is kept.
+        """
+        delivery = self.delivery
+        messages: list[tuple[Message, np.ndarray]] = []
         names = scalar_names(
             self.plan, captured=captured, arriving=arriving, travels=delivery.travels
         )
@@ -218,8 +222,10 @@ class Estimate:
             moves = zip(delivery.kinds, delivery.plans(pairs), delivery.dtypes, strict=True)
             message = [(kind, self._moved(plan, dtype)) for kind, plan, dtype in moves]
             brought = (([rank], self._basis[self.factors[place].key]) for place, rank in pairs)
-            found.append(([*message, *([] if found else [numbers])], self._at(brought)))
-        return found
+            if not messages:
+                message.append(numbers)
+            messages.append((message, self._at(brought)))
+        return messages
 
     @cached_property
     def _basis(self) -> Mapping[str, int]:
@@ -321,10 +327,9 @@ class Estimate:
         total = np.zeros(self.world)
         for factor in (factor for factor in self.factors if factor.key in keys):
             for rank in rates.Work.users(factor, self.workers):
-                own = {name for name in factor.layers if rank in self.workers[name]}
-                total[rank] += rates.basis_bytes(factor.side, self.plan.method) * (
-                    own <= inside[rank]
-                )
+                layers_of_rank = {name for name in factor.layers if rank in self.workers[name]}
+                if layers_of_rank <= inside[rank]:
+                    total[rank] += rates.basis_bytes(factor.side, self.plan.method)
         return total
 
     def _refreshed(self, due: FactorsDue) -> np.ndarray:
@@ -385,11 +390,9 @@ class Estimate:
         """Bytes [3, W]: gathered gradients; the peak of those that are left, results that wait to
         be sent, and a chunk's workspace; results that wait, once they are all there, with their
         copies in the message."""
-        plan, (arriving, leaving), params = (
-            self.plan,
-            self.plan.gradient_dtypes,
-            self.exchange.of_layer,
-        )
+        plan = self.plan
+        arriving, leaving = plan.gradient_dtypes
+        params = self.exchange.of_layer
         sent = {
             (move.source, move.param, move.start, move.numel)
             for move in self.exchange.scatter.moves
@@ -397,18 +400,19 @@ class Estimate:
         waiting = Counter[tuple[int, int]]()
         for rank, param, _, numel in sent:
             waiting[rank, param] += leaving.itemsize * numel
-        whole = {
+        # (rank, parameter) where a rank has the parameter's complete gradient
+        complete = {
             (s.rank, s.param) for s in self.shards.shards if s.numel == self.shards.numels[s.param]
         }
         memory = np.zeros((3, self.world))
         for rank, groups in enumerate(self._layer_groups):
             layers = [layer for group in groups for layer in group]
-            # a layer of one parameter whose whole gradient is on this rank is read in place, not
-            # gathered
+            # a layer of one parameter is read in place, not gathered, if its complete gradient is
+            # on this rank
             held = {
                 name
                 for name, (param, *more) in params.items()
-                if not more and (rank, param) in whole
+                if not more and (rank, param) in complete
             }
             missing = {
                 layer.name: arriving.itemsize * layer.numel
@@ -489,8 +493,8 @@ class Estimate:
         costs = self.costs
         rate = max(costs.rate(rates.mean_width(layer)), costs.model_flops if self._half else 0.0)
         passes = costs.elementwise(FP32 * self.rule.facts.passes * layer.numel)
-        own = self.rule.facts.flops(self.plan.config, layer, half=self._half) / rate
-        return costs.precondition(layer, self.plan.method) + own + passes
+        rule_flops = self.rule.facts.flops(self.plan.config, layer, half=self._half)
+        return costs.precondition(layer, self.plan.method) + rule_flops / rate + passes
 
     @property
     def _half(self) -> bool:

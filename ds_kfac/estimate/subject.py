@@ -88,7 +88,9 @@ class Trace(TorchFunctionMode):
     def __init__(self, model: nn.Module | None = None, example: Sequence[Any] = ()) -> None:
         super().__init__()
         self.inputs: dict[str, tuple[int, ...]] = {}
-        self.rows, self.stacked, self.units = dict[str, float](), dict[str, float](), 0
+        self.rows: dict[str, float] = {}
+        self.stacked: dict[str, float] = {}
+        self.units = 0
         # id of a parameter -> name, matrices, outputs of each
         self._stacks: dict[int, tuple[str, int, int]] = {}
         # id of a copy -> the copy, so that it lives; id of its stack
@@ -208,10 +210,8 @@ class Subject:
         trace: Trace | None = None,
     ) -> None:
         self.ds_config, self.trace, self.rule = ds_config, trace or Trace(), rule_in(ds_config)
-        written, optimizer = (
-            find_block(ds_config),
-            str(block(ds_config, "optimizer").get("type") or ""),
-        )
+        written = find_block(ds_config)
+        optimizer = str(block(ds_config, "optimizer").get("type") or "")
         self.user_config = parse({} if written is None else written)
         self.config, self.answers = self.rule.resolved(self.user_config, optimizer)
         context = self.context = of_config(ds_config, self.config, self.rule.optimizer_type, stage)
@@ -303,14 +303,11 @@ class Subject:
             rotates=self.rule.rotates(self.config),
         )
         plan = make_plan(self.layers, facts, self.config, costs)
-        of_layers = (
-            None
-            if rows is None
-            else {layer.name: rows * self.trace.rows_of(layer) for layer in self.layers}
-        )
-        return plan.with_observations(
-            Observations(self.shared if plan.config.choice.shares else (), of_layers)
-        )
+        rows_of_layers = None
+        if rows is not None:
+            rows_of_layers = {layer.name: rows * self.trace.rows_of(layer) for layer in self.layers}
+        shared = self.shared if plan.config.choice.shares else ()
+        return plan.with_observations(Observations(shared, rows_of_layers))
 
 
 def _forward(model: nn.Module, trace: Trace) -> float:
@@ -408,12 +405,14 @@ def _of_transformers(transformers: Any, path: str) -> Any:
         config = transformers.AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as problem:
         raise ValueError(f"model hf:{path}: {str(problem).splitlines()[0]}") from problem
-    kinds = [getattr(transformers, name, None) for name in config.architectures or ()]
-    kind = next((each for each in kinds if each is not None), None)
-    made = (
-        kind._from_config(config) if kind else transformers.AutoModelForCausalLM.from_config(config)
-    )
-    if made._can_set_experts_implementation():  # others read values, meta has none
+    classes = [getattr(transformers, name, None) for name in config.architectures or ()]
+    model_class = next((each for each in classes if each is not None), None)
+    if model_class:
+        made = model_class._from_config(config)
+    else:
+        made = transformers.AutoModelForCausalLM.from_config(config)
+    if made._can_set_experts_implementation():
+        # the other implementations read values, which tensors on the meta device do not have
         made.set_experts_implementation("batched_mm")
     if hasattr(config, "image_size") and not hasattr(config, "vocab_size"):
         return made, torch.zeros(1, config.num_channels, config.image_size, config.image_size)

@@ -51,12 +51,13 @@ def sources(folder: Path | None = None) -> list[Path]:
 
 
 def folder() -> Path:
-    """The cache: in ``TORCH_EXTENSIONS_DIR``, as for DeepSpeed's ops, else ``XDG_CACHE_HOME``, else
-    ``~/.cache``."""
-    extensions, cache = os.environ.get("TORCH_EXTENSIONS_DIR"), os.environ.get("XDG_CACHE_HOME")
-    return (
-        Path(extensions) if extensions else Path(cache) if cache else Path.home() / ".cache"
-    ) / "ds_kfac"
+    """Return the cache folder: in ``TORCH_EXTENSIONS_DIR``, as for DeepSpeed's ops, else in
+    ``XDG_CACHE_HOME``, else in ``~/.cache``."""
+    for variable in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"):
+        parent = os.environ.get(variable)
+        if parent:
+            return Path(parent) / "ds_kfac"
+    return Path.home() / ".cache" / "ds_kfac"
 
 
 def library_name(flags: Sequence[str], source: Path | None = None) -> str:
@@ -109,21 +110,19 @@ def build(
 
 def _compile(command: Sequence[str], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=path.stem) as temporary:
-        whole = Path(temporary) / path.name
+        library = Path(temporary) / path.name
         try:
             done = subprocess.run(
-                [*command, "-o", whole], capture_output=True, text=True, timeout=COMPILE_SECONDS
+                [*command, "-o", library], capture_output=True, text=True, timeout=COMPILE_SECONDS
             )
         except (OSError, subprocess.TimeoutExpired) as problem:
             raise BuildError(f"{command[0]} does not run: {problem}") from problem
         if done.returncode:
-            lines = [
-                line for line in done.stderr.splitlines() if "error" in line.lower()
-            ] or done.stderr.splitlines()
-            raise BuildError(
-                f"{command[0]} failed: {lines[0].strip() if lines else f'status {done.returncode}'}"
-            )
-        os.replace(whole, path)
+            lines = done.stderr.splitlines()
+            errors = [line for line in lines if "error" in line.lower()] or lines
+            why = errors[0].strip() if errors else f"status {done.returncode}"
+            raise BuildError(f"{command[0]} failed: {why}")
+        os.replace(library, path)
 
 
 @contextmanager
@@ -153,7 +152,8 @@ def find_nvcc() -> str | None:
 
 def nvcc() -> str:
     """Path of nvcc, see :func:`find_nvcc`. Raises BuildError if there is none."""
-    if (compiler := find_nvcc()) is None:
+    compiler = find_nvcc()
+    if compiler is None:
         raise BuildError("no nvcc (CUDA_HOME, PATH, /usr/local/cuda)")
     return compiler
 
@@ -207,7 +207,8 @@ def wanted_architectures(environment: Mapping[str, str]) -> list[str]:
                 f'TORCH_CUDA_ARCH_LIST has "{entry}"; expected capabilities from 8.0 on, such as '
                 f'"8.0;9.0"'
             )
-        names[f"{parts[1]}{parts[2]}{'a' if parts[1] == '9' else parts[3]}"] = None
+        suffix = "a" if parts[1] == "9" else parts[3]
+        names[f"{parts[1]}{parts[2]}{suffix}"] = None
     return list(names)
 
 

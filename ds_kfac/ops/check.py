@@ -263,9 +263,10 @@ def _checked(
 
     def note(now: Mapping[str, str]) -> None:
         if path:
-            whole = path.with_suffix(f".{os.getpid()}")
-            whole.write_text(json.dumps(now, indent=0))
-            os.replace(whole, path)
+            # renamed into place, so that no process reads a file that is half-written
+            complete = path.with_suffix(f".{os.getpid()}")
+            complete.write_text(json.dumps(now, indent=0))
+            os.replace(complete, path)
 
     for op, (backend, implementation) in compiled.items():
         name = f"{op} by {backend}"

@@ -22,9 +22,13 @@ OWN_BYTES = 1 << 28
 
 
 def sharing_candidates(layers: Sequence[LayerSpec], method: Method) -> Mapping[str, Hashable]:
-    """Layers that may share A, and what must be equal for it: the side, whether a bias's 1 is in
-    it, whether G is the identity, if its damping is part of what is kept of A, and whether other
-    tensor-parallel ranks have copies: where A is a shard's, too, its plan would be the shard's."""
+    """Return the layers that may share A: layer name -> key. Layers with equal keys may share A if
+    they have the same input.
+
+    The key has A's side; whether it includes the 1 of a bias; whether G is the identity, if G's
+    damping is then part of A's decomposition; and whether other tensor-parallel ranks have copies
+    of the layer, because a layer that is a shard has a plan of its own.
+    """
     return {
         layer.name: (
             layer.A,
@@ -38,8 +42,11 @@ def sharing_candidates(layers: Sequence[LayerSpec], method: Method) -> Mapping[s
 
 
 def rows_from(factor: FactorSpec, layers: Mapping[str, LayerSpec]) -> tuple[str, ...]:
-    """Names of the layers whose rows together are a factor's: of a stack's common A all that are in
-    the stack of its first, else its first alone, whose rows are the others', too."""
+    """Return the names of the layers whose rows together are a factor's rows.
+
+    A common A of a stack's experts has the rows of all experts in the stack of the factor's first
+    layer. Any other factor has the rows of its first layer, which all of its layers see.
+    """
     first = layers[factor.layers[0]]
     if not factor.is_A or first.part[1] == 1 or not first.product:
         return (first.name,)
@@ -47,7 +54,7 @@ def rows_from(factor: FactorSpec, layers: Mapping[str, LayerSpec]) -> tuple[str,
 
 
 def common_inputs(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
-    """With one A for the experts of a stack that have an A each."""
+    """Return the layers with one A for all experts of a stack, where they had an A each."""
     stacks: dict[str, list[LayerSpec]] = {}
     for layer in layers:
         stacks.setdefault(layer.weight, []).append(layer)
@@ -56,20 +63,22 @@ def common_inputs(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
         for name, stack in stacks.items()
         if not any(layer.shares for layer in stack)
     }
-    return tuple(
-        replace(layer, shares=apart[layer.weight])
-        if layer.name != apart.get(layer.weight, layer.name)
-        else layer
-        for layer in layers
-    )
+
+    def with_common_input(layer: LayerSpec) -> LayerSpec:
+        leader = apart.get(layer.weight, layer.name)
+        return layer if layer.name == leader else replace(layer, shares=leader)
+
+    return tuple(with_common_input(layer) for layer in layers)
 
 
 def own_inputs(
     layers: Sequence[LayerSpec], method: Method, *, moments: int, world: int
 ) -> tuple[tuple[LayerSpec, ...], tuple[str, ...]]:
-    """With an A for each expert of the stacks that have one A, as far as their memory is within the
-    bound: those first that take the least beside their own moments, and those of equal shapes
-    together, so that all blocks are alike.
+    """Return the layers with an A for each expert of a stack, where the experts had one A for all.
+
+    This is done as long as the additional memory is within a bound. The stacks whose As take the
+    least memory, compared with their moments, come first. Stacks of equal shapes are changed
+    together or not at all, so that all blocks of the model are treated alike.
 
     Args:
         moments: fp32 tensors of a gradient's shape that are kept of a layer.
@@ -93,7 +102,8 @@ def own_inputs(
         moment_bytes = sum(4 * moments * layer.numel for stack in sharing for layer in stack)
         by_cost.setdefault(costs[leader] / max(1, moment_bytes), []).append(leader)
     bound = max(OWN_PART * sum(4 * moments * layer.numel for layer in layers), world * OWN_BYTES)
-    with_own, taken = set[str](), 0
+    with_own: set[str] = set()
+    taken = 0
     for _, leaders in sorted(by_cost.items()):
         more = sum(costs[leader] for leader in leaders)
         if taken + more <= bound:

@@ -203,50 +203,65 @@ def make_plan(
     costs: CostModel,
     answers: tuple[str, ...] = (),
 ) -> Plan:
-    """The plan of a run with a config of :func:`ds_kfac.config.resolve.resolve`. Its layers may
-    differ from these in ``shares``: the experts of a stack have an A each or one for all, see
-    :mod:`ds_kfac.plan.common`, and one wherever the memory is over the budget else.
+    """Make the plan of a run.
 
-    Raises ValueError if the fraction does not fit the world or the mode, or the memory budget is
-    too small.
+    The plan's layers may differ from the given ones in ``shares``: the experts of a stack have one
+    A each, or one A for all (:mod:`ds_kfac.plan.common`). If the plan with more As exceeds the
+    memory budget, a plan with fewer is made.
+
+    Args:
+        config: resolved by :func:`ds_kfac.config.resolve.resolve`.
+        answers: how the config was resolved, in words.
+
+    Raises:
+        ValueError: the gradient worker fraction does not fit the number of ranks or the ZeRO stage,
+            or the memory budget is too small.
     """
     method = METHODS[config.preconditioner.method]
     if method is EIGEN and facts.rotates and costs.ieee_flops:
         method = ITERATED  # on a GPU an eighth of eigh's time
-    found, told = [tuple(layers)], tuple[str, ...]()
+    variants = [tuple(layers)]
+    reasons: Sequence[str] = ()
     if config.choice.shares:
         if facts.rotates:
-            apart, told = own_inputs(layers, method, moments=facts.moments, world=facts.world)
-            found.insert(0, apart)
-        found.append(common_inputs(layers))
-    models = list(dict.fromkeys(found))
+            apart, reasons = own_inputs(layers, method, moments=facts.moments, world=facts.world)
+            variants.insert(0, apart)
+        variants.append(common_inputs(layers))
+    variants = list(dict.fromkeys(variants))  # each once, those with most As first
+    most_factors = len(factor_specs(variants[0]))
     while True:
+        variant = variants.pop(0)
         try:
-            return _made(models[0], method, facts, config, costs, answers, told)
+            return _plan_of(variant, method, facts, config, costs, answers, reasons)
         except OverBudget:
-            if len(models) == 1:
+            if not variants:
                 raise
-        del models[0]
-        less = len(factor_specs(found[0])) - len(factor_specs(models[0]))
-        told = (
-            f"one A for all experts of a stack: {less:,} more are over "
+        fewer = most_factors - len(factor_specs(variants[0]))
+        reasons = (
+            f"one A for all experts of a stack: {fewer:,} more are over "
             f"{config.assignment.memory_budget_gb:g} GB",
         )
 
 
-def _made(
+def _plan_of(
     layers: Sequence[LayerSpec],
     method: Method,
     facts: EngineFacts,
     config: KFACConfig,
     costs: CostModel,
     answers: tuple[str, ...],
-    told: Sequence[str],
+    reasons_for_layers: Sequence[str],
 ) -> Plan:
-    """Of layers whose common As are settled. ``told``: why these."""
-    schedule, reasons = config.schedule, list(told)
+    """Make the plan of layers for which it is settled which of them have a common A.
+
+    Args:
+        reasons_for_layers: why these As are common, in words.
+    """
+    reasons = list(reasons_for_layers)
+    schedule = config.schedule
     update, refresh = schedule.intervals(schedule.settled)
-    paired, factors = method.paired(config.damping.kind), factor_specs(layers)
+    paired = method.paired(config.damping.kind)
+    factors = factor_specs(layers)
     work = Work(
         layers, factors, facts.world, facts.held, costs, update, refresh, facts.moments, method
     )
@@ -285,60 +300,72 @@ def _made(
 def _assignment(
     work: Work, config: KFACConfig, paired: bool, reasons: list[str]
 ) -> roles.Assignment:
-    """The predicted-fastest one within the budget; ``paired``: A and G of a layer on one rank."""
-    options, world = config.assignment, work.world
-    fraction, budget = options.gradient_worker_fraction, options.memory_budget_gb
-    counts = (
-        roles.worker_counts(world) if fraction is None else (roles.workers_for(fraction, world),)
-    )
+    """Return the assignment within the memory budget that is predicted to be fastest.
+
+    Args:
+        paired: whether A and G of a layer must be on one rank.
+        reasons: the reason for the choice is appended, in words.
+    """
+    world = work.world
+    fraction = config.assignment.gradient_worker_fraction
+    budget = config.assignment.memory_budget_gb
+    counts: tuple[int, ...]
+    if fraction is None:
+        counts = roles.worker_counts(world)
+    else:
+        counts = (roles.workers_for(fraction, world),)
     if work.held is not None:
         if fraction is not None and counts != (1,):
             raise ValueError(
                 f"kfac.assignment.gradient_worker_fraction is {fraction}, but this ZeRO stage "
-                f"partitions gradients: "
-                "several workers would each gather the whole gradient, and one would send the "
-                "pieces back. Set it to "
-                "null, or use ZeRO stage 0"
+                f"partitions gradients: several workers would each gather the whole gradient, and "
+                f"one would send the pieces back. Set it to null, or use ZeRO stage 0"
             )
         counts = (1,)
-    found, problems = dict[int, roles.Assignment](), list[str]()
+    assignments: dict[int, roles.Assignment] = {}
+    problems: list[str] = []
     for workers in counts:
         try:
-            found[workers] = roles.assign(
+            assignments[workers] = roles.assign(
                 work, workers, paired=paired, memory_cap=budget and budget * 1e9
             )
         except ValueError as problem:
             problems.append(str(problem))
-    if not found:
+    if not assignments:
         raise OverBudget(f"kfac.assignment.memory_budget_gb: {problems[0]}")
-    most = {workers: (max(made.loads), max(made.memory)) for workers, made in found.items()}
-    best = min(most, key=most.__getitem__)
+    largest = {
+        workers: (max(assignment.loads), max(assignment.memory))
+        for workers, assignment in assignments.items()
+    }
+    best = min(largest, key=largest.__getitem__)
     if len(counts) > 1:
         tried = ", ".join(
-            f"{g}/{world}: {load * 1e3:.3g} ms and {size:,} bytes"
-            for g, (load, size) in most.items()
+            f"{workers}/{world}: {load * 1e3:.3g} ms and {size:,} bytes"
+            for workers, (load, size) in largest.items()
         )
-        tried += f"; {len(problems)} more over the budget of {budget} GB" if problems else ""
+        if problems:
+            tried += f"; {len(problems)} more over the budget of {budget} GB"
         reasons.append(
             f"{best} of {world} ranks precondition a layer: predicted per step and rank {tried}"
         )
-    return found[best]
+    return assignments[best]
 
 
 def _contributors(
     work: Work, facts: EngineFacts, config: KFACConfig, reasons: list[str]
 ) -> roles.Contributors:
-    """Of the first captured batch, before it is known how many rows a rank has: all ranks, unless
-    that takes more memory than later steps may; then the eigen workers alone."""
-    asked, counts = config.factor.rows, dict[str, int]()
-    if asked != "all":
-        if (
-            work.world > 1
-            and sum(packed_bytes(factor.side) for factor in work.factors)
-            > FIRST_BUCKETS * BUCKET_BYTES
-        ):
+    """Return which ranks capture the first batch, when nobody knows yet how many rows a rank has.
+
+    All ranks do, unless that would take more memory than later steps. Then only the eigen workers
+    do.
+    """
+    wanted = config.factor.rows
+    counts: dict[str, int] = {}
+    if wanted != "all":
+        sums_bytes = sum(packed_bytes(factor.side) for factor in work.factors)
+        if work.world > 1 and sums_bytes > FIRST_BUCKETS * BUCKET_BYTES:
             counts = {factor.key: 1 for factor in alone_here(work.layers, work.factors)}
-        need = f"{roles.ROWS_PER_COLUMN} rows per column" if asked is None else f"{asked} rows"
+        need = f"{roles.ROWS_PER_COLUMN} rows per column" if wanted is None else f"{wanted} rows"
         reasons.append(
             f"in a factor update {need} count (factor.rows), of as few ranks as have them in the "
             f"first one"
@@ -349,14 +376,14 @@ def _contributors(
 def _wire(
     assignment: roles.Assignment, facts: EngineFacts, config: KFACConfig, reasons: list[str]
 ) -> torch.dtype:
-    """The dtype of batch sums and eigenvectors."""
+    """Return the dtype in which batch sums and eigenvectors travel."""
     work = assignment.work
     if config.communication.dtype is not None:
         return DTYPES[config.communication.dtype]
-    seconds = (
-        sum(work.costs.transfer(packed_bytes(factor.side)) for factor in work.factors)
-        / work.update_interval
+    seconds_of_update = sum(
+        work.costs.transfer(packed_bytes(factor.side)) for factor in work.factors
     )
+    seconds = seconds_of_update / work.update_interval
     part = seconds / (seconds + max(assignment.loads)) if facts.world > 1 else 0.0
     if facts.parameters.itemsize > 2 or part <= COSTLY_TRAFFIC:
         return torch.float32
@@ -369,36 +396,46 @@ def _wire(
 def _offsets(
     assignment: roles.Assignment, config: KFACConfig, reasons: list[str]
 ) -> Mapping[str, int]:
-    """Spread over the interval if that is worth it."""
-    work, at_once = assignment.work, [0.0] * assignment.world
-    longest = EIGEN if work.method is ITERATED else work.method  # one refresh of ten
+    """Return factor key -> offset of its schedule, if a refresh of all factors in one step takes
+    long; else {}."""
+    work = assignment.work
+    # with orthogonal iteration one refresh of ten is by eigh, which takes longest
+    slowest_method = EIGEN if work.method is ITERATED else work.method
+    at_once = [0.0] * assignment.world
     for factor in work.factors:
-        at_once[assignment.eigen_workers[factor.key]] += work.costs.decompose(factor.side, longest)
-    free = alone_here(work.layers, work.factors)
-    if max(at_once) <= LONG_REFRESH or work.refresh_interval == 1 or not free:
+        seconds = work.costs.decompose(factor.side, slowest_method)
+        at_once[assignment.eigen_workers[factor.key]] += seconds
+    movable = alone_here(work.layers, work.factors)
+    if max(at_once) <= LONG_REFRESH or work.refresh_interval == 1 or not movable:
         return {}
     offsets, worst = roles.refresh_offsets(
-        free, assignment.eigen_workers, work, alone=config.factor.rows != "all"
+        movable, assignment.eigen_workers, work, alone=config.factor.rows != "all"
     )
     reasons.append(
         f"refreshes spread over {len({*offsets.values()})} of {work.refresh_interval} steps: "
-        f"predicted "
-        f"{worst * 1e3:.3g} ms in the worst step instead of {max(at_once) * 1e3:.3g} ms"
+        f"predicted {worst * 1e3:.3g} ms in the worst step instead of {max(at_once) * 1e3:.3g} ms"
     )
     return offsets
 
 
 def batched(device: torch.device, method: Method) -> bool:
-    """Whether layers of one shape, if their gradients are rotated, are stepped in one batch: fewer,
-    larger launches. Their eigenvectors then lie together, at most 256 MiB a rank, which counts
-    twice in a step that refreshes them, and those of a common A for each layer; memory plans do not
-    count that. On a CPU a batched product is slower than its parts."""
+    """Whether layers of one shape are stepped in one batch, which takes fewer and larger launches.
+
+    This is only possible if gradients are rotated. On a CPU a batched product is slower than its
+    parts. The price is memory that plans do not count: stacked eigenvectors, at most 256 MiB a
+    rank, and the same again in a step that refreshes them. Layers with a common A have a copy of
+    its eigenvectors each.
+    """
     return method.rotates and device.type != "cpu"
 
 
 def gradient_dtypes(
     parameters: torch.dtype, gradients: torch.dtype
 ) -> tuple[torch.dtype, torch.dtype]:
-    """In which gradients travel to their workers, as they are stored, and preconditioned ones back:
-    in bf16 if the model is in 16 bits (fp16 lacks the range)."""
-    return gradients, torch.bfloat16 if parameters.itemsize == 2 else torch.float32
+    """Return the dtypes in which gradients travel to their workers and results travel back.
+
+    Gradients travel as they are stored. Results travel in bf16 if the model is in 16 bits, because
+    fp16 lacks the range.
+    """
+    back = torch.bfloat16 if parameters.itemsize == 2 else torch.float32
+    return gradients, back

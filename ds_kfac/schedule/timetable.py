@@ -1,13 +1,15 @@
-"""Numbers that change over steps, and which work is due at a step for which factors: a schedule,
-displaced for each factor, and thinned out by SP-NGD's adaptive rule (Osawa et al. 2019,
-arXiv:1811.12019)."""
+"""Numbers that change over steps, and which work is due at a step for which factors.
+
+All factors follow one schedule. A factor's schedule may be displaced by some steps, and SP-NGD's
+adaptive rule (Osawa et al. 2019, arXiv:1811.12019) may skip some of its captures.
+"""
 
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,9 @@ class Value:
         part = min(max((step - first) / (last - first), 0.0), 1.0)
         if self.kind == "exponential":
             return start ** (1 - part) * end**part
-        part = (1 - math.cos(math.pi * part)) / 2 if self.kind == "cosine" else part
-        # unlike start + part * difference, exact at both ends
+        if self.kind == "cosine":
+            part = (1 - math.cos(math.pi * part)) / 2
+        # this is exact at both ends, unlike start + part * (end - start)
         return (1 - part) * start + part * end
 
     def interval_at(self, step: int) -> int:
@@ -101,7 +104,8 @@ class Due(NamedTuple):
 
 @dataclass
 class _Walked:
-    """Steps up to ``last`` that capture, and that refresh."""
+    """The part of a schedule that is worked out: the steps up to ``last`` that capture, and those
+    that refresh."""
 
     last: int = 0
     captures: list[int] = field(default_factory=lambda: [0])
@@ -110,23 +114,24 @@ class _Walked:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Decoupled intervals (Pauloski et al. 2020), in steps: factors every ``update``, bases less
-    often.
+    """Two intervals in steps (Pauloski et al. 2020): factors are captured every ``update`` steps,
+    and decomposed again, refreshed, every ``refresh`` steps.
 
-    Step 0 captures and refreshes. A later step captures once ``update`` steps have passed since the
-    last capture, and a capture refreshes once ``refresh`` steps have passed since the last refresh.
-    Bases never come from old factors, so a ``refresh`` that is no multiple of ``update`` waits for
-    the next capture. Intervals are read at the step in question, not at the last capture, so a
-    shorter one takes effect at once.
+    Step 0 captures and refreshes. A later step captures if at least ``update`` steps have passed
+    since the last capture. A capture refreshes if at least ``refresh`` steps have passed since the
+    last refresh. Only a capture refreshes, so that bases never come from old factors. If
+    ``refresh`` is not a multiple of ``update``, a refresh waits for the next capture. Intervals are
+    read at the current step, not at the last capture, so a shorter interval takes effect at once.
 
-    The burn-in's intervals hold where they are shorter. The first step after it, ``burn_in.steps``,
-    captures and refreshes in any case: the longer interval starts with fresh bases.
+    Note: Burn-in. In the burn-in its intervals hold if they are shorter. The first step after it,
+    ``burn_in.steps``, captures and refreshes in any case, so that the longer interval starts with
+    fresh bases.
 
-    An ``offset`` above 0 displaces the clock from the end B of the burn-in on (B = 0 without one):
-    nothing is due until B + offset % update interval, which captures in any case, and nothing
-    refreshes until B + offset, which captures and refreshes. In the burn-in the same holds from
-    step 1 on, with update intervals of its own in the offset, which is taken modulo its refresh
-    interval.
+    Note: Offset. An ``offset`` above 0 displaces the schedule from the end B of the burn-in on (B =
+    0 without one). Nothing is due before step B + offset % update interval, which captures in any
+    case. Nothing refreshes before step B + offset, which captures and refreshes. In the burn-in the
+    same holds from step 1 on with an offset of the same number of update intervals, counted in the
+    burn-in's own, and taken modulo its refresh interval.
     """
 
     update: Value
@@ -136,7 +141,7 @@ class Schedule:
     _walked: _Walked = field(default_factory=_Walked, init=False, repr=False, compare=False)
 
     def displaced(self, offset: int) -> "Schedule":
-        """The same intervals with this ``offset`` >= 0, see the class."""
+        """Return the same intervals with this ``offset`` >= 0, see the class."""
         assert offset >= 0, f"a schedule cannot be displaced by {offset} steps"
         return replace(self, offset=offset)
 
@@ -146,81 +151,121 @@ class Schedule:
         return self.burn_in.steps if self.burn_in else 0
 
     def intervals(self, step: int) -> tuple[int, int]:
-        """Steps between captures, and between refreshes, as of ``step``."""
-        update, refresh, burn_in = (
-            self.update.interval_at(step),
-            self.refresh.interval_at(step),
-            self.burn_in,
-        )
+        """Return the numbers of steps between captures and between refreshes, as of ``step``."""
+        update = self.update.interval_at(step)
+        refresh = self.refresh.interval_at(step)
+        burn_in = self.burn_in
         if burn_in and step < burn_in.steps:
             return min(update, burn_in.update_interval), min(refresh, burn_in.refresh_interval)
         return update, refresh
 
     @cached_property
     def settled(self) -> int:
-        """The step after which both intervals are constant and no offset is waited for."""
+        """The step after which both intervals are constant and the offset is over."""
         return max(self.update.settled, self.refresh.settled, self.burnt_in + self.offset)
 
     def due(self, step: int) -> Due:
-        """Work due at ``step`` >= 0, the number of applied steps before it; steps may be queried in
-        any order. Up to ``settled`` it depends on earlier steps, whose work is cached; then it is
-        periodic."""
+        """Return the work due at a step. Steps may be queried in any order.
+
+        Up to ``settled`` the work depends on earlier steps, and is cached. From there on it is
+        periodic.
+
+        Args:
+            step: number of applied steps before it, at least 0.
+        """
         return Due(
             self.captures(step) > self.captures(step - 1),
             self.refreshes(step) > self.refreshes(step - 1),
         )
 
     def captures(self, step: int) -> int:
-        """Number of the steps 0 .. ``step`` that capture; 0 for step -1."""
-        return self._count("captures", step)
+        """Return how many of the steps 0 .. ``step`` capture; 0 for step -1."""
+        self._walk(step)
+        walked = self._walked.captures
+        if step <= self.settled:
+            return bisect_right(walked, step)
+        return len(walked) + self._later_captures.count(step)
 
     def refreshes(self, step: int) -> int:
-        """Number of the steps 0 .. ``step`` that refresh; 0 for step -1."""
-        return self._count("refreshes", step)
+        """Return how many of the steps 0 .. ``step`` refresh; 0 for step -1."""
+        self._walk(step)
+        walked = self._walked.refreshes
+        if step <= self.settled:
+            return bisect_right(walked, step)
+        return len(walked) + self._later_refreshes.count(step)
 
-    def _count(self, which: Literal["captures", "refreshes"], step: int) -> int:
+    def _walk(self, step: int) -> None:
+        """Work the schedule out up to ``step``, or up to ``settled``."""
         walked = self._walked
         while walked.last < min(step, self.settled):
             walked.last += 1
             self._decide(walked.last)
-        found: list[int] = getattr(walked, which)
-        if step <= self.settled:
-            return bisect_right(found, step)
-        first, interval = self._later[which]
-        return len(found) + max(0, 1 + (step - first) // interval)
 
     def _decide(self, step: int) -> None:
-        walked, (update, refresh) = self._walked, self.intervals(step)
-        # of the part of the run, burn-in or not, that the step is in
-        start, offset = self.burnt_in, self.offset
-        if step < start:
-            (each, every), later = self.intervals(0), self.intervals(start)[0]
-            start, offset = 0, (offset // later * each + offset % later) % every
+        """Decide whether a step captures and refreshes, from the steps before it."""
+        walked = self._walked
+        update, refresh = self.intervals(step)
         captures = step >= walked.captures[-1] + update
         refreshes = captures and step >= walked.refreshes[-1] + refresh
+        # the part of the run that the step is in, the burn-in or what follows, begins at `start`
+        start, offset = self.burnt_in, self.offset
+        if step < start:
+            start, offset = 0, self._offset_in_burn_in()
         if start <= step <= start + offset:
-            first = start + offset % self.intervals(start)[0]
+            update_at_start, _ = self.intervals(start)
+            first_capture = start + offset % update_at_start
             refreshes = step == start + offset
-            captures = refreshes or step == first or (captures and step > first)
-        walked.captures += [step] * captures
-        walked.refreshes += [step] * refreshes
+            captures = refreshes or step == first_capture or (captures and step > first_capture)
+        if captures:
+            walked.captures.append(step)
+        if refreshes:
+            walked.refreshes.append(step)
+
+    def _offset_in_burn_in(self) -> int:
+        """Return the offset in the burn-in: as many update intervals as after it, but the
+        burn-in's, plus the same rest, modulo the burn-in's refresh interval."""
+        update, refresh = self.intervals(0)
+        update_after, _ = self.intervals(self.burnt_in)
+        intervals, rest = divmod(self.offset, update_after)
+        return (intervals * update + rest) % refresh
 
     @cached_property
-    def _later(self) -> Mapping[str, tuple[int, int]]:
-        """After ``settled``: "captures" and "refreshes" -> (the first, steps between two)."""
-        (update, refresh), last = self.intervals(self.settled), self._walked.captures[-1]
-        waits = self._walked.refreshes[-1] + refresh - last  # of the next refresh, for a capture
-        refresh_rhythm = last + update * max(1, -(-waits // update)), update * -(-refresh // update)
-        return {"captures": (last + update, update), "refreshes": refresh_rhythm}
+    def _later_captures(self) -> "_Rhythm":
+        """The steps after ``settled`` that capture."""
+        update, _ = self.intervals(self.settled)
+        return _Rhythm(self._walked.captures[-1] + update, update)
+
+    @cached_property
+    def _later_refreshes(self) -> "_Rhythm":
+        """The steps after ``settled`` that refresh. A refresh waits for a capture, so both the wait
+        for the first one and the interval are multiples of the update interval."""
+        update, refresh = self.intervals(self.settled)
+        last_capture = self._walked.captures[-1]
+        wait = self._walked.refreshes[-1] + refresh - last_capture
+        first = last_capture + update * max(1, -(-wait // update))
+        return _Rhythm(first, update * -(-refresh // update))
+
+
+class _Rhythm(NamedTuple):
+    """The steps first, first + interval, first + 2 interval, and so on."""
+
+    first: int
+    interval: int
+
+    def count(self, step: int) -> int:
+        """Return how many of these steps are at or before ``step``."""
+        return max(0, 1 + (step - self.first) // self.interval)
 
 
 def next_interval(
     interval: int, previous: int, similar_to_last: bool, similar_to_before: bool
 ) -> tuple[int, int]:
-    """SP-NGD's rule: the next (interval, previous), in units of the ordinary interval. The interval
-    is halved after a change, kept after a small one, else it grows: 1, 2, 3, 5, 8, ...
-    ``previous``, the interval before the last growth, never exceeds it, so that after halvings it
-    grows to the double at most."""
+    """Return SP-NGD's next (interval, previous), in units of the ordinary interval.
+
+    The interval is halved after a large change and kept after a small one. Otherwise it grows: 1,
+    2, 3, 5, 8, ... ``previous`` is the interval before the last growth. It never exceeds the
+    interval, so that after halvings the interval at most doubles.
+    """
     if not similar_to_last:
         interval = max(1, interval // 2)
         return interval, min(previous, interval)
@@ -230,13 +275,17 @@ def next_interval(
 
 
 def _first(reached: Callable[[int], bool], step: int) -> int:
-    """The first step from ``step`` on that has ``reached`` what all later ones have, too."""
+    """Return the first step from ``step`` on for which ``reached`` is true. It must be true for all
+    later steps, too."""
     low, high = step - 1, step
     while not reached(high):
-        low, high = high, 3 * high - 2 * low
+        low, high = high, high + 2 * (high - low)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if reached(middle) else (middle, high)
+        if reached(middle):
+            high = middle
+        else:
+            low = middle
     return high
 
 
@@ -246,8 +295,8 @@ Similar = Mapping[str, tuple[bool, bool] | None]
 
 @dataclass(frozen=True)
 class FactorsDue:
-    """Factors into which this step's batch is averaged, and those of them that are decomposed
-    again."""
+    """The keys of the factors into which a step's batch is averaged, and of those among them that
+    are decomposed again."""
 
     capture: Keys
     refresh: Keys
@@ -260,13 +309,26 @@ NO_BATCH = 4.0
 """Code of a factor's similarities: the sum of those of the first two that hold, or NO_BATCH where
 the factor had no batch to compare."""
 AHEAD = 1000
-"""Most steps to look ahead for the next one at which anything is due."""
+"""Largest number of steps to look ahead for the next one at which anything is due."""
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """Similarities of a step that are still on the device, see :meth:`Timetable.record`."""
+
+    step: int
+    due: FactorsDue
+    read: Callable[[], Sequence[float]]
 
 
 @dataclass(frozen=True)
 class _Clock:
-    """The adaptive rule's state of a factor: its intervals, and the steps of its last capture and
-    refresh."""
+    """The adaptive rule's state of a factor.
+
+    Attributes:
+        interval, previous: see :func:`next_interval`.
+        captured, refreshed: steps of the last capture and refresh; -1 before the first one.
+    """
 
     interval: int = 1
     previous: int = 1
@@ -277,9 +339,9 @@ class _Clock:
 class Timetable:
     """When each factor is captured and refreshed; the same on every rank that records the same.
 
-    Without an adaptive rule it depends on the step alone. With one, after the burn-in, a factor
-    takes part in every n-th capture of its schedule, n its interval, and then refreshes if its
-    schedule has refreshed in the meantime.
+    Without an adaptive rule it depends on the step alone. With an adaptive rule, after the burn-in,
+    a factor takes part in every n-th capture of its schedule, where n is the factor's interval. In
+    such a capture it refreshes if its schedule has refreshed since the factor's last refresh.
 
     Args:
         keys: keys of all factors.
@@ -311,10 +373,12 @@ class Timetable:
             (schedule.displaced(offset), frozenset(group)) for offset, group in groups.items()
         )
         self._schedules = {key: displaced for displaced, group in self._groups for key in group}
-        self.keys, self.adaptive, self._adaptive_from = frozenset(keys), adaptive, schedule.burnt_in
+        self.keys = frozenset(keys)
+        self.adaptive = adaptive
+        self._adaptive_from = schedule.burnt_in
         self._quiet = range(0)  # steps at which no schedule captures
         self._cached: tuple[int, FactorsDue] | None = None  # the last step queried, and its work
-        self._unread: tuple[int, FactorsDue, Callable[[], Sequence[float]]] | None = None
+        self._unread: _Unread | None = None
         self.restore({})
 
     def due(self, step: int) -> FactorsDue:
@@ -338,44 +402,56 @@ class Timetable:
         )
 
     def next_due(self, key: str, step: int) -> tuple[int, int]:
-        """The first steps, ``step`` or later, at which the factor is captured, and refreshed; with
-        an adaptive rule as far as its interval stays. Waits for the device like :meth:`settle`."""
+        """Return the first steps, ``step`` or later, at which the factor is captured and refreshed.
+        With an adaptive rule they hold as long as the factor's interval stays. Waits for the device
+        like :meth:`settle`."""
         self.settle()
-        schedule, clock = self._schedules[key], self.clocks[key]
+        schedule = self._schedules[key]
+        clock = self.clocks[key]
         if not self.adaptive or step < self._adaptive_from:
             clock = _Clock(captured=step - 1, refreshed=step - 1)
-        before, refreshes = (
-            schedule.captures(clock.captured) + clock.interval - 1,
-            schedule.refreshes(clock.refreshed),
-        )
-        before = max(schedule.captures(step - 1), before)
+        # number of the schedule's captures before the one that the factor takes part in
+        skipped_until = schedule.captures(clock.captured) + clock.interval - 1
+        before = max(schedule.captures(step - 1), skipped_until)
         capture = _first(lambda later: schedule.captures(later) > before, step)
-        refreshed = _first(lambda later: schedule.refreshes(later) > refreshes, capture)
-        sat_out = -(-(schedule.captures(refreshed) - before - 1) // clock.interval) * clock.interval
-        return capture, _first(lambda later: schedule.captures(later) > before + sat_out, capture)
+        # the schedule's next refresh, and the first capture from there on with the factor
+        refreshes = schedule.refreshes(clock.refreshed)
+        due_from = _first(lambda later: schedule.refreshes(later) > refreshes, capture)
+        captures_between = schedule.captures(due_from) - before - 1
+        passed = -(-captures_between // clock.interval) * clock.interval
+        refresh = _first(lambda later: schedule.captures(later) > before + passed, capture)
+        return capture, refresh
 
     def exact(self, key: str, step: int, every: int) -> bool:
-        """Whether a refresh at ``step`` decomposes from scratch, not from the last result: in the
-        burn-in, at the first refresh after it, and at every ``every``-th one from there on; with an
-        adaptive rule at the next one that the factor takes part in. Depends only on the step and on
-        what a checkpoint has."""
+        """Whether a refresh at ``step`` decomposes from scratch instead of from the last result.
+
+        This is so in the burn-in, at the schedule's first refresh after it, and at every
+        ``every``-th one from there on. If the adaptive rule skips such a refresh, the factor's next
+        one is from scratch. The answer depends only on the step and on what a checkpoint has.
+        """
         schedule = self._schedules[key]
         start = schedule.burnt_in
-        before = max(self.clocks[key].refreshed if self.adaptive else step - 1, start - 1)
         if step < start:
             return True
-        first = schedule.refreshes(start - 1)
-        past, now = (-(-(schedule.refreshes(at) - first) // every) for at in (before, step))
-        return now > past
+        last_refresh = max(self.clocks[key].refreshed if self.adaptive else step - 1, start - 1)
+        in_burn_in = schedule.refreshes(start - 1)
+
+        def exact_refreshes(until: int) -> int:
+            """Return how many of the schedule's refreshes up to a step are from scratch."""
+            return -(-(schedule.refreshes(until) - in_burn_in) // every)
+
+        return exact_refreshes(step) > exact_refreshes(last_refresh)
 
     def settle(self) -> None:
         """Read similarities that were recorded as a function, see :meth:`record`; waits for the
         device."""
-        if self._unread is not None:
-            (step, due, read), self._unread = self._unread, None
-            codes = zip(sorted(due.capture), map(int, read()), strict=True)
-            flags = {key: _similarities(code) for key, code in codes}
-            self.record(step, due, flags)
+        if self._unread is None:
+            return
+        unread = self._unread
+        self._unread = None
+        codes = zip(sorted(unread.due.capture), map(int, unread.read()), strict=True)
+        flags = {key: _similarities(code) for key, code in codes}
+        self.record(unread.step, unread.due, flags)
 
     def record(
         self, step: int, due: FactorsDue, similar: Similar | Callable[[], Sequence[float]]
@@ -394,7 +470,7 @@ class Timetable:
         """
         if callable(similar):
             self.settle()
-            self._unread = step, due, similar
+            self._unread = _Unread(step, due, similar)
             return
         self.captured += len(due.capture)
         if not self.adaptive:
@@ -406,7 +482,8 @@ class Timetable:
         )
         for key in due.capture:
             clock = replace(self.clocks[key], captured=step)
-            if step >= self._adaptive_from and (flags := similar[key]) is not None:
+            flags = similar[key] if step >= self._adaptive_from else None
+            if flags is not None:
                 interval, previous = next_interval(clock.interval, clock.previous, *flags)
                 clock = replace(clock, interval=interval, previous=previous)
             self.clocks[key] = clock

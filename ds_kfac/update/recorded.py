@@ -1,11 +1,11 @@
 """Work that is the same in every step, launched as one CUDA graph.
 
-The host needs 10 microseconds for a launch, from Python up to 40, a GPU 2 to 10 for most of a
-step's kernels: the 600 of GPT-2 small's layers took the host 40 ms and the device 8 (docs/gpu.md).
-A graph launches all of them at once.
+Launching a kernel takes the host 10 microseconds, and up to 40 from Python. Most kernels of a step
+take a GPU only 2 to 10. The 600 kernels of GPT-2 small's layers took the host 40 ms and the device
+8 ms (docs/gpu.md). A graph launches all of them at once.
 
-What is recorded reads and writes tensors in fixed places and decides nothing on the host. Its
-temporaries and results lie in memory that the graph keeps.
+A recorded function must read and write tensors at fixed addresses and decide nothing on the host.
+Its temporaries and results are in memory that the graph keeps.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,90 +15,103 @@ import torch
 
 T = TypeVar("T")
 Recorder = Callable[[Callable[[], T]], tuple[Callable[[], None], T]]
-"""Of a function: what repeats it, and its result, which each repetition overwrites. The first has
-not happened yet."""
+"""Function -> (replay, result). Each call of ``replay`` repeats the function and overwrites the
+result. Recording does not execute the function, so the result is valid after the first replay."""
 
 STEADY = 2
-"""Calls with the same key that run as they are before one is recorded: they compile kernels and
-fill caches."""
+"""Number of calls with the same key that are executed before one is recorded. They compile kernels
+and fill caches."""
 ATTEMPTS = 8
-"""Recordings after which keys change too often for it: a schedule of betas changes them in every
-step."""
+"""Number of recordings after which the function is never recorded again, because its key changes
+too often. A schedule of betas, for example, changes it in every step."""
 RECORDED_NUMEL = 1 << 27
-"""Elements of a rank's layers up to which their steps are recorded: with more the device has work
-for longer than launches take, and the memory that a graph keeps would be more than a GiB."""
+"""Most elements of a rank's layers whose steps are recorded. With more elements the device works
+longer than the launches take, and a graph would keep more than a GiB."""
 RECORDED_LAYER = 1 << 24
-"""Elements of a layer, in the mean of a rank's, from which on that is so however few layers there
-are."""
+"""Largest mean number of elements of a rank's layers whose steps are recorded. With larger layers
+the device works longer than the launches take, however few layers there are."""
 
 
 def cuda_graph(function: Callable[[], T]) -> tuple[Callable[[], None], T]:
-    """The recorder for GPUs. Waits for the device, once."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    """Record a function as a CUDA graph. Waits for the device once."""
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.current_stream()
     try:
-        # other threads, such as NCCL's watchdog, go on asking for events
+        # thread_local, because other threads, such as NCCL's watchdog, go on querying events
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             result = function()
     finally:
-        # where the end of a capture raises torch stays in the capture's stream, and training would
-        # go on there, not ordered with what DeepSpeed runs in the default stream
+        # If the end of a capture raises an error, torch stays in the capture's stream. Training
+        # would go on there, not ordered with what DeepSpeed runs in the default stream.
         torch.cuda.set_stream(stream)
     return graph.replay, result
 
 
 RECORDERS: dict[str, Recorder] = {"cuda": cuda_graph}
-"""By type of device."""
+"""Type of device -> its recorder."""
 
 
 class Recorded(Generic[T]):
-    """Calls of a function, recorded once their key has stayed the same.
+    """Calls of a function that are replayed from a recording once they repeat each other.
+
+    Two calls repeat each other if their key is the same: the objects whose tensors the function
+    uses, and the values that it depends on.
 
     Args:
-        warn: is told if the function cannot be recorded; then it goes on as it is.
+        warn: called with a text if the function cannot be recorded. It is then executed as before.
 
     Attributes:
-        replays: how many calls were repetitions.
+        replays: number of calls that were replayed.
     """
 
     def __init__(self, recorder: Recorder, warn: Callable[[str], None]) -> None:
-        self.recorder, self.warn, self.replays, self._left = recorder, warn, 0, ATTEMPTS
+        self.recorder = recorder
+        self.warn = warn
+        self.replays = 0
+        self._attempts_left = ATTEMPTS
         self.forget()
 
     def forget(self) -> None:
-        """Free what the recording keeps."""
-        self._key: Any = None
-        self._held: Sequence[Any] = ()
+        """Free the recording and its memory."""
+        self._objects: Sequence[Any] = ()
+        self._values: Any = None
         self._calls = 0
         self._replay: Callable[[], None] | None = None
         self._result: Any = None
 
     def __call__(self, function: Callable[[], T], places: Sequence[Any], values: Any) -> T:
-        """The function's result.
+        """Execute or replay the function, and return its result.
 
         Args:
-            places: objects whose tensors it uses; another object in a place is another key.
-            values: what else decides on what it does, compared.
+            places: objects whose tensors the function uses. They are compared by identity.
+            values: everything else that the function depends on. Compared by ``==``.
         """
-        key = [*map(id, places)], values
-        if key != self._key:
+        if not self._has_key(places, values):
             self.forget()
-            self._key, self._held = key, places  # held: else another object could get the same id
+            self._objects = tuple(places)
+            self._values = values
         if self._replay is None:
             self._calls += 1
-            if self._calls <= STEADY or not self._left:
+            if self._calls <= STEADY or not self._attempts_left:
                 return function()
-            self._left -= 1
+            self._attempts_left -= 1
             try:
                 self._replay, self._result = self.recorder(function)
             except RuntimeError as problem:
-                self._left = 0
+                self._attempts_left = 0
                 why = (str(problem) or type(problem).__name__).splitlines()[0]
                 self.warn(
-                    "ds_kfac: a step cannot be recorded as a CUDA graph and is launched kernel by "
-                    "kernel, which is "
-                    f"slower: {why}"
+                    f"ds_kfac: a step cannot be recorded as a CUDA graph and is launched kernel by "
+                    f"kernel, which is slower: {why}"
                 )
                 return function()
         self._replay()
         self.replays += 1
         return self._result
+
+    def _has_key(self, places: Sequence[Any], values: Any) -> bool:
+        """Whether the last call had the same objects and values."""
+        if len(places) != len(self._objects):
+            return False
+        same_objects = all(one is other for one, other in zip(places, self._objects, strict=True))
+        return same_objects and bool(values == self._values)

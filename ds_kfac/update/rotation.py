@@ -1,4 +1,5 @@
-"""Matrices of layers of one shape into their eigenbases and back, all in one product.
+"""Rotation of the matrices of layers of one shape into their eigenbases and back, all in one batch
+of products.
 
 Shape suffixes: n matrices of one shape, which may be those of one layer; O, I their sides; nOI
 stands for [n, O, I].
@@ -15,20 +16,22 @@ from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis, Precision, 
 from ds_kfac.ops.functional import block_product
 
 AT_ONCE = 1 << 22
-"""Elements of a single large matrix that are rotated, or folded into moments, at once; on a CPU
-also the elements of the layers whose directions are in memory together: 16 MiB."""
+"""Number of elements of a single large matrix that are rotated, or averaged into moments, at a
+time: 16 MiB. On a CPU also the number of elements whose directions are in memory at the same
+time."""
 BATCHED = 1 << 25
-"""Elements of the layers whose directions a GPU has in memory together, unless one layer has more:
-128 MiB, all of one shape of GPT-2 small. A layer of more than an eighth of it is alone: its
-products take longer than their launches."""
+"""Number of elements whose directions a GPU has in memory at the same time, unless one layer has
+more: 128 MiB, which is all layers of one shape of GPT-2 small. A layer with more than an eighth of
+it is alone, because its products take longer than their launches."""
 
 
 def chunk_budget(*, batched: bool, numel: int) -> int:
-    """Elements of the layers whose directions are in memory together, unless one layer has more.
+    """Return the number of elements whose directions may be in memory at the same time. A single
+    layer may have more.
 
     Args:
         batched: whether layers of one shape are stepped in one batch, as on GPUs.
-        numel: of the largest layer.
+        numel: number of elements of the largest layer.
     """
     if not batched:
         return AT_ONCE
@@ -37,24 +40,24 @@ def chunk_budget(*, batched: bool, numel: int) -> int:
 
 
 def is_large(x_nOI: Tensor) -> bool:
-    """Whether this is a single matrix that is taken some rows at a time, which bounds the
+    """Whether this is a single matrix that is processed some rows at a time, to bound the memory of
     temporaries."""
     return len(x_nOI) == 1 and x_nOI.numel() > AT_ONCE
 
 
 def row_chunks(*tensors_nOI: Tensor) -> list[tuple[Tensor, ...]]:
-    """Views of the same rows of each tensor, :data:`AT_ONCE` elements of one at most, but at least
-    one row."""
+    """Return views of the same rows of each tensor. A view has at most :data:`AT_ONCE` elements,
+    but at least one row."""
     rows = max(1, AT_ONCE // tensors_nOI[0].shape[-1])
     return list(zip(*(x.split(rows, dim=1) for x in tensors_nOI), strict=True))
 
 
 WHITEN_DAMPING = 0.01
-"""Added to A's eigenvalues for whitening, in units of their mean."""
+"""Damping of A's eigenvalues for whitening, in units of their mean."""
 LEAST = 8.0
-"""In eps, of what is not rounding. Sums over rows and their running average leave of a null
-eigenvalue up to 5 eps of the largest, also where a factor is narrow
-(docs/explanation/formulas.md)."""
+"""Smallest eigenvalue that is not rounding error, in eps of the largest one. Sums over rows and
+their running average leave up to 5 eps of the largest eigenvalue in place of a zero, even if the
+factor is narrow (docs/explanation/formulas.md)."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,12 @@ class Rotation:
     """The eigenbases of n matrices [O, I].
 
     Attributes:
-        G, A: eigenvectors of the rows and of the columns. Of n matrices with dense sides one
-            tensor, [n, O, O] and [n, I, I]; of a single matrix as in ``Eigenbasis.vectors``, which
-            may have blocks; () where Q is the identity.
+        G, A: eigenvectors that act on the rows and on the columns. For n matrices with dense sides
+            each is one tensor, [n, O, O] and [n, I, I]. For a single matrix they are as in
+            ``Eigenbasis.vectors``, possibly in blocks. () if Q is the identity.
         values_G, values_A: eigenvalues, fp32 [n, O] and [n, I].
-        maps: matrices of a layer: the groups of a grouped convolution, else 1.
+        precision: precision of the products.
+        maps: number of matrices of a layer: the groups of a grouped convolution, else 1.
     """
 
     G: tuple[Tensor, ...]
@@ -81,43 +85,37 @@ class Rotation:
     def of(
         cls, bases: Sequence[LayerBasis], precision: Precision = HIGHEST, *, maps: int = 1
     ) -> "Rotation":
-        """Of several layers a copy of their eigenvectors and eigenvalues, of one layer its own.
-        Several must have dense sides or sides without vectors, and one matrix each."""
-        sides = [basis.G for basis in bases], [basis.A for basis in bases]
-        if len(bases) == 1:
-            G, A = (side[0].vectors for side in sides)
-        else:
-            G, A = (
-                side[0].vectors and (torch.cat([basis.vectors[0] for basis in side]),)
-                for side in sides
-            )
-        values_G, values_A = (
-            torch.stack([basis.values for basis in side]) if len(side) > 1 else side[0].values
-            for side in sides
-        )
+        """Make the rotation of layers from their eigenbases.
+
+        Several layers must have one matrix each, and their sides must be dense or without vectors.
+        Their eigenvectors and eigenvalues are copied. Those of a single layer are not.
+        """
+        G, values_G = _stacked([basis.G for basis in bases])
+        A, values_A = _stacked([basis.A for basis in bases])
         matrices = len(bases) * maps
         return cls(G, A, values_G.view(matrices, -1), values_A.view(matrices, -1), precision, maps)
 
     def by_layer(self) -> list[LayerBasis]:
-        """Views: the eigenbases of several layers with one matrix each."""
-        halves = ((self.G, self.values_G), (self.A, self.values_A))
+        """Return each layer's eigenbasis as a view. The layers must have one matrix each."""
+
+        def of_matrix(index: int, vectors: tuple[Tensor, ...], values: Tensor) -> Eigenbasis:
+            return Eigenbasis(tuple(v[index : index + 1] for v in vectors), values[index])
+
         return [
             LayerBasis(
-                *(
-                    Eigenbasis(tuple(v[index : index + 1] for v in Q), values[index])
-                    for Q, values in halves
-                )
+                of_matrix(index, self.G, self.values_G), of_matrix(index, self.A, self.values_A)
             )
             for index in range(len(self.values_G))
         ]
 
     def whitening(self, power: float, *, repeats: int = 1) -> Tensor:
-        """s = (alpha / mean alpha + WHITEN_DAMPING)^-power, which is A^-power as it is in the
-        eigenbasis, and 0 in A's null space. fp32 [2, n * repeats, I]: whether s is above 0, as a
-        number, and s.
+        """Return s = (alpha / mean alpha + WHITEN_DAMPING)^-power, which is A^-power in the
+        eigenbasis. s is 0 in A's null space.
 
         Args:
-            repeats: how often each matrix's is repeated: for blocks of its rows.
+            repeats: how often each matrix's s is repeated, once for each block of its rows.
+
+        Returns fp32 [2, n * repeats, I]: 1 where s is above 0, else 0; and s.
         """
         if (power, repeats) not in self._whitenings:
             self._whitenings[power, repeats] = self._whitening(power, repeats)
@@ -129,31 +127,33 @@ class Rotation:
         return torch.stack([repeated(self.range_A, repeats), repeated(s, repeats)])
 
     def follow(self) -> None:
-        """What is derived from eigenvalues, in its place, once they have changed."""
-        for name, vectors, values in (
-            ("range_A", self.A, self.values_A),
-            ("range_G", self.G, self.values_G),
-        ):
-            if name in self.__dict__ and vectors:
-                self.__dict__[name].copy_(range_mask(vectors, values))
-        for arguments, kept in self._whitenings.items():
-            kept.copy_(self._whitening(*arguments))
+        """Compute anew, in place, what is derived from eigenvalues. Call this after the eigenvalues
+        have changed in place."""
+        cached = self.__dict__  # where cached_property keeps a value once it was asked for
+        if "range_A" in cached and self.A:
+            self.range_A.copy_(range_mask(self.A, self.values_A))
+        if "range_G" in cached and self.G:
+            self.range_G.copy_(range_mask(self.G, self.values_G))
+        for (power, repeats), whitening in self._whitenings.items():
+            whitening.copy_(self._whitening(power, repeats))
 
     @cached_property
     def range_A(self) -> Tensor:
-        """1 in A's range, 0 in its null space, fp32 like ``values_A``. No input, hence no gradient,
-        has a component in the null space: anything there is rounding error, which Adam would scale
-        up to full size."""
+        """1 in A's range, 0 in its null space, fp32 like ``values_A``.
+
+        No input has a component in the null space, so no gradient has one. What is there is
+        rounding error, which Adam would scale up to a full step.
+        """
         return range_mask(self.A, self.values_A)
 
     @cached_property
     def range_G(self) -> Tensor:
-        """:attr:`range_A` of the outputs' gradients, like ``values_G``: those of a softmax sum to
-        zero over classes."""
+        """1 in G's range, 0 in its null space, fp32 like ``values_G``. G of a head has a null
+        space, because a softmax's gradients sum to zero over the classes."""
         return range_mask(self.G, self.values_G)
 
     def mask_null_space_(self, x_nOI: Tensor, *, columns: bool = True) -> None:
-        """Zero, in place, the components of rotated matrices in the null spaces of G and, if
+        """Set to 0, in place, what rotated matrices have in the null space of G and, if
         ``columns``, of A."""
         if self.G:
             x_nOI.mul_(self.range_G[:, :, None])
@@ -161,25 +161,38 @@ class Rotation:
             x_nOI.mul_(self.range_A[:, None, :])
 
     def layer_mean(self, x_n: Tensor) -> Tensor:
-        """[n], the mean over the matrices of a layer at each of them."""
+        """Return [n], where each matrix has the mean over the matrices of its layer."""
         return x_n if self.maps == 1 else repeated(x_n.view(-1, self.maps).mean(dim=1), self.maps)
 
     def rotate(self, x_nOI: Tensor, *, overwrite: bool = False) -> Tensor:
-        """Q_G^T x Q_A, see :meth:`_product`."""
+        """Return Q_G^T x Q_A.
+
+        Args:
+            overwrite: whether x may be replaced by the result, see :meth:`_product`.
+        """
         return self._product([vectors.mT for vectors in self.G], x_nOI, self.A, overwrite)
 
     def restore(
         self, x_nOI: Tensor, *, rows: bool = True, columns: bool = True, overwrite: bool = False
     ) -> Tensor:
-        """Q_G x Q_A^T, or one of its two halves."""
+        """Return Q_G x Q_A^T, or one of its halves: Q_G x without ``columns``, x Q_A^T without
+        ``rows``.
+
+        Args:
+            overwrite: whether x may be replaced by the result, see :meth:`_product`.
+        """
         right = [vectors.mT for vectors in self.A] if columns else ()
         return self._product(self.G if rows else (), x_nOI, right, overwrite)
 
     def _product(
         self, left: Sequence[Tensor], x_nOI: Tensor, right: Sequence[Tensor], overwrite: bool
     ) -> Tensor:
-        """left x right. ``overwrite``: a large matrix whose rows no basis mixes may be replaced by
-        the result, some rows at a time, so that it is not in memory twice."""
+        """Return left x right.
+
+        Args:
+            overwrite: whether a large matrix may be replaced by the result if no basis mixes its
+                rows. It is then processed some rows at a time and is not in memory twice.
+        """
         with fp32_products(self.precision.products, x_nOI.device):
             if left or not (overwrite and is_large(x_nOI)):
                 return block_product(left, x_nOI, right)
@@ -188,26 +201,38 @@ class Rotation:
         return x_nOI
 
 
+def _stacked(sides: Sequence[Eigenbasis]) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Return (vectors, values) of one side of several layers, stacked; those of a single layer
+    without a copy."""
+    if len(sides) == 1:
+        return sides[0].vectors, sides[0].values
+    vectors: tuple[Tensor, ...] = ()
+    if sides[0].vectors:
+        vectors = (torch.cat([side.vectors[0] for side in sides]),)
+    return vectors, torch.stack([side.values for side in sides])
+
+
 def repeated(x_n: Tensor, times: int) -> Tensor:
-    """Each entry of the first dimension so many times in a row, [n * times, ..]. A copy: kernels
-    take no strides."""
+    """Return [n * times, ..] with each entry of the first dimension ``times`` times in a row. This
+    is a copy, because our kernels take no strides."""
     return x_n if times == 1 else x_n.repeat_interleave(times, dim=0)
 
 
 def range_mask(vectors: Sequence[Tensor], values: Tensor) -> Tensor:
-    """0 where an eigenvalue of a factor is rounding error, below max(8, sqrt(b)) eps of the largest
-    of its block of width b, else 1; fp32 like ``values``. All 1 in a zero block, and of a side
-    without vectors, whose values are exact.
+    """Return 0 where an eigenvalue is rounding error, else 1; fp32 of the shape of ``values``.
+
+    In a block of width b an eigenvalue is rounding error if it is below max(8, sqrt(b)) eps of the
+    largest one. A block of zeros gets ones.
 
     Args:
-        vectors: [n, b, b] per group of equal blocks.
+        vectors: eigenvectors, [n, b, b] for each group of equal blocks. () for a side that is
+            diagonal: its values are exact, so all of them get ones.
     """
     if not vectors:
         return torch.ones_like(values)
     masks = []
-    for group, part in zip(
-        vectors, values.view(-1).split([v.shape[0] * v.shape[1] for v in vectors]), strict=True
-    ):
+    sizes = [v.shape[0] * v.shape[1] for v in vectors]
+    for group, part in zip(vectors, values.view(-1).split(sizes), strict=True):
         blocks = part.view(group.shape[:2])
         rounding = max(LEAST, group.shape[1] ** 0.5) * torch.finfo(torch.float32).eps
         masks.append((blocks >= rounding * blocks.amax(-1, keepdim=True)).view(-1))
@@ -215,11 +240,11 @@ def range_mask(vectors: Sequence[Tensor], values: Tensor) -> Tensor:
 
 
 def mask_null_space(x_OI: Tensor, basis: LayerBasis) -> Tensor:
-    """One layer's rotated matrix, 0 along the null spaces of its G and A, see
+    """Return one layer's rotated matrix with 0 in the null spaces of its G and A, see
     :attr:`Rotation.range_A`.
 
     Args:
-        x_OI: fp32 [O, I], or [groups, O, I] of a layer in groups.
+        x_OI: fp32 [O, I], or [groups, O, I] for a layer in groups.
     """
     *groups, O, I = x_OI.shape  # noqa: E741
     for side, shape in ((basis.G, (*groups, O, 1)), (basis.A, (*groups, 1, I))):
@@ -229,19 +254,20 @@ def mask_null_space(x_OI: Tensor, basis: LayerBasis) -> Tensor:
 
 
 def change_basis_(x_nOI: Tensor, old: LayerBasis | None, new: LayerBasis) -> None:
-    """Out of one layer's eigenbasis (None: its own coordinates) into another, in place, a large
-    matrix some rows at a time. In fp32 whatever the precision of steps: an error would stay in the
-    moments.
+    """Rotate one layer's matrix from one eigenbasis into another, in place.
+
+    The products are in fp32, whatever the precision of steps is, because an error would stay in the
+    moments. A large matrix is processed some rows at a time.
 
     Args:
-        x_nOI: fp32 [O, I], or [groups, O, I] of a layer in groups; contiguous.
+        x_nOI: fp32 [O, I], or [groups, O, I] for a layer in groups; contiguous.
+        old: the basis that the matrix is in; None: the layer's own coordinates.
     """
-    olds = (None, None) if old is None else (old.G, old.A)
     x_nOI = x_nOI.view(-1, *x_nOI.shape[-2:])
     with torch.autocast(x_nOI.device.type, enabled=False), fp32_products("ieee", x_nOI.device):
         # Q_G'^T Q_G and Q_A^T Q_A' for the new Q'; () for a side that stays
-        overlaps = [_overlap(before, now) for before, now in zip(olds, (new.G, new.A), strict=True)]
-        left, right = [vectors.mT for vectors in overlaps[0]], overlaps[1]
+        left = [vectors.mT for vectors in _overlap(None if old is None else old.G, new.G)]
+        right = _overlap(None if old is None else old.A, new.A)
         if not is_large(x_nOI):
             x_nOI.copy_(block_product(left, x_nOI, right))
             return
@@ -252,6 +278,8 @@ def change_basis_(x_nOI: Tensor, old: LayerBasis | None, new: LayerBasis) -> Non
 
 
 def _overlap(old: Eigenbasis | None, new: Eigenbasis) -> Sequence[Tensor]:
+    """Return Q^T Q' for an old Q and a new Q', in groups of blocks; () if both are the same. An
+    identity has no vectors."""
     vectors = () if new is old else new.vectors
     if old is None or not old.vectors or not vectors:
         return vectors
@@ -259,14 +287,14 @@ def _overlap(old: Eigenbasis | None, new: Eigenbasis) -> Sequence[Tensor]:
 
 
 PIECE = 1 << 22
-"""Elements, 32 MiB in float64."""
+"""Number of elements, 32 MiB in float64."""
 
 
 def norms(x: Tensor) -> Tensor:
-    """Norms of vectors [.., n], float64 [..]: the square of a finite number may be infinite in
-    fp32.
+    """Return the norms of vectors [.., n], float64 [..].
 
-    Piece by piece, because of each a copy in float64 may be made.
+    In fp32 the square of a finite number may be infinite. The vectors are processed in pieces,
+    because torch may make a copy of each piece in float64.
     """
     parts = [
         torch.linalg.vector_norm(piece, dim=-1, dtype=torch.float64)

@@ -1,5 +1,5 @@
-"""What a gradient worker of a layer keeps between steps: eigenbases or inverses, and moments of its
-gradient there.
+"""What a gradient worker keeps of a layer between steps: eigenbases or inverses, and moments of the
+rotated gradient.
 
 Shape suffixes: O, I the sides of a layer's matrix; nOI stands for [n, O, I], n matrices of one
 shape.
@@ -20,13 +20,22 @@ from ds_kfac.update.rotation import change_basis_, is_large, row_chunks
 
 
 class Moments:
-    """What an update rule keeps of gradients: a frozen dataclass of fp32 tensors. Of one layer each
-    is [O, I], those named ``_OI``, or a scalar ([groups, O, I] and [groups] of a layer in groups);
-    of a group of layers (``groups.py``) [n, O, I] and [n].
+    """What an update rule keeps of gradients. A subclass is a frozen dataclass of fp32 tensors.
+
+    A tensor whose name contains ``_OI`` has the shape of a gradient, all others are scalars. The
+    shapes depend on whose moments they are:
+
+    - one layer: [O, I] and [];
+    - one layer in groups: [groups, O, I] and [groups];
+    - a group of layers (``groups.py``): [n, O, I] and [n].
+
+    Note: A second moment in another basis. Only the diagonal of the second moment is kept. In
+    another basis the matrix is not diagonal, so its diagonal there is an approximation: it is
+    computed with the squares of the entries of Q in place of Q (:meth:`LayerBasis.squared`).
 
     Attributes:
-        NAME: in checkpoints.
-        ROTATES: whether they go with the eigenbasis into a new one.
+        NAME: name in checkpoints.
+        ROTATES: whether moments are rotated into each new eigenbasis.
     """
 
     NAME: ClassVar[str]
@@ -34,33 +43,35 @@ class Moments:
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Any:
-        parts = [shape if "_OI" in part.name else shape[:-2] for part in fields(cls)]  # type: ignore[arg-type]
-        return cls(*(torch.zeros(part, device=device, dtype=torch.float32) for part in parts))
+        """Return moments of zeros for gradients of a shape [.., O, I]."""
+        shapes = [shape if "_OI" in part.name else shape[:-2] for part in fields(cls)]  # type: ignore[arg-type]
+        return cls(*(torch.zeros(part, device=device, dtype=torch.float32) for part in shapes))
 
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in vars(self).values())
 
     def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> None:
-        """Into one layer's new eigenbasis those of its moments that go with it, in place.
+        """Rotate one layer's moments into a new eigenbasis, in place.
 
         Args:
-            old: None: the layer's own coordinates.
+            old: the basis that the moments are in; None: the layer's own coordinates.
         """
 
     def unrotated(self, basis: LayerBasis) -> Any:
-        """Out of one layer's eigenbasis, which is given up."""
+        """Return one layer's moments in the layer's own coordinates, because it gives up its
+        eigenbasis."""
         return self
 
 
 @dataclass(frozen=True)
 class CorrectedEigenvalues(Moments):
-    """EKFAC (George et al. 2018, arXiv:1806.03884), its running-average form: what replaces beta
-    alpha^T.
+    """EKFAC's eigenvalues, which replace beta alpha^T (George et al. 2018, arXiv:1806.03884), in
+    their running-average form.
 
     Attributes:
         second_OI: running average of the squared rotated gradient.
-        updates: gradients folded in so far.
+        updates: number of gradients in the average.
     """
 
     NAME: ClassVar = "corrected"
@@ -78,60 +89,63 @@ class CorrectedEigenvalues(Moments):
         damping: Tensor | float,
         layer_mean: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Fold a gradient in, S <- r S + (1 - r) terms rotated^2 with r = min(1 - 1/updates,
-        decay), as for factors, and divide it by the new S + damping, in one pass. As a batch in a
-        factor, a gradient counts in S for at most :data:`ds_kfac.curvature.factor.SPIKE` times the
-        average.
+        """Average gradients into S and divide them by the new S + damping, in one pass.
+
+            S <- r S + (1 - r) terms rotated^2,   r = min(1 - 1/updates, decay)
+
+        The window grows as that of factors does. A gradient counts in S for at most
+        :data:`ds_kfac.curvature.factor.SPIKE` times the average, like a batch in a factor.
 
         Args:
-            rotated_nOI: overwritten if it is large: the quotient takes its place.
-            norm_n: of the gradient, rotated or not. Where its square times ``terms`` is not finite
-                S stays as it is.
-            terms_n: brings a squared gradient to the units of the Fisher.
+            rotated_nOI: the rotated gradients. A large matrix is overwritten by the quotient.
+            norm_n: norms of the gradients, rotated or not. Where the norm's square times ``terms``
+                is not finite, S stays as it is.
+            terms_n: factors that bring squared gradients to the units of the Fisher.
             damping: what is added to all eigenvalues.
-            layer_mean: of the matrices' mean eigenvalues [n] those of their layers, the units of
-                ``damping``; None: it has none.
+            layer_mean: maps the matrices' mean eigenvalues [n] to those of their layers, which are
+                the unit of ``damping``. None: ``damping`` is in units of the Fisher.
 
-        Returns the quotient, its inner product with ``rotated_nOI`` [n], and whether the gradient
-        was scaled down for S, bool [n].
+        Returns the quotient [n, O, I]; its inner product with ``rotated_nOI`` [n]; and bool [n],
+        whether the gradient was scaled down before it entered S.
         """
         size = terms_n * norm_n.square()
         usable = torch.isfinite(size)
         over = excess(size, self.second_OI.sum(dim=(-2, -1)), self.updates)
-        terms, size = terms_n / over, size / over
+        terms = terms_n / over
+        size = size / over
         self.updates.add_(usable)
         keep = torch.clamp(1 - 1 / self.updates.clamp(min=1), max=decay)
-        if layer_mean is not None:  # the mean of the new S is known before it
-            old, count = (
-                self.second_OI.mean(dim=(-2, -1)),
-                rotated_nOI.shape[-2] * rotated_nOI.shape[-1],
-            )
-            mean = torch.where(usable, keep * old + (1 - keep) * (size / count), old)
-            units = layer_mean(mean)
-            # S is 0: the quotient is, too
+        if layer_mean is not None:
+            # the mean of the new S follows from the gradient's norm, so no pass over S is needed
+            old_mean = self.second_OI.mean(dim=(-2, -1))
+            numel = rotated_nOI.shape[-2] * rotated_nOI.shape[-1]
+            new_mean = torch.where(usable, keep * old_mean + (1 - keep) * (size / numel), old_mean)
+            units = layer_mean(new_mean)
+            # if S is 0, the gradient is 0, too, and any damping avoids 0 / 0
             damping = damping * units.masked_fill(units == 0, 1.0)[:, None, None]
-        keep, weight = (
-            torch.where(usable, keep, 1.0)[:, None, None],
-            ((1 - keep) * terms)[:, None, None],
-        )
-        quotient = rotated_nOI if is_large(rotated_nOI) else torch.empty_like(rotated_nOI)
-        parts, dots = (quotient, rotated_nOI, self.second_OI), []
-        for out, x, second in row_chunks(*parts) if is_large(rotated_nOI) else [parts]:
+        weight = ((1 - keep) * terms)[:, None, None]
+        keep = torch.where(usable, keep, 1.0)[:, None, None]
+        in_chunks = is_large(rotated_nOI)
+        quotient = rotated_nOI if in_chunks else torch.empty_like(rotated_nOI)
+        tensors = (quotient, rotated_nOI, self.second_OI)
+        dots: list[Tensor] = []
+        for out, x, second in row_chunks(*tensors) if in_chunks else [tensors]:
             averaged = x.square().mul_(weight).add_(second * keep)
-            torch.where(usable[:, None, None], averaged, second, out=second)  # 0 * inf is NaN
+            # a weight of 0 would not do: 0 times infinity is NaN
+            torch.where(usable[:, None, None], averaged, second, out=second)
             divided = torch.div(x, torch.add(second, damping, out=averaged), out=averaged)
             dots.append((x * divided).sum(dim=(-2, -1)))
             out.copy_(divided)
         return quotient, torch.stack(dots).sum(dim=0), (over > 1) & usable
 
     def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> None:
-        """Into the first basis, as far as a diagonal can be: what has left another one is not lost.
-        Else they stay."""
+        """Rotate S into a layer's first eigenbasis, approximately: S may come from another basis,
+        which the layer has left. At all later refreshes S stays as it is."""
         if old is None:
             change_basis_(self.second_OI, None, new.squared())
 
     def unrotated(self, basis: LayerBasis) -> "CorrectedEigenvalues":
-        """Out of a basis, as far as a diagonal can be."""
+        """Return S in the layer's own coordinates, approximately."""
         return replace(self, second_OI=basis.squared().restore(self.second_OI).contiguous())
 
 
@@ -140,8 +154,8 @@ class AdamMoments(Moments):
     """Adam's state in the eigenbasis (SOAP, Vyas et al. 2024, arXiv:2409.11321).
 
     Attributes:
-        first_OI, second_OI: not bias-corrected.
-        updates: steps so far.
+        first_OI, second_OI: running averages of R and R^2, without bias correction.
+        updates: number of steps so far.
     """
 
     NAME: ClassVar = "adam"
@@ -152,30 +166,31 @@ class AdamMoments(Moments):
     updates: Tensor
 
     def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> None:
-        """The first moment. The second goes into the first basis, as far as a diagonal can be, and
-        stays as it is."""
+        """Rotate the first moment. The second moment is rotated, approximately, into a layer's
+        first eigenbasis only; at all later refreshes it stays as it is."""
         change_basis_(self.first_OI, old, new)
         if old is None:
             change_basis_(self.second_OI, None, new.squared())
 
     def unrotated(self, basis: LayerBasis) -> "AdamMoments":
-        """Out of a basis; the second moment as far as a diagonal can be."""
-        first, second = basis.restore(self.first_OI), basis.squared().restore(self.second_OI)
+        """Return the moments in the layer's own coordinates; the second one approximately."""
+        first = basis.restore(self.first_OI)
+        second = basis.squared().restore(self.second_OI)
         return replace(self, first_OI=first.contiguous(), second_OI=second.contiguous())
 
 
 @dataclass(frozen=True)
 class LayerState:
-    """What is kept of one layer: slices of what its group has (``groups.py``), or what a checkpoint
-    has of it.
+    """What is kept of one layer: slices of its group's tensors (``groups.py``), or the contents of
+    a checkpoint.
 
     Attributes:
-        terms: fp32 scalar, loss terms of the last captured batch: a mean gradient times its root
-            has the size of a single term's.
-        method: what ``A`` and ``G`` are.
-        A, G: eigenbases, damped inverses; None until the first refresh. Gradients are
-            preconditioned when both are there.
-        moments: of the rotated gradient; None if the update rule keeps none.
+        terms: fp32 scalar, number of loss terms of the last captured batch. A mean gradient times
+            its square root has the size of a single term's gradient.
+        method: how ``A`` and ``G`` were decomposed.
+        A, G: eigenbases or damped inverses; None until the first refresh. Gradients are
+            preconditioned once both are there.
+        moments: moments of the rotated gradient; None if the update rule keeps none.
     """
 
     terms: Tensor
@@ -186,23 +201,31 @@ class LayerState:
 
     @cached_property
     def preconditioner(self) -> Any:
-        """Of the layer, see ``Method.of_layer``; None while a side is missing: gradients pass as
-        they are."""
-        return None if self.A is None or self.G is None else self.method.of_layer(self.G, self.A)
+        """The layer's preconditioner, see ``Method.of_layer``; None while a side has no
+        decomposition, when gradients pass as they are."""
+        if self.A is None or self.G is None:
+            return None
+        return self.method.of_layer(self.G, self.A)
 
     @cached_property
     def basis(self) -> LayerBasis | None:
-        """Of the layer's Fisher; None while a side is missing, and with a method that has none."""
+        """The eigenbasis of the layer's Fisher; None while a side has no decomposition, and with a
+        method that has no eigenbases."""
         return self.preconditioner if self.method.rotates else None
 
     def without(self, *, A: Decomposition | None, G: Decomposition | None) -> "LayerState":
-        """This state, its moments rotated out of A and G: the old bases of sides that are
-        identities from now on; None for a side that keeps its basis."""
+        """Return this state with its moments rotated out of the bases of some sides.
+
+        Args:
+            A, G: old bases of sides that are identities from now on; None for a side that keeps its
+                basis.
+        """
         bases = [basis for basis in (A, G) if isinstance(basis, Eigenbasis) and basis.vectors]
         if not bases or self.moments is None:
             return self
-        nothing = Eigenbasis((), bases[0].values)
-        undo = LayerBasis(
-            *(basis if isinstance(basis, Eigenbasis) else nothing for basis in (G, A))
+        identity = Eigenbasis((), bases[0].values)  # its values are not read
+        given_up = LayerBasis(
+            G if isinstance(G, Eigenbasis) else identity,
+            A if isinstance(A, Eigenbasis) else identity,
         )
-        return replace(self, moments=self.moments.unrotated(undo))
+        return replace(self, moments=self.moments.unrotated(given_up))

@@ -13,6 +13,7 @@ from ds_kfac.directions.direction import Outcome, StepContext
 from ds_kfac.directions.kfac_adamw import direction as kfac_adamw_direction
 from ds_kfac.directions.kfac_adamw.direction import AdamDirection
 from ds_kfac.directions.kfac_adamw.group_step import BASE, GroupStep
+from ds_kfac.directions.kfac_adamw.optimizer import LayerSlice
 from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
 from ds_kfac.directions.kfac_gradient import KFACGradient, KFACGradientRule
 from ds_kfac.ops import functional
@@ -252,22 +253,17 @@ def test_the_optimizer_is_told_which_layers_of_all_ranks_a_step_used():
 
 def test_slices_of_frozen_parameters_do_not_decay():
     """Those of the other parameters, and of another domain's layers, are told again."""
-    direction, optimizer = (
-        make(AdamDirection, groups=ADAM),
-        SimpleNamespace(slices={1: [(0, 3, 7)]}, used=torch.ones(8)),
-    )
+    direction = make(AdamDirection, groups=ADAM)
+    master, other_master = torch.zeros(14), torch.zeros(3)
+    other = [LayerSlice(0, 3, 7)]
+    optimizer = SimpleNamespace(slices={other_master: other}, used=torch.ones(8))
     weight, bias = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
-    exchange, shards = (
-        direction.exchange,
-        {0: [Shard(0, 0, 9, 0, 0, 2)], 1: [Shard(1, 0, 3, 0, 0, 11)]},
-    )
-    exchange.plan, exchange.params, exchange.shards = (
-        SimpleNamespace(of_layer={"a": (0, 1)}),
-        {"a": [weight, bias]},
-        shards,
-    )
-    exchange.layout.master = lambda shard: optimizer
-    direction.optimizer, direction.places, direction.first = optimizer, {"a": 0}, 0
+    exchange = direction.exchange
+    exchange.plan = SimpleNamespace(of_layer={"a": (0, 1)})
+    exchange.params = {"a": [weight, bias]}
+    exchange.shards = {0: [Shard(0, 0, 9, 0, 0, 2)], 1: [Shard(1, 0, 3, 0, 0, 11)]}
+    exchange.layout.master = lambda shard: master
+    direction.optimizer = optimizer
     step = partial(
         direction.finish,
         StepContext(0, ADAM),
@@ -282,7 +278,7 @@ def test_slices_of_frozen_parameters_do_not_decay():
     ):
         bias.requires_grad_(trained)
         step()
-        assert optimizer.slices == {1: [(0, 3, 7)], id(optimizer): expected}
+        assert optimizer.slices == {other_master: other, master: expected}
 
 
 def test_a_later_domain_has_places_of_its_own_where_the_rank_has_no_slice_of_the_first_one():

@@ -19,6 +19,7 @@ from ds_kfac.directions.kfac_adamw.optimizer import (
     KFACCPUAdamW,
     KFACFusedAdamW,
     KFACTorchAdamW,
+    LayerSlice,
     NoStates,
     build,
 )
@@ -69,7 +70,10 @@ def attached(
     optimizer: KFACAdamWStep, slices: dict[torch.nn.Parameter, list], used: Tensor
 ) -> KFACAdamWStep:
     """The optimizer as K-FAC leaves it before a step."""
-    optimizer.slices = {id(parameter): entries for parameter, entries in slices.items()}
+    optimizer.slices = {
+        parameter: [LayerSlice(*entry) for entry in entries]
+        for parameter, entries in slices.items()
+    }
     optimizer.used = used
     return optimizer
 
@@ -208,7 +212,7 @@ def test_all_domains_see_that_a_program_took_states_away():
     optimizer, p = stepped_once()
     assert not optimizer.taken_away()
     optimizer.state.clear()
-    assert optimizer.taken_away() == optimizer.taken_away() == {id(p)}, (
+    assert optimizer.taken_away() == optimizer.taken_away() == {p}, (
         "whoever asks, before the next step"
     )
     optimizer.step()

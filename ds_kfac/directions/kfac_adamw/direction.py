@@ -1,4 +1,4 @@
-"""Adam in the K-FAC eigenbasis: the directions that KFACAdamW steps along.
+"""The directions that KFACAdamW steps along: Adam in the K-FAC eigenbasis, orthogonalized.
 
     _adam            R = Q_G^T dW Q_A                  the gradient, rotated
                      m <- b1 m + (1 - b1) R
@@ -9,32 +9,32 @@
     _finish          U <- size sqrt(max(O, I)) X / |X|, and back: Q_G U Q_A^T
     optimizer.py     W <- W - lr (Q_G U Q_A^T + weight_decay W)
 
-with p ``adam.whiten`` and c 0.01. Layers of one shape take these steps in one batch, as many groups
-at a time as may be in memory together.
+with p = ``adam.whiten`` and c = 0.01. Layers of one shape take these steps in one batch. As many
+groups are processed together as may be in memory at the same time.
 
-The second moment is that of SOAP (Vyas et al. 2024, arXiv:2409.11321); the eigenbasis is K-FAC's
-instead of Shampoo's. The orthogonal factor is Muon's (Jordan et al. 2024), there of plain momentum.
-S makes it the steepest descent step under the norm |U A^p|, which bounds the response to each input
-direction in place of the weight's: as in Mousse (arXiv:2603.09697), there on both sides, of
-momentum.
+Sources: the second moment is SOAP's (Vyas et al. 2024, arXiv:2409.11321), but the eigenbasis is
+K-FAC's instead of Shampoo's. The orthogonal factor is Muon's (Jordan et al. 2024), who takes it of
+plain momentum. S makes the step the steepest descent step under the norm |U A^p|. This norm bounds
+how much the output responds to each input direction, where Muon's bounds the weight's change.
+Mousse (arXiv:2603.09697) whitens momentum on both sides.
 
-A layer stands still, with neither step nor decay, and moments as they were,
+Note: Layers that stand still. Such a layer takes no step, does not decay, and keeps its moments:
 
-- whose averaged gradient is exactly zero: it was not used. torch's AdamW does so where a gradient
-  is None. Each tensor-parallel shard is checked on its own;
-- whose parameters are frozen, or whose rate is 0;
-- whose gradient is not finite, or so large that moments could not hold its square: it is counted
-  and warned of.
+- A layer whose averaged gradient is exactly zero was not used. torch's AdamW skips a parameter
+  whose gradient is None in the same way. Each tensor-parallel shard is checked by itself.
+- A layer whose parameters are frozen, or whose learning rate is 0.
+- A layer whose gradient is not finite, or so large that the moments could not hold its square.
+  These layers are counted, and a warning names them.
 
-Singular values of an orthogonalized step are, on average, SIZE sqrt(longer side / shorter side):
-what it changes in an output is then the same at every width (Yang et al. 2023, arXiv:2310.17813,
-who have sqrt(O / I), which is too little for O < I, as is Muon's sqrt(max(1, O / I)):
-docs/notes/kfacadamw.md). What keeps Adam's direction, norms and heads, has the rate adam_lr. A head
-has the part BASE / I of it, but at least lr: Adam's direction grows with the width, too.
+Note: The size of a step. The singular values of an orthogonalized step are on average
+SIZE sqrt(longer side / shorter side). Then a step changes an output by the same amount at every
+width (Yang et al. 2023, arXiv:2310.17813). Their factor sqrt(O / I) is too small for O < I, and so
+is Muon's sqrt(max(1, O / I)); docs/notes/kfacadamw.md has measurements. Norms and heads keep Adam's
+direction and have the learning rate adam_lr. A head has BASE / I times that, but at least lr,
+because Adam's direction also grows with the width.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ from ds_kfac.directions.kfac_adamw.group_step import (
     row_blocks,
     same_sides,
 )
+from ds_kfac.directions.kfac_adamw.optimizer import LayerSlice
 from ds_kfac.directions.step_tensors import RecordedTensors, StepTensors, recorded_step
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.ops.dispatch import adam_step_, finish_direction_
@@ -60,70 +61,87 @@ from ds_kfac.update.state import AdamMoments
 from ds_kfac.zero.exchange import GradientExchange, Gradients
 
 LARGEST = 1e15
-"""Largest entry of a gradient that goes into moments: far from where its square leaves fp32."""
+"""Gradients with an entry of this size or larger do not enter the moments. The square of a smaller
+entry is far below the largest fp32 number."""
 INFINITY = float("inf")
 
 
 class AdamDirection(Direction):
-    """See the module's docstring. Vectors are of this rank's layers in the order of
-    ``layer_groups``, unless they are of a group's maps.
+    """Steps this rank's layers as the module's docstring says.
+
+    Vectors have an entry per layer, in the order of ``layers``, unless they have one per map of a
+    group.
 
     Args:
-        optimizer: the engine's innermost optimizer, one of ``optimizer.py``.
+        optimizer: the engine's innermost optimizer, of a class in ``optimizer.py``.
+
+    Attributes:
+        steps: for each of ``layer_groups``, its constants and where it stands in the step.
+        chunks: the same, in lists: the groups whose directions are in memory at the same time.
+        moves: bool [layers], whether the layer has a learning rate above 0.
+        copies: fp32 [layers], how many ranks have a copy of the layer.
+        used_slice: the entries of this domain's layers in ``optimizer.used``.
     """
 
     def __init__(self, plan: Plan, exchange: GradientExchange, optimizer: Any) -> None:
         super().__init__(plan, exchange, AdamMoments)
-        self.optimizer, self.batches = optimizer, plan.batched
-        layers, options, vector = (
-            self.layers,
-            self.config.adam,
-            partial(torch.tensor, device=exchange.device),
-        )
-        self.steps, first = list[GroupStep](), 0
+        self.optimizer = optimizer
+        self.batches = plan.batched
+        device = exchange.device
+        options, adam_ratio = self.config.adam, optimizer.adam_ratio
+        self.steps: list[GroupStep] = []
+        first = 0
         for group in self.layer_groups:
-            own = slice(first, first := first + len(group.layers))
-            self.steps.append(GroupStep(group, own, options, optimizer.adam_ratio, exchange.device))
-        each = iter(self.steps)  # chunks are of groups in the same order
-        taken = chunks([group.layers for group in self.layer_groups], batched=plan.batched)
-        self.chunks = [[next(each) for _ in chunk] for chunk in taken]
-        self.moves = vector(
-            [adam_factor(options, layer, optimizer.adam_ratio) > 0 for layer in layers],
-            dtype=torch.bool,
+            layers = slice(first, first + len(group.layers))
+            self.steps.append(GroupStep(group, layers, options, adam_ratio, device))
+            first = layers.stop
+        remaining = iter(self.steps)  # chunks() keeps the order of the groups
+        layers_of_chunks = chunks(
+            [group.layers for group in self.layer_groups], batched=plan.batched
         )
-        self.copies = vector([layer.copies for layer in layers], dtype=torch.float32)
+        self.chunks = [[next(remaining) for _ in chunk] for chunk in layers_of_chunks]
+        factors = [adam_factor(options, layer, adam_ratio) for layer in self.layers]
+        copies = [layer.copies for layer in self.layers]
+        self.moves = torch.tensor([x > 0 for x in factors], dtype=torch.bool, device=device)
+        self.copies = torch.tensor(copies, dtype=torch.float32, device=device)
         self.groups_in_use = sorted({indices[0] for indices in self.parameter_groups.values()})
-        is_zero = torch.zeros((), dtype=torch.float32, device=exchange.device)
+        is_zero = torch.zeros((), dtype=torch.float32, device=device)
         self.recorded = recorded_step(
             plan, self.layer_groups, exchange, {"factor_is_zero": is_zero}
         )
-        # the optimizer's layers are those of all domains, each domain's in the plan's order
-        self.first = len(optimizer.used)
-        self.places = {layer.name: self.first + index for index, layer in enumerate(plan.layers)}
+        # The optimizer knows the layers of all domains: first those of the domains before this one,
+        # then this domain's in the plan's order.
+        self.names_in_plan = [layer.name for layer in plan.layers]
+        layers_before = len(optimizer.used)
+        self.used_slice = slice(layers_before, layers_before + len(plan.layers))
         optimizer.slices = optimizer.slices or {}
-        optimizer.used = torch.zeros(
-            self.first + len(self.places), dtype=torch.float32, device=exchange.device
-        )
+        optimizer.used = torch.zeros(self.used_slice.stop, dtype=torch.float32, device=device)
         self._announce()
 
     def _announce(self) -> None:
-        """Tell the optimizer which slices of what it steps are which layer's. Parameters that are
-        frozen now have none: they do not decay."""
-        exchange, optimizer = self.exchange, self.optimizer
-        own = range(self.first, self.first + len(self.places))
-        slices = {
-            key: [part for part in parts if part[2] not in own]
-            for key, parts in optimizer.slices.items()
-        }
+        """Tell the optimizer which slices of the parameters that it steps belong to which layer.
+        Parameters that are frozen now have no slices: they do not decay."""
+        exchange = self.exchange
+        # layer name -> the layer's index in optimizer.used
+        indices = range(self.used_slice.start, self.used_slice.stop)
+        index_of = dict(zip(self.names_in_plan, indices, strict=True))
+        slices: dict[Tensor, list[LayerSlice]] = {}
+        for master, parts in self.optimizer.slices.items():
+            of_other_domains = [part for part in parts if part.layer not in indices]
+            if of_other_domains:
+                slices[master] = of_other_domains
         for name, pieces in exchange.plan.of_layer.items():
             for piece, parameter in zip(pieces, exchange.params[name], strict=True):
-                for shard in exchange.shards.get(piece, ()) if parameter.requires_grad else ():
-                    part = shard.offset, shard.numel, self.places[name]
-                    slices.setdefault(id(exchange.layout.master(shard)), []).append(part)
-        optimizer.slices = slices
+                if not parameter.requires_grad:
+                    continue
+                for shard in exchange.shards.get(piece, ()):
+                    part = LayerSlice(shard.offset, shard.numel, index_of[name])
+                    slices.setdefault(exchange.layout.master(shard), []).append(part)
+        self.optimizer.slices = slices
         self.frozen = self._frozen()
 
     def _frozen(self) -> list[bool]:
+        """Return for each parameter of the layers whether it is frozen now."""
         return [
             not parameter.requires_grad
             for of_layer in self.exchange.params.values()
@@ -131,21 +149,21 @@ class AdamDirection(Direction):
         ]
 
     def batch_key(self, layer: LayerSpec) -> Hashable:
-        orthogonal = keeps_direction(self.config.adam, layer) is None
-        return self.parameter_groups[layer.name][0], orthogonal, layer.copies, layer.blocks
+        orthogonalized = keeps_direction(self.config.adam, layer) is None
+        return self.parameter_groups[layer.name][0], orthogonalized, layer.copies, layer.blocks
 
     def step(self, context: StepContext, gradients: Gradients) -> Outcome:
         self.optimizer.check_parts(here=self.exchange.layout.rank == 0, groups=context.groups)
         if not self.names:
-            none = torch.zeros((), device=self.exchange.device, dtype=torch.float32)
-            return Outcome((none,), self.moves.float())
-        if taken_away := self.optimizer.taken_away():
+            zero = torch.zeros((), device=self.exchange.device, dtype=torch.float32)
+            return Outcome((zero,), self.moves.float())
+        taken_away = self.optimizer.taken_away()
+        if taken_away:
             self._begin_anew(taken_away, context.groups)
-        options = [context.groups[index] for index in self.groups_in_use]
-        self.betas_and_eps = {
-            index: (tuple(own["betas"]), own["eps"])
-            for index, own in zip(self.groups_in_use, options, strict=True)
-        }
+        self.betas_and_eps: dict[int, tuple[tuple[Any, ...], Any]] = {}
+        for index in self.groups_in_use:
+            group = context.groups[index]
+            self.betas_and_eps[index] = tuple(group["betas"]), group["eps"]
         inputs: dict[str, Tensor] = {}
         if context.factor_is_zero is not None:
             inputs["factor_is_zero"] = context.factor_is_zero
@@ -157,12 +175,12 @@ class AdamDirection(Direction):
     def _directions(
         self, tensors: StepTensors | RecordedTensors, factor_is_zero: Tensor | None = None
     ) -> Outcome:
-        """Every group's steps, each put where it belongs as soon as it is there. The host decides
-        on nothing here.
+        """Compute every group's results and put each of them as soon as it is there. The host
+        decides nothing here, because a recording does not run the host's code.
 
         Args:
-            factor_is_zero: see :class:`StepContext`. Gradients are 0 then, by which layers stand
-                still, and here they are counted.
+            factor_is_zero: see :class:`StepContext`. The gradients are 0 then, so the layers stand
+                still. Here they are counted.
         """
         for chunk in self.chunks:
             for step in chunk:
@@ -193,46 +211,50 @@ class AdamDirection(Direction):
         )
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        # what DeepSpeed has loaded in place of states was not taken away by a program
+        # DeepSpeed has replaced the states by loaded ones: no program has removed them
         self.optimizer.marked = frozenset()
 
-    def _begin_anew(self, taken_away: frozenset[int], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Let the moments of some layers begin at zero, as Adam's would: of those for whose weight
-        a program took away what ``optimizer.state`` has, or, where DeepSpeed steps flat parameters
-        in place of the model's, of all.
+    def _begin_anew(
+        self, taken_away: frozenset[Tensor], groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Set moments to zero, as Adam's would be after a program has removed states from
+        ``optimizer.state``.
+
+        The layers whose weight's state was removed begin anew. If DeepSpeed steps flat parameters
+        in place of the model's, no state belongs to a single layer, and all layers begin anew.
 
         Args:
-            taken_away: ids of the parameters of which it did.
+            taken_away: the parameters whose state was removed.
             groups: the optimizer's parameter groups.
         """
-        stepped = {id(parameter) for group in groups for parameter in group["params"]}
+        stepped = {parameter for group in groups for parameter in group["params"]}
         for group in self.layer_groups:
             for index, name in enumerate(group.names):
-                weight = id(self.exchange.params[name][0])
+                weight = self.exchange.params[name][0]
                 if weight in taken_away or weight not in stepped:
                     torch._foreach_zero_([*vars(group.state(index).moments).values()])
 
     def _adam(self, step: GroupStep, tensors: StepTensors | RecordedTensors) -> None:
-        """R, the moments with R in them, and U. Before the first refresh nothing is rotated: plain
-        Adam."""
+        """Rotate a group's gradients, update its moments, and leave U in ``step.x_nOI``. Before the
+        first refresh nothing is rotated: this is plain Adam."""
         group = step.group
         betas, eps = self.betas_and_eps[self.parameter_groups[group.names[0]][0]]
-        x, is_ours = tensors.take(group)  # [n, O, I]
-        # flags follow from the largest entry: no pass looks for what is not finite
-        largest = (
-            torch.linalg.vector_norm(x.flatten(1), ord=INFINITY, dim=1)
-            .view(len(group.layers), -1)
-            .amax(dim=1)
-        )
+        gradient_nOI, may_overwrite = tensors.take(group)
+        # The largest entry tells an unused layer, a gradient that is not finite and one that is too
+        # large apart, so no other pass over the gradient is needed.
+        largest_n = torch.linalg.vector_norm(gradient_nOI.flatten(1), ord=INFINITY, dim=1)
+        largest = largest_n.view(len(group.layers), -1).amax(dim=1)
         step.largest = largest
-        step.used = (largest > 0) & (largest < LARGEST) & self.moves[step.own]
+        step.used = (largest > 0) & (largest < LARGEST) & self.moves[step.layer_slice]
         rotation = group.rotation
-        rotated = x if rotation is None else rotation.rotate(x, overwrite=is_ours)
-        # a basis in blocks may leave it transposed, which moments are not
+        rotated = gradient_nOI
+        if rotation is not None:
+            rotated = rotation.rotate(gradient_nOI, overwrite=may_overwrite)
+        # a basis in blocks may leave the matrix transposed, but moments are not
         rotated = rotated.contiguous()
-        is_ours = is_ours or rotated.data_ptr() != x.data_ptr()
+        may_overwrite = may_overwrite or rotated.data_ptr() != gradient_nOI.data_ptr()
         moments = group.moments
-        direction = rotated if is_ours else torch.empty_like(rotated)
+        direction = rotated if may_overwrite else torch.empty_like(rotated)
         adam_step_(
             direction,
             rotated,
@@ -244,89 +266,91 @@ class AdamDirection(Direction):
             eps=eps,
         )
         if rotation is not None:
-            # before rows leave the eigenbasis; whitening leaves out columns of what is
-            # orthogonalized
+            # This must come before the rows leave the eigenbasis. Columns of a direction that is
+            # orthogonalized are left to the whitening, which sets them to 0 there.
             rotation.mask_null_space_(direction, columns=not step.orthogonal)
         step.x_nOI = direction
 
     def _orthogonalize(self, steps: Sequence[GroupStep]) -> None:
-        """X from U, in its place; nothing else of the directions is kept. Maps whose sides are the
-        same, as they are or transposed, are iterated together, whatever layers they are of."""
-        maps: list[Any] = []  # tensors
-        owners: list[GroupStep] = []
+        """Replace U by X in ``x_nOI`` of these steps.
+
+        Maps with the same sides, as they are or transposed, are iterated together, whatever layers
+        they belong to. Nothing else of the directions is kept in memory.
+        """
+        maps: list[Any] = []  # tensors [.., rows, I]; None once a map is no longer needed
+        owners: list[GroupStep] = []  # of each map
         for step in steps:
             if step.rows_first and step.group.rotation is not None:
                 step.x_nOI = step.group.rotation.restore(step.x_nOI, columns=False)
-            if step.blocks:
-                # [layers, rows, I]
-                parts = [rows.flatten(-3, -2) for rows in row_blocks(step.x_nOI, step.blocks)]
-            else:
-                parts = [step.x_nOI.view(len(step.target), -1, step.x_nOI.shape[-1])]
-            maps += parts
-            owners += [step] * len(parts)
-            del parts
-        sizes: dict[int, Tensor] = {}
-        for indices in (
-            same_sides(maps) if self.batches else [[index] for index in range(len(maps))]
-        ):
-            whitenings: list[Tensor | None] = [None] * len(indices)
-            if self.config.adam.rotate:  # S is the same whether rows are rotated or not
-                whitenings = [
-                    rotation.whitening(
-                        self.config.adam.whiten, repeats=owners[index].maps // rotation.maps
-                    )
-                    if (rotation := owners[index].group.rotation) is not None
-                    else None
-                    for index in indices
-                ]
-            found = orthogonal_factors(
-                [maps[index] for index in indices], whitenings, precision=self.precision
+            step_maps = step.maps_to_orthogonalize()
+            maps += step_maps
+            owners += [step] * len(step_maps)
+            del step_maps
+        batches = same_sides(maps) if self.batches else [[index] for index in range(len(maps))]
+        norms: dict[int, Tensor] = {}
+        for indices in batches:
+            norms_of_batch = orthogonal_factors(
+                [maps[index] for index in indices],
+                [self._whitening(owners[index]) for index in indices],
+                precision=self.precision,
             )
-            sizes |= zip(indices, found, strict=True)
+            norms |= zip(indices, norms_of_batch, strict=True)
         for step in steps:
-            mine = [index for index, owner in enumerate(owners) if owner is step]
+            indices = [index for index, owner in enumerate(owners) if owner is step]
             if step.blocks:
-                for rows, index in zip(row_blocks(step.x_nOI, step.blocks), mine, strict=True):
-                    # where its rows lie apart the map is a copy
+                for rows, index in zip(row_blocks(step.x_nOI, step.blocks), indices, strict=True):
+                    # a block whose rows lie apart was copied to make a map of it
                     if rows.data_ptr() != maps[index].data_ptr():
                         rows.copy_(maps[index].view(rows.shape))
-            for index in mine:
-                # frees the copy of rows that lie apart: the next step's are still there
-                maps[index] = None
-            step.sizes = [sizes[index] for index in mine]
+            for index in indices:
+                maps[index] = None  # frees such a copy while those of later steps are still needed
+            step.sizes = [norms[index] for index in indices]
+
+    def _whitening(self, step: GroupStep) -> Tensor | None:
+        """Return S of a group's maps. It is the same whether rows are rotated or not. None: the
+        group has no eigenbases."""
+        rotation = step.group.rotation
+        if rotation is None or not self.config.adam.rotate:
+            return None
+        return rotation.whitening(self.config.adam.whiten, repeats=step.maps // rotation.maps)
 
     def _finish(self, step: GroupStep, memory: Tensor | None) -> None:
-        """Q_G X Q_A^T at its size, in ``memory`` if given, else in X's; 0 for a layer that stands
-        still."""
-        if (rotation := step.group.rotation) is not None:
+        """Rotate X back, Q_G X Q_A^T, and scale it to its size; 0 for a layer that stands still.
+
+        Args:
+            memory: where to write the result; None: in place of X.
+        """
+        rotation = step.group.rotation
+        if rotation is not None:
             rows = not step.rows_first
             step.x_nOI = rotation.restore(step.x_nOI, rows=rows, overwrite=True).contiguous()
         if step.blocks:
             self._scale_blocks(step)
         x = step.x_nOI.view(len(step.target), -1, step.x_nOI.shape[-1])
         norm = torch.linalg.vector_norm(x.flatten(1), dim=1)
-        # a direction gone wrong must not reach the weights: all maps of a layer or none
+        # A direction that is not finite must not reach the weights. If one map of a layer is not
+        # finite, the whole layer stands still.
         step.used = step.used & (norm.view(-1, step.maps).sum(dim=1) < INFINITY)
         size = step.sizes[0] if step.normalized else None
         used = repeated(step.used, step.maps)
-        finish_direction_(
-            x if memory is None else memory, x, norm, size, step.target, step.full, used
-        )
-        length = (
-            norm * step.target if size is None else step.target * (size / step.full).clamp_(max=1)
-        )
+        result = x if memory is None else memory
+        finish_direction_(result, x, norm, size, step.target, step.full, used)
+        if size is None:
+            length = norm * step.target
+        else:
+            length = step.target * (size / step.full).clamp_(max=1)
         step.squared = length.square_().masked_fill_(~used, 0.0).view(-1, step.maps).sum(dim=1)
 
     def _scale_blocks(self, step: GroupStep) -> None:
-        """Each block of the rows to its own size."""
+        """Scale each block of a fused weight's rows to a norm of its own."""
         blocks = row_blocks(step.x_nOI, step.blocks)
         # [blocks, layers]
         norm = torch.stack([torch.linalg.vector_norm(rows, dim=(-3, -2, -1)) for rows in blocks])
         scale = scale_to(
             step.block_target, size=torch.stack(step.sizes), norm=norm, full=step.block_full
         )
-        for rows, times in zip(blocks, scale, strict=True):
-            rows.mul_(times[:, None, None, None])
+        for rows, factor in zip(blocks, scale, strict=True):
+            rows.mul_(factor[:, None, None, None])
 
     def finish(
         self, context: StepContext, outcome: Outcome, totals: Sequence[Tensor], flags: Tensor | None
@@ -336,6 +360,6 @@ class AdamDirection(Direction):
             self._announce()
         self.last = totals[0], context.groups[0]["lr"]
         used = self.optimizer.used
-        used[self.first : self.first + len(flags)].copy_(flags)
-        self.optimizer.used = used
+        used[self.used_slice].copy_(flags)
+        self.optimizer.used = used  # the setter drops copies on other devices
         return None

@@ -20,10 +20,12 @@ from ds_kfac.update.rotation import AT_ONCE, chunk_budget
 
 class KFACAdamWFacts(RuleFacts):
     without_curvature = "a layer is stepped without curvature"
-    # Of a recorded step in fp32, as tests/step/test_operations.py counts them. Three norms: 3. Adam
-    # reads the rotated gradient and writes a direction: 2; it reads and writes both moments: 4. The
-    # direction is scaled before its iteration, after it, and to its size: 6. The gradient is copied
-    # to its fixed place, and the result from there: 4.
+    # The passes of a recorded step in fp32, as tests/step/test_operations.py counts them:
+    #   3  three norms
+    #   2  Adam reads the rotated gradient and writes a direction
+    #   4  Adam reads and writes both moments
+    #   6  the direction is scaled before its iteration, after it, and to its size
+    #   4  the gradient is copied to its fixed place, and the result is copied from there
     passes = 19
 
     def described(self, plan: Plan, optimizer: str, ratio: float = 1.0) -> str:
@@ -34,16 +36,13 @@ class KFACAdamWFacts(RuleFacts):
             low, high = f"{min(factors):.3g}", f"{max(factors):.3g}"
             at = f" at {low} lr" if low == high else f" at {low} to {high} lr"
         where = "the eigenbasis" if options.rotate else "the layers' own coordinates"
-        plain = (
-            sum(layer.A.block == layer.G.block == 0 for layer in plan.layers)
-            if options.rotate
-            else 0
-        )
-        without = f"; {plain} have no factors: neither rotated nor whitened" if plain else ""
+        without_factors = sum(layer.A.block == layer.G.block == 0 for layer in plan.layers)
+        without = ""
+        if without_factors and options.rotate:
+            without = f"; {without_factors} have no factors: neither rotated nor whitened"
         return (
             f"Adam in {where} (KFACAdamW), {len(plan.layers) - len(factors)} layers "
-            f"orthogonalized at lr, "
-            f"{len(factors)} along Adam's direction{at}{without}"
+            f"orthogonalized at lr, {len(factors)} along Adam's direction{at}{without}"
         )
 
     def others(self, optimizer: str, ratio: float, matrices: int) -> str:
@@ -54,9 +53,9 @@ class KFACAdamWFacts(RuleFacts):
         reason = keeps_direction(config.adam, layer)
         if reason is not None:
             return f"Adam's direction: {reason}"
-        # not by the identity
-        whitens = config.adam.whiten and config.adam.rotate and layer.A.block > 0
-        how = "whitened and orthogonalized" if whitens else "orthogonalized"
+        # whitening by an A that is the identity does nothing
+        is_whitened = config.adam.whiten and config.adam.rotate and layer.A.block > 0
+        how = "whitened and orthogonalized" if is_whitened else "orthogonalized"
         blocks = f" in blocks of {blocks_text(layer)}" if layer.blocks else ""
         guessed = f", {layer.guessed}" if layer.guessed else ""
         return f"{how}{blocks}{guessed}"
@@ -65,31 +64,31 @@ class KFACAdamWFacts(RuleFacts):
         options = config.adam
         fused = {weight_name(layer): layer for layer in layers if layer.kind in KINDS}
         names = {"except_layers": [layer.module for layer in layers], "blocks": list(fused)}
-        missed = []
+        without_effect = []
         for key in names:
             patterns = getattr(options, key) if key in options.model_fields_set else ()
             for pattern in patterns:
                 if not any(named(pattern, name) for name in names[key]):
-                    missed.append(f"kfac.adam.{key} {pattern!r}, which no layer's name ends with")
+                    without_effect.append(
+                        f"kfac.adam.{key} {pattern!r}, which no layer's name ends with"
+                    )
         for pattern in options.blocks:
-            reasons = [
-                keeps_direction(options, layer)
-                for name, layer in fused.items()
-                if named(pattern, name)
-            ]
+            matching = [layer for name, layer in fused.items() if named(pattern, name)]
+            reasons = [keeps_direction(options, layer) for layer in matching]
             if reasons and all(reasons):
-                missed.append(
+                without_effect.append(
                     f"kfac.adam.blocks {pattern!r}, whose layers keep Adam's direction "
                     f"({reasons[0]})"
                 )
-        return missed
+        return without_effect
 
     def ratio(self, ds_config: Mapping[str, Any]) -> float:
         return ratio_of(params_in(ds_config) or {})
 
     def rates(self, plan: Plan, ratio: float) -> dict[str, float]:
         rates = {"matrices": 1.0}
-        if factors := _adam_factors(plan.config.adam, plan.layers, ratio):
+        factors = _adam_factors(plan.config.adam, plan.layers, ratio)
+        if factors:
             rates["heads"] = max(factors)
         rates["others"] = ratio
         return rates
@@ -105,15 +104,15 @@ class KFACAdamWFacts(RuleFacts):
     def workspace(
         self, plan: Plan, groups: Sequence[Sequence[LayerSpec]]
     ) -> list[tuple[Sequence[LayerSpec], int]]:
-        taken = chunks(groups, batched=plan.batched)
         return [
             ([layer for group in chunk for layer in group], _workspace(plan, chunk))
-            for chunk in taken
+            for chunk in chunks(groups, batched=plan.batched)
         ]
 
 
 def _adam_factors(options: AdamConfig, layers: Sequence[LayerSpec], ratio: float) -> list[float]:
-    """Learning rates of the layers that keep Adam's direction, as multiples of ``lr``."""
+    """Return the learning rates of the layers that keep Adam's direction, as multiples of
+    ``lr``."""
     return [
         adam_factor(options, layer, ratio)
         for layer in layers
@@ -122,35 +121,36 @@ def _adam_factors(options: AdamConfig, layers: Sequence[LayerSpec], ratio: float
 
 
 def _workspace(plan: Plan, chunk: Sequence[Sequence[LayerSpec]]) -> int:
-    """Bytes of a chunk's directions and of the larger one of two stages.
+    """Return the bytes of a chunk's directions, plus those of the larger one of two stages.
 
-    - Adam's stage works on one group at a time. Beside what becomes its direction it holds two
-      tensors of its size: the gradient, and that half rotated.
+    - Adam's stage works on one group at a time. In addition to what becomes the group's direction,
+      it holds two tensors of the same size: the gradient, and the half rotated gradient.
     - The Newton-Schulz stage works on all maps with the same sides together.
     """
-    width = 2 if plan.precision.products == "tf32" else 4
-    copies = 2
+    itemsize = 2 if plan.precision.products == "tf32" else 4
     directions = 0
-    adam = 0
-    iterated = 0
-    copied = 0
-    same_sides = Counter[Hashable]()
+    adam_stage = 0
+    largest_group = 0
+    copied_blocks = 0
+    bytes_by_sides = Counter[Hashable]()
     for group in chunk:
         numel = sum(layer.numel for layer in group)
         directions += 4 * numel
-        adam = max(adam, 4 * (AT_ONCE if stepped_by_rows(group) else copies * numel))
+        adam_stage = max(adam_stage, 4 * (AT_ONCE if stepped_by_rows(group) else 2 * numel))
         if keeps_direction(plan.config.adam, group[0]) is not None:
             continue
         blocks = group[0].blocks
         # the rows of a block lie apart, so they are copied
         if blocks and sum(blocks) < group[0].shape[-2]:
-            copied += 4 * numel
+            copied_blocks += 4 * numel
         for sides, count in Counter(sides for layer in group for sides in layer.maps).items():
-            nbytes = width * count * newton_schulz.workspace(*sides)
-            same_sides[tuple(sorted(sides)) if plan.batched else (group[0].name, sides)] += nbytes
-            iterated = max(iterated, nbytes)
-    # maps that are iterated together (same_sides), with about 3 elements of workspace() for one of
-    # theirs
-    limit = 3 * width * chunk_budget(batched=plan.batched, numel=chunk[0][0].numel)
-    largest = max(iterated, *(min(nbytes, limit) for nbytes in (0, *same_sides.values())))
-    return directions + max(adam, largest + copied)
+            nbytes = itemsize * count * newton_schulz.workspace(*sides)
+            iterated_with = tuple(sorted(sides)) if plan.batched else (group[0].name, sides)
+            bytes_by_sides[iterated_with] += nbytes
+            largest_group = max(largest_group, nbytes)
+    # Maps of several groups are iterated together up to the elements of chunk_budget(). workspace()
+    # has about 3 elements for each of theirs.
+    limit = 3 * itemsize * chunk_budget(batched=plan.batched, numel=chunk[0][0].numel)
+    several_groups = max((min(nbytes, limit) for nbytes in bytes_by_sides.values()), default=0)
+    newton_schulz_stage = max(largest_group, several_groups) + copied_blocks
+    return directions + max(adam_stage, newton_schulz_stage)

@@ -1,5 +1,5 @@
-"""Layers of one shape on their way through a step of KFACAdamW: what a step's size is, and which
-parts of a matrix are orthogonalized by themselves."""
+"""One group of layers in a step of KFACAdamW: how large a layer's step is, and which parts of its
+matrix are orthogonalized by themselves."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -16,70 +16,91 @@ from ds_kfac.update.newton_schulz import FULL
 from ds_kfac.update.rotation import chunk_budget
 
 SIZE = 27.0
-"""Frobenius norm of an orthogonalized step over sqrt(max(O, I)); measured with gpt_small
-(benchmarks/convergence), of width 128, at AdamW's best rate."""
+"""Frobenius norm of an orthogonalized step, divided by sqrt(max(O, I)). It was measured with
+gpt_small (benchmarks/convergence), whose width is 128, at AdamW's best learning rate."""
 BASE = 128
-"""Inputs of a head at and below which its rate is adam_lr; a wider one has BASE / I of it, at least
-lr."""
+"""A head with at most this many inputs has the learning rate adam_lr. A head with I inputs has BASE
+/ I times that, but at least lr."""
 
 
 def keeps_direction(options: AdamConfig, layer: LayerSpec) -> str | None:
-    """Why a layer keeps Adam's direction; None if it is orthogonalized: of a tensor-parallel layer
-    every shard by itself, of one in groups every group, so that a step has the same size per entry
-    as that of a whole layer."""
+    """Return why a layer keeps Adam's direction; None if its direction is orthogonalized.
+
+    Each shard of a tensor-parallel layer is orthogonalized by itself, and so is each group of a
+    grouped convolution. An entry's step then has the same size as in an undivided layer.
+    """
     if layer.keeps_direction is not None:
         return layer.keeps_direction
     module = layer.module
     pattern = next((pattern for pattern in options.except_layers if named(pattern, module)), None)
     if pattern is not None:
         return f"kfac.adam.except_layers {pattern!r}"
-    guessed = layer.makes_words and "except_layers" not in options.model_fields_set
-    return "it has the shape of an embedding: the head" if guessed else None
+    if layer.makes_words and "except_layers" not in options.model_fields_set:
+        return "it has the shape of an embedding: the head"
+    return None
 
 
 def step_norm(layer: LayerSpec, rows: int | None = None) -> float:
-    """What SIZE is multiplied by: the root of the longer side of a layer's matrix, of that of one
-    of its groups, or of a block of so many ``rows`` of it. Of a tensor-parallel shard it is the
-    shard's part of the whole layer's."""
+    """Return what SIZE is multiplied by: the square root of the longer side of the matrix that is
+    orthogonalized.
+
+    This is the layer's matrix, or that of one group of a layer in groups, or a block of its rows. A
+    tensor-parallel shard gets its part of the norm that the undivided layer would have.
+
+    Args:
+        rows: number of the block's rows in this shard; None: the matrix has no blocks.
+    """
     O, I = layer.whole_shape[-2:]  # noqa: E741
     O = O if rows is None else rows * layer.cut[0]  # noqa: E741
     return (max(O, I) / math.prod(layer.cut)) ** 0.5
 
 
 def adam_factor(options: AdamConfig, layer: LayerSpec, ratio: float) -> float:
-    """What multiplies the direction of a layer that keeps Adam's.
+    """Return the factor of a layer's direction if it keeps Adam's; 1 for an orthogonalized one.
 
     Args:
         ratio: adam_lr / lr.
     """
     if keeps_direction(options, layer) is None:
         return 1.0
-    head = layer.keeps_direction is None  # it makes the model's outputs
-    return max(ratio * BASE / layer.whole_shape[-1], 1.0) if head else ratio
+    # the layer itself has no reason to keep Adam's direction, so it is a head
+    is_head = layer.keeps_direction is None
+    return max(ratio * BASE / layer.whole_shape[-1], 1.0) if is_head else ratio
 
 
 class GroupStep:
-    """Layers of one shape on their way through a step, with its constants. A map is a matrix that
-    is orthogonalized by itself: a layer's, that of a group of a grouped convolution, or a block of
-    a fused weight's rows.
+    """A group of layers in a step of KFACAdamW: constants, and what the step has computed so far.
+
+    Note: Maps. A map is a matrix that is orthogonalized by itself: a layer's matrix, that of one
+    group of a grouped convolution, or a block of a fused weight's rows. There are three cases:
+
+    - All maps of a layer have one shape and lie next to each other. They are views of its matrix:
+      ``maps`` is their number, and ``blocks`` is empty.
+    - The blocks of a fused weight have several shapes, or their rows lie apart. ``blocks`` lists
+      them. They are orthogonalized and scaled one by one; in all other steps the layer counts as
+      one map.
+    - The direction is not orthogonalized. ``maps`` is as in the first case.
 
     Attributes:
         group: the layers.
-        own: its layers in vectors of this rank's layers.
-        orthogonal: whether directions are orthogonalized.
-        maps: how many a layer has: views of its matrix, all of one shape.
-        blocks: rows of each map, where these are of several shapes or lie apart. After they were
-            scaled, each to its own norm, the layer counts as one map.
-        rows_first: whether the rows leave the eigenbasis before, the columns after
-            orthogonalization: blocks are rows of the weight, not of its rotation.
-        normalized: whether the result gets a norm of its own (:func:`scale_to`); else it is Adam's
-            times a factor.
-        target, full: fp32 [layers x maps], the norm and FULL times the root of the map's elements;
-            or the factor and 1.
-        x_nOI: the direction as far as it has come, [n, O, I] as in the group.
-        largest, used, squared: of each layer the largest entry of its gradient, whether it is
-            stepped, and the squared norm of its direction.
-        sizes: norms of what was orthogonalized, [layers x maps]; of ``blocks`` [layers] each.
+        layer_slice: the entries of these layers in vectors with an entry per layer of this rank.
+        orthogonal: whether the directions are orthogonalized.
+        maps: number of maps of a layer.
+        blocks: numbers of rows of the maps in the second case above; else ().
+        rows_first: whether the rows leave the eigenbasis before the orthogonalization, and only the
+            columns after it. This is so for a fused weight, because blocks are rows of the weight,
+            not of its rotation.
+        normalized: whether :func:`scale_to` gives each map its norm. If not, the result is
+            multiplied by a factor.
+        target, full: fp32 [layers x maps]. If ``normalized``, the norm of a map's result, and FULL
+            times the root of its number of elements; else the factor, and 1.
+        block_target, block_full: the same for ``blocks``, fp32 [blocks, 1].
+        x_nOI: fp32 [n, O, I], the direction as far as it is computed.
+        largest: fp32 [layers], largest entry of the gradient.
+        used: bool [layers], whether the layer takes a step.
+        squared: fp32 [layers], squared norm of the direction.
+        sizes: norms of the matrices that were orthogonalized: one tensor [layers x maps], or a
+            tensor [layers] for each of ``blocks``.
     """
 
     x_nOI: Tensor
@@ -89,53 +110,90 @@ class GroupStep:
     sizes: list[Tensor]
 
     def __init__(
-        self, group: LayerGroup, own: slice, options: AdamConfig, ratio: float, device: Any
+        self,
+        group: LayerGroup,
+        layer_slice: slice,
+        options: AdamConfig,
+        ratio: float,
+        device: Any,
     ) -> None:
         layer = group.layers[0]
-        self.group, self.own, self.orthogonal = group, own, keeps_direction(options, layer) is None
-        self.maps, self.blocks = group.maps, layer.blocks if self.orthogonal else ()
-        if self.blocks and len({*self.blocks}) == 1 and sum(self.blocks) == layer.shape[-2]:
-            self.maps, self.blocks = len(self.blocks), ()
-        self.normalized = self.orthogonal and not self.blocks
+        rows = layer.shape[-2]
+        self.group = group
+        self.layer_slice = layer_slice
+        self.orthogonal = keeps_direction(options, layer) is None
         self.rows_first = self.orthogonal and bool(layer.blocks)
-
-        def norm_and_full(rows: int | None) -> tuple[float, float]:
-            height = layer.shape[-2] if rows is None else rows
-            return SIZE * step_norm(layer, rows), FULL * (height * layer.shape[-1]) ** 0.5
-
-        constants = adam_factor(options, layer, ratio), 1.0
+        self.maps = group.maps
+        self.blocks: tuple[int, ...] = layer.blocks if self.orthogonal else ()
+        if self.blocks and len({*self.blocks}) == 1 and sum(self.blocks) == rows:
+            self.maps = len(self.blocks)
+            self.blocks = ()
+        self.normalized = self.orthogonal and not self.blocks
+        factor = adam_factor(options, layer, ratio)
+        constants = factor, 1.0
         if self.normalized:
-            constants = norm_and_full(layer.shape[-2] // self.maps if self.rows_first else None)
-        of_maps = torch.tensor(
+            constants = _norm_and_full(layer, rows // self.maps if self.rows_first else None)
+        constants_of_maps = torch.tensor(
             [constants] * (len(group.layers) * self.maps), dtype=torch.float32, device=device
         )
-        self.target, self.full = of_maps.T.contiguous()
+        self.target, self.full = constants_of_maps.T.contiguous()
         if self.blocks:
-            repeats = layer.shape[-2] // sum(self.blocks)
-            of_blocks = [norm_and_full(repeats * rows) for rows in self.blocks]
-            sizes = torch.tensor(of_blocks, dtype=torch.float32, device=device)
-            self.block_target, self.block_full = sizes.T[..., None]  # [blocks, 1]
+            repeats = rows // sum(self.blocks)
+            constants_of_blocks = torch.tensor(
+                [_norm_and_full(layer, repeats * block) for block in self.blocks],
+                dtype=torch.float32,
+                device=device,
+            )
+            self.block_target, self.block_full = constants_of_blocks.T[..., None]
+
+    def maps_to_orthogonalize(self) -> list[Tensor]:
+        """Return the group's maps as tensors [matrices, rows, I]: one with all maps, or one for
+        each of ``blocks``. They are views of ``x_nOI`` unless a block's rows lie apart."""
+        if self.blocks:
+            return [rows.flatten(-3, -2) for rows in row_blocks(self.x_nOI, self.blocks)]
+        return [self.x_nOI.view(len(self.target), -1, self.x_nOI.shape[-1])]
+
+
+def _norm_and_full(layer: LayerSpec, rows: int | None) -> tuple[float, float]:
+    """Return the norm of an orthogonalized result, and FULL times the root of its number of
+    elements.
+
+    Args:
+        rows: number of a block's rows; None: all rows.
+    """
+    height = layer.shape[-2] if rows is None else rows
+    return SIZE * step_norm(layer, rows), FULL * (height * layer.shape[-1]) ** 0.5
 
 
 def row_blocks(x_OI: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Views [.., repeats, size, I] of a matrix's rows, see :attr:`LayerSpec.blocks`; of all of them
-    without sizes."""
+    """Split a matrix's rows into the blocks of a fused weight, see :attr:`LayerSpec.blocks`.
+
+    Args:
+        x_OI: [.., O, I].
+        sizes: numbers of rows of the blocks, which repeat until all rows are used; () for a single
+            block with all rows.
+
+    Returns a view [.., repeats, size, I] for each of the sizes.
+    """
     sizes = list(sizes) or [x_OI.shape[-2]]
     return list(x_OI.unflatten(-2, (-1, sum(sizes))).split(sizes, dim=-2))
 
 
 def same_sides(maps: Sequence[Tensor]) -> list[list[int]]:
-    """Indices of those with the same sides, as they are or transposed, at most so many elements as
-    :func:`ds_kfac.update.rotation.chunk_budget` has for a matrix of this size, unless one alone has
-    more."""
-    groups: dict[Hashable, list[int]] = {}
-    full: list[list[int]] = []
+    """Return lists of indices of maps that have the same sides, as they are or transposed.
+
+    The maps of a list have at most as many elements as :func:`ds_kfac.update.rotation.chunk_budget`
+    allows for a matrix of their size. A map that has more is alone.
+    """
+    open_lists: dict[Hashable, list[int]] = {}
+    full_lists: list[list[int]] = []
     for index, x in enumerate(maps):
         sides = tuple(sorted(x.shape[-2:]))
-        group = groups.setdefault(sides, [])
+        indices = open_lists.setdefault(sides, [])
         limit = chunk_budget(batched=True, numel=x[0].numel())
-        if group and sum(maps[other].numel() for other in group) + x.numel() > limit:
-            full.append(group)
-            groups[sides] = group = []
-        group.append(index)
-    return [*full, *groups.values()]
+        if indices and sum(maps[other].numel() for other in indices) + x.numel() > limit:
+            full_lists.append(indices)
+            indices = []
+            open_lists[sides] = indices
+        indices.append(index)
+    return [*full_lists, *open_lists.values()]

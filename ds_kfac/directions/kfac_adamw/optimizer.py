@@ -1,5 +1,5 @@
-"""KFACAdamW, the optimizer that DeepSpeed steps: AdamW, but for parameters whose direction K-FAC
-has computed.
+"""KFACAdamW, the optimizer that DeepSpeed steps. It is AdamW, except for parameters whose direction
+K-FAC has computed.
 
 DeepSpeed's optimizers see flat slices of parameters, no matrices. So every parameter group is split
 before the engine exists. In groups marked :data:`FLAG` the gradient that arrives here is the
@@ -7,12 +7,12 @@ finished direction U (``direction.py``), and
 
     W <- W - lr (U + weight_decay W)
 
-is left to do, without any state. All others get plain AdamW, by the class that DeepSpeed would take
-for it.
+is left to do, without any state. All other groups are stepped by plain AdamW, of the class that
+DeepSpeed would use for it.
 
-A layer that a step did not use must not decay, and a flat slice does not show layers. So K-FAC says
-once which part of a parameter belongs to which layer (``slices``), and in every step which layers
-were used (``used``).
+A layer that a step did not use must not decay, but a flat slice does not show which layers it
+holds. So K-FAC states once which part of a parameter belongs to which layer (``slices``), and in
+every step which layers were used (``used``).
 """
 
 import difflib
@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from types import MappingProxyType, MethodType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -39,13 +39,13 @@ MATRIX = "kfac_matrix"
 """Key of a parameter group of matrices that K-FAC has no layer for, and of their biases: AdamW
 steps them at lr."""
 OWN = ("adam_lr", "torch_adam")
-"""adam_lr: the rate of embeddings, norms and biases, and of heads as ``direction.py`` says, which
-also says what it is when left out; schedules change both alike. torch_adam: whether torch's AdamW
-steps what K-FAC does not."""
+"""Parameters that AdamW does not have. adam_lr: the learning rate of embeddings, norms and biases,
+and of heads as ``direction.py`` says; a schedule multiplies lr and adam_lr alike. torch_adam:
+whether torch's AdamW steps the parameters that K-FAC does not step."""
 ADAM_RATIO = 8.0
-"""adam_lr / lr where adam_lr is left out."""
+"""adam_lr / lr if the user does not set adam_lr."""
 PARAMS: dict[str, Any] = {name: value for name, value in DEFAULTS.items() if name not in OWN}
-"""The other parameters of the optimizer block and what leaving one out means, as in AdamW."""
+"""The parameters of the optimizer block that AdamW has, too, and their defaults."""
 PARAMS["betas"] = tuple(PARAMS["betas"])
 
 GROWS = (
@@ -65,8 +65,22 @@ DETACHED = (
 )
 
 
+class LayerSlice(NamedTuple):
+    """A part of a parameter that belongs to one layer.
+
+    Attributes:
+        start: first element.
+        numel: number of elements.
+        layer: index of the layer in :attr:`KFACAdamWStep.used`.
+    """
+
+    start: int
+    numel: int
+    layer: int
+
+
 def no_state(key: str) -> NoReturn:
-    """Raise ValueError where DeepSpeed looks for a state of K-FAC's parameters."""
+    """Raise a ValueError: DeepSpeed looks for an optimizer state of a parameter of K-FAC's."""
     raise ValueError(
         f"{NAME}: there is no {key!r} of this parameter as DeepSpeed would have it: a K-FAC "
         f"layer's moments are in its "
@@ -79,8 +93,11 @@ def no_state(key: str) -> NoReturn:
 
 
 class NoStates(dict[str, Any]):
-    """In ``optimizer.state``, where AdamW would have moments. Where a program takes one away, as to
-    begin anew after a restart of a schedule, the layer's moments begin at zero."""
+    """The entry of a K-FAC parameter in ``optimizer.state``, where AdamW would have moments.
+
+    If a program removes this entry, for example to begin anew when a schedule restarts, the layer's
+    moments are set to zero.
+    """
 
     def __missing__(self, key: str) -> NoReturn:
         no_state(key)
@@ -92,9 +109,8 @@ class NoStates(dict[str, Any]):
 def without_step_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return an optimizer's bound ``step`` as its class defines it, without running step hooks.
 
-    torch puts the hooks into the ``step`` of each class of which an instance was made. Where a
-    class calls the ``step`` of the class that it is derived from, they would run twice as soon as
-    the process has made one of those, too.
+    torch adds the hooks to the ``step`` of every class that was instantiated. So they would run
+    twice if a class calls the ``step`` of its base class and both classes were instantiated.
     """
     bound: Any = step
     defined = inspect.unwrap(bound.__func__, stop=lambda function: not hasattr(function, "hooked"))
@@ -104,8 +120,8 @@ def without_step_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
 def part_of(parameter: Tensor, start: int, numel: int) -> Tensor:
     """Return a view of ``numel`` elements of a parameter, from element ``start`` on.
 
-    Of a parameter that is stored in another order than its shape, such as a channels_last
-    convolution's at stage 0, they must be whole rows.
+    If the parameter is stored in another order than its shape, such as the weight of a
+    channels_last convolution at stage 0, the elements must be complete rows.
     """
     if parameter.is_contiguous():
         return parameter.view(-1).narrow(0, start, numel)
@@ -114,27 +130,26 @@ def part_of(parameter: Tensor, start: int, numel: int) -> Tensor:
 
 
 class KFACAdamWStep:
-    """What the three classes below add to their Adam.
+    """What the three classes below add to the Adam that they are derived from.
 
     Attributes:
-        slices: the layers of a parameter that is stepped, which may be flat: id(parameter) ->
-            (start, numel, layer) for each part, in elements. A parameter that is not there does not
-            decay. Empty before K-FAC is attached, when DeepSpeed steps with zeros to allocate
-            states; None once it was detached.
-        used: fp32 [layers], 1 where a step uses the layer, else 0. Set it anew before each step.
-        adam_ratio: adam_lr / lr. Groups have no adam_lr, since many of DeepSpeed's schedulers set
-            one rate for all.
-        marked: ids of the parameters that had :class:`NoStates` after the last step; none after a
-            load.
-        users: the optimizer with the groups as the user knows them.
+        slices: parameter -> the parts of it that belong to layers. The parameter may be a flat one
+            of DeepSpeed's. A parameter without an entry does not decay. The mapping is empty until
+            K-FAC is attached, because DeepSpeed steps with zeros before that, to allocate states.
+            It is None once K-FAC was detached.
+        used: fp32 [layers], 1 if the step uses the layer, else 0. Set it before each step.
+        adam_ratio: adam_lr / lr. Parameter groups have no adam_lr, because many of DeepSpeed's
+            schedulers set a single learning rate for all groups.
+        marked: parameters that had a :class:`NoStates` after the last step; empty after a load.
+        users: the optimizer with the parameter groups as the user knows them.
     """
 
-    slices: Mapping[int, Sequence[tuple[int, int, int]]] | None = MappingProxyType({})
+    slices: Mapping[Tensor, Sequence[LayerSlice]] | None = MappingProxyType({})
     adam_ratio: float = 1.0
-    marked: frozenset[int] = frozenset()
+    marked: frozenset[Tensor] = frozenset()
     users: Any = None
     param_groups: list[dict[str, Any]]
-    _told = False
+    _has_warned = False
     _used = torch.zeros(0, device="cpu", dtype=torch.float32)
     _used_by_device: dict[torch.device, Tensor]
 
@@ -160,8 +175,7 @@ class KFACAdamWStep:
         return loss
 
     def _step_by_adam(self, groups: list[dict[str, Any]], *arguments: Any, **keywords: Any) -> Any:
-        """Step these groups by the class that ours is made of: matrices at lr, all else at
-        adam_lr."""
+        """Step these groups by the base class: matrices at lr, all other parameters at adam_lr."""
         presented = self.param_groups
         schedules = [(group["lr"], group["weight_decay"]) for group in groups]
         self.param_groups = groups
@@ -169,8 +183,8 @@ class KFACAdamWStep:
             for group, (rate, decay) in zip(groups, schedules, strict=True):
                 ratio = 1.0 if group.get(MATRIX) else self.adam_ratio
                 group["lr"] = rate * ratio
-                # parameters decay alike, by lr and weight_decay, whatever their rate; without a
-                # rate they stand still
+                # Adam decays by lr * weight_decay. Dividing by the ratio lets all parameters decay
+                # alike. With a learning rate of 0 a parameter does not decay, either.
                 group["weight_decay"] = decay / ratio if ratio else 0.0
             return without_step_hooks(super().step)(*arguments, **keywords)  # type: ignore[misc]
         finally:
@@ -180,10 +194,10 @@ class KFACAdamWStep:
                 group["weight_decay"] = decay
 
     def _apply(self, group: dict[str, Any]) -> None:
-        """Step a group of K-FAC's along the directions that its gradients are."""
+        """Step a parameter group of K-FAC's layers. Its gradients are finished directions."""
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         for parameter in parameters:
-            # also in place of zeros that DeepSpeed has read from a universal checkpoint
+            # this also replaces zeros that DeepSpeed has read from a universal checkpoint
             self.state[parameter] = NoStates()  # type: ignore[attr-defined]
         self.marked = self._marked_now()
         if not parameters:
@@ -191,25 +205,26 @@ class KFACAdamWStep:
         self._decay(group, parameters)
         directions = [parameter.grad for parameter in parameters]
         rate = group["lr"]
-        if not isinstance(rate, Tensor) and all(
-            parameter.dtype is torch.float32 for parameter in parameters
-        ):
+        all_fp32 = all(parameter.dtype is torch.float32 for parameter in parameters)
+        if all_fp32 and not isinstance(rate, Tensor):
             torch._foreach_add_(parameters, directions, alpha=-rate)
-        else:  # alpha is a number, and on CPUs one in the parameters' dtype
+        else:
+            # alpha cannot be a tensor, and on CPUs it is rounded to the parameters' dtype
             rates = [_vector(rate, parameters[0].device)] * len(parameters)
             torch._foreach_addcmul_(parameters, directions, rates, value=-1)
 
-    def _marked_now(self) -> frozenset[int]:
+    def _marked_now(self) -> frozenset[Tensor]:
+        """Return the parameters that have a :class:`NoStates` now."""
         states = self.state.items()  # type: ignore[attr-defined]
-        return frozenset(id(parameter) for parameter, state in states if type(state) is NoStates)
+        return frozenset(parameter for parameter, state in states if type(state) is NoStates)
 
-    def taken_away(self) -> frozenset[int]:
-        """Return the ids of the parameters whose :class:`NoStates` a program has taken away since
-        the last step."""
+    def taken_away(self) -> frozenset[Tensor]:
+        """Return the parameters whose :class:`NoStates` a program has removed since the last
+        step."""
         return self.marked - self._marked_now()
 
     def _decay(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """Decay the parts of layers in use as AdamW does, W <- (1 - lr weight_decay) W."""
+        """Decay the layers that the step uses as AdamW does, W <- (1 - lr weight_decay) W."""
         amount = group["lr"] * group["weight_decay"]
         if not isinstance(amount, Tensor) and amount == 0:
             return
@@ -217,9 +232,9 @@ class KFACAdamWStep:
         parts = []
         layers = []
         for parameter in parameters:
-            for start, numel, layer in self.slices.get(id(parameter), ()):
-                parts.append(part_of(parameter, start, numel))
-                layers.append(layer)
+            for part in self.slices.get(parameter, ()):
+                parts.append(part_of(parameter, part.start, part.numel))
+                layers.append(part.layer)
         if not parts:
             return
         used = self._used_on(parameters[0].device)
@@ -229,22 +244,23 @@ class KFACAdamWStep:
         torch._foreach_mul_(parts, [factors[layer] for layer in layers])
 
     def _used_on(self, device: torch.device) -> Tensor:
-        """Return ``used`` on the device of parameters, which may be offloaded. It is moved once for
-        all groups of a step."""
+        """Return ``used`` on the device of the parameters, which may be offloaded. It is copied
+        there once for all groups of a step."""
         if device not in self._used_by_device:
             self._used_by_device[device] = self._used.to(device)
         return self._used_by_device[device]
 
     def check_parts(self, *, here: bool, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Warn once if parts of one of the user's groups have come to have different rates, as by a
-        program that sets those of ``param_groups[0]``, which were all parameters' before the split.
+        """Warn once if the parts of one of the user's groups have different learning rates or
+        decays. A program causes this if it sets only those of ``param_groups[0]``, which held all
+        parameters before the split.
 
         Args:
-            here: whether this rank is the one that says it.
-            groups: all parameter groups; ``param_groups`` are those that DeepSpeed presents, one at
-                a time.
+            here: whether this rank writes the warning.
+            groups: all parameter groups. ``param_groups`` has only those that DeepSpeed steps at
+                the moment.
         """
-        if self._told:
+        if self._has_warned:
             return
         for users_group in getattr(self.users, "param_groups", ()):
             _, numbers = users_group.taken
@@ -252,24 +268,32 @@ class KFACAdamWStep:
             for key in ("lr", "weight_decay"):
                 numeric = all(not isinstance(part[key], Tensor) for part in parts)
                 if numeric and any(part[key] != parts[0][key] for part in parts):
-                    self._told = True
+                    self._has_warned = True
                     warn(APART.format(key=key, values=[group[key] for group in groups]), here=here)
                     return
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Of those that were split alone: another would be stepped at adam_lr, matrices too, and
-        not clipped."""
+        """Add a group that :func:`ds_kfac.directions.kfac_adamw.user_optimizer.split_groups` has
+        made.
+
+        Raises:
+            RuntimeError: it is another group, added after the split. Its matrices would be stepped
+                at adam_lr, too, and its gradients would not be clipped.
+        """
         if FLAG not in param_group:
             raise RuntimeError(GROWS)
         super().add_param_group(param_group)  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
-        """With zeros where AdamW would have moments of K-FAC's groups: DeepSpeed's tools,
-        ds_to_universal among them, ask for them. They are one zero each, expanded: 4 bytes in a
-        file. The true moments are in K-FAC's own files."""
+        """Return the state with zeros as moments of K-FAC's groups.
+
+        DeepSpeed's tools, ds_to_universal among them, expect moments of every parameter. Each is a
+        single zero, expanded to the parameter's shape, and takes 4 bytes in a file. K-FAC's files
+        have the real moments.
+        """
         saved = super().state_dict()  # type: ignore[misc]
         steps = (state["step"] for state in saved["state"].values() if "step" in state)
-        # one of several groups' may be asked for in place of all of theirs
+        # DeepSpeed may read one parameter's step for all groups, so it must be the right number
         step = next(steps, torch.zeros((), dtype=torch.float32, device="cpu"))
         for group, packed in zip(self.param_groups, saved["param_groups"], strict=True):
             if group.get(FLAG):
@@ -281,7 +305,7 @@ class KFACAdamWStep:
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Without what :meth:`state_dict` has put in."""
+        """Load a state, without the zeros that :meth:`state_dict` has added."""
         ours = {
             index
             for group in state_dict["param_groups"]
@@ -294,37 +318,38 @@ class KFACAdamWStep:
 
 
 def _vector(number: Tensor | float, device: torch.device) -> Tensor:
-    """Return a number as fp32 of shape [1]. With a tensor without dimensions CUDA would compute in
-    the parameter's dtype: in bf16 a factor of 0.999 is 1."""
+    """Return a number as fp32 [1]. CUDA would round a tensor without dimensions to the parameter's
+    dtype, and in bf16 a factor of 0.999 is 1."""
     if isinstance(number, Tensor):
         return number.to(device, torch.float32).view(1)
     return torch.full((1,), number, dtype=torch.float32, device=device)
 
 
 class KFACTorchAdamW(KFACAdamWStep, torch.optim.AdamW):
-    """On torch's AdamW."""
+    """KFACAdamW, derived from torch's AdamW."""
 
 
 class KFACFusedAdamW(KFACAdamWStep, FusedAdam):
-    """On DeepSpeed's fused CUDA Adam."""
+    """KFACAdamW, derived from DeepSpeed's fused CUDA Adam."""
 
 
 class KFACCPUAdamW(KFACAdamWStep, DeepSpeedCPUAdam):
-    """On DeepSpeed's CPU Adam, for an offloaded optimizer."""
+    """KFACAdamW, derived from DeepSpeed's CPU Adam, for an offloaded optimizer."""
 
 
-for _kind in (KFACTorchAdamW, KFACFusedAdamW, KFACCPUAdamW):
-    # ZeRO asks for the exact class; these keep to what it needs of one: groups, elementwise, state
-    # by parameter.
-    if _kind not in ZERO_SUPPORTED_OPTIMIZERS:
-        ZERO_SUPPORTED_OPTIMIZERS.append(_kind)
+for _class in (KFACTorchAdamW, KFACFusedAdamW, KFACCPUAdamW):
+    # ZeRO compares the exact class. These classes meet its conditions: they have parameter groups,
+    # step elementwise, and keep their state by parameter.
+    if _class not in ZERO_SUPPORTED_OPTIMIZERS:
+        ZERO_SUPPORTED_OPTIMIZERS.append(_class)
 
 
 def build(groups: list[dict[str, Any]], params: Mapping[str, Any], *, offload: bool) -> Any:
-    """The optimizer of an ``"optimizer": {"type": "KFACAdamW", "params": ...}`` block.
+    """Make the optimizer of an ``"optimizer": {"type": "KFACAdamW", "params": ...}`` block.
 
     Args:
-        groups: parameter groups, K-FAC's marked by :data:`FLAG`.
+        groups: parameter groups; those of K-FAC's layers are marked by :data:`FLAG`.
+        params: the block's "params".
         offload: whether DeepSpeed keeps the optimizer on the CPU.
     """
     options = {**PARAMS, **params}
@@ -337,31 +362,30 @@ def build(groups: list[dict[str, Any]], params: Mapping[str, Any], *, offload: b
     elif get_accelerator().device_name() == "cuda" and not torch_adam:
         optimizer = KFACFusedAdamW(groups, adam_w_mode=True, **options)
     else:
-        # DeepSpeed's fused Adam for other devices is compiled for minutes at its first use, and no
-        # faster
+        # for other devices DeepSpeed compiles its fused Adam at first use, which takes minutes and
+        # makes steps no faster
         optimizer = KFACTorchAdamW(groups, **options)
     optimizer.adam_ratio = ratio_of(params)
     return optimizer
 
 
 def ratio_of(params: Mapping[str, Any]) -> float:
-    """adam_lr / lr of an optimizer block's parameters."""
-    return (
-        params["adam_lr"] / params.get("lr", PARAMS["lr"])
-        if params.get("adam_lr") is not None
-        else ADAM_RATIO
-    )
+    """Return adam_lr / lr of an optimizer block's parameters."""
+    if params.get("adam_lr") is None:
+        return ADAM_RATIO
+    return params["adam_lr"] / params.get("lr", PARAMS["lr"])
 
 
 def checked(given: Any, where: str) -> dict[str, Any]:
-    """Those that are not left open by null or "auto"; numbers as float, because torch's AdamW takes
-    no 0 for 0.0.
+    """Return the parameters whose value is neither null nor "auto". Numbers become floats, because
+    torch's AdamW does not accept 0 in place of 0.0.
 
     Args:
-        where: what the errors begin with.
+        given: parameters of the optimizer, by name.
+        where: the beginning of an error's text.
 
     Raises:
-        ValueError: not an object, an unknown name, or a wrong value.
+        ValueError: ``given`` is not an object, a name is unknown, or a value is wrong.
     """
     if not isinstance(given, Mapping):
         raise ValueError(f"{where.rstrip('.')}: got {given!r}; must be an object")
@@ -372,22 +396,26 @@ def checked(given: Any, where: str) -> dict[str, Any]:
             close = difflib.get_close_matches(key, names, n=1)
             hint = f"did you mean {close[0]}?" if close else f"valid: {', '.join(names)}"
             raise ValueError(f"{where}{key}: {NAME} has no such parameter; {hint}")
-        if wrong := _wrong(key, value):
-            raise ValueError(f"{where}{key}: got {reprlib.repr(value)}; must be {wrong}")
+        expected = _expected(key, value)
+        if expected is not None:
+            raise ValueError(f"{where}{key}: got {reprlib.repr(value)}; must be {expected}")
     if "adam_lr" in params and params.get("lr") == 0:
         raise ValueError(
             f"{where}lr: got 0; must be above 0 with adam_lr, whose ratio to it schedules keep"
         )
-    kinds: dict[str, Any] = {"betas": lambda pair: tuple(map(float, pair)), "torch_adam": bool}
-    return {key: kinds.get(key, float)(value) for key, value in params.items()}
+    converters: dict[str, Any] = {
+        "betas": lambda pair: tuple(map(float, pair)),
+        "torch_adam": bool,
+    }
+    return {key: converters.get(key, float)(value) for key, value in params.items()}
 
 
 def checked_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group, its own values of :data:`PARAMS` as :func:`checked` leaves them, all else
-    as it is.
+    """Return a parameter group whose values of :data:`PARAMS` went through :func:`checked`. All
+    other values stay as they are.
 
     Raises:
-        ValueError: a wrong value, or one that only a whole optimizer has.
+        ValueError: a value is wrong, or only the optimizer as a whole can have it.
     """
     for key in OWN:
         if key in group:
@@ -401,21 +429,20 @@ def checked_group(group: Mapping[str, Any]) -> dict[str, Any]:
     return {**others, **checked(values, f"{NAME}: in a parameter group, ")}
 
 
-def _wrong(key: str, value: Any) -> str | None:
-    """What a parameter must be, if it is not."""
+def _expected(key: str, value: Any) -> str | None:
+    """Return in words what a parameter must be; None if its value is right."""
     if key == "torch_adam":
         return None if isinstance(value, bool) else "true or false"
     if key == "betas":
-        fits = (
-            isinstance(value, (list, tuple))
-            and len(value) == 2
-            and all(_number(x) and x < 1 for x in value)
-        )
-        return None if fits else "two numbers of at least 0 and below 1, such as [0.9, 0.95]"
-    return None if _number(value) else "a number of at least 0, finite, no string"
+        is_pair = isinstance(value, (list, tuple)) and len(value) == 2
+        if is_pair and all(_is_number(x) and x < 1 for x in value):
+            return None
+        return "two numbers of at least 0 and below 1, such as [0.9, 0.95]"
+    return None if _is_number(value) else "a number of at least 0, finite, no string"
 
 
-def _number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
+    """Whether a value is a finite number of at least 0."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
     return bool(0 <= value <= sys.float_info.max)  # type: ignore[operator]  # int of any size

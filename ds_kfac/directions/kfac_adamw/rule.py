@@ -1,5 +1,5 @@
-"""KFACAdamW: Adam in the eigenbasis, its direction orthogonalized; with an optimizer of its own for
-DeepSpeed."""
+"""The update rule KFACAdamW: Adam in the eigenbasis, with an orthogonalized direction. The rule has
+an optimizer of its own, which DeepSpeed steps."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -70,7 +70,8 @@ class KFACAdamWRule(UpdateRule):
         return replace(config.choice, curvature=config.adam.rotate)
 
     def by_rows(self, config: KFACConfig, layer: LayerSpec) -> bool:
-        return keeps_direction(config.adam, layer) is not None  # Newton-Schulz mixes outputs
+        # Newton-Schulz mixes outputs, so it must see the layer undivided
+        return keeps_direction(config.adam, layer) is not None
 
     def install(
         self, arguments: dict[str, Any], config: KFACConfig, ds_config: Mapping[str, Any]
@@ -90,30 +91,32 @@ class KFACAdamWRule(UpdateRule):
         layout: ShardLayout,
         other_params: Sequence[nn.Parameter],
     ) -> None:
-        groups, named = layout.optimizer.param_groups, dict(model.named_parameters())
-        for parameters, ours in ((layout.params, True), (other_params, False)):
+        groups = layout.optimizer.param_groups
+        named = dict(model.named_parameters())
+        for parameters, preconditioned in ((layout.params, True), (other_params, False)):
             for parameter in parameters:
-                if bool(groups[layout.group_index(parameter)].get(FLAG)) != ours:
-                    name = next(name for name, p in named.items() if p is parameter)
-                    raise ValueError(
-                        f"KFACAdamW: {name} is {'' if ours else 'not '}preconditioned, but its "
-                        f"parameter group says "
-                        "otherwise; the model or kfac.layers changed between ds_kfac.initialize "
-                        "and attach"
-                    )
+                group = groups[layout.group_index(parameter)]
+                if bool(group.get(FLAG)) == preconditioned:
+                    continue
+                name = next(name for name, p in named.items() if p is parameter)
+                raise ValueError(
+                    f"KFACAdamW: {name} is {'' if preconditioned else 'not '}preconditioned, but "
+                    f"its parameter group says otherwise; the model or kfac.layers changed between "
+                    f"ds_kfac.initialize and attach"
+                )
         for layer in layers:
-            of_weight, *others = [
+            weight_group, *other_groups = [
                 groups[layout.group_index(named[name])] for name in layer.parameters
             ]
             for key in ("betas", "eps"):
-                for other in (group for group in others if group[key] != of_weight[key]):
+                for group in other_groups:
+                    if group[key] == weight_group[key]:
+                        continue
                     raise ValueError(
                         f"KFACAdamW: {layer.weight} and its bias are in parameter groups of "
-                        f"different {key}, "
-                        f"{of_weight[key]} and {other[key]}: they are stepped as one matrix, with "
-                        f"one pair of moments; "
-                        "give both groups the same betas and eps, or exclude the layer "
-                        "(kfac.layers.exclude)"
+                        f"different {key}, {weight_group[key]} and {group[key]}: they are stepped "
+                        f"as one matrix, with one pair of moments; give both groups the same betas "
+                        f"and eps, or exclude the layer (kfac.layers.exclude)"
                     )
 
     def release(self, optimizer: Any) -> None:

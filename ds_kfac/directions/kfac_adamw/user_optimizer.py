@@ -1,8 +1,8 @@
-"""KFACAdamW where a user names it: in the config's "optimizer" block, or as an object.
+"""KFACAdamW as a user asks for it: in the config's "optimizer" block, or as an object.
 
-DeepSpeed gets another optimizer in its place (``optimizer.py``), built before the engine, in which
-every parameter group is split: preconditioned parameters, and the others. Only a model's layers
-tell which is which.
+DeepSpeed gets another optimizer instead (``optimizer.py``), which is built before the engine. Its
+parameter groups are those of the user, each split into preconditioned parameters and the others.
+The model's layers decide which parameters are preconditioned.
 """
 
 import gc
@@ -34,41 +34,40 @@ from ds_kfac.model.scan import LayerChoice, Scan, scan
 def split_groups(
     model: nn.Module, scan: Scan, model_parameters: Iterable[Any] | None, *, frozen: bool = False
 ) -> list[dict[str, Any]]:
-    """Split every parameter group in three: preconditioned parameters in layer order, with
-    :data:`FLAG`; vectors; and matrices that are in no layer, and their biases, with :data:`MATRIX`.
+    """Split every parameter group into three:
+
+    - preconditioned parameters, in the order of the layers, marked by :data:`FLAG`;
+    - vectors;
+    - matrices that are in no layer, and their biases, marked by :data:`MATRIX`.
+
+    A group whose parameters have no elements is left out: DeepSpeed drops such parameters, and
+    fails at a group that has no others.
 
     Args:
         model_parameters: what ``deepspeed.initialize`` takes: parameters or parameter groups; None
-            for all.
-        frozen: whether to keep groups that have nothing but frozen parameters, which may be trained
-            later.
+            for all parameters.
+        frozen: whether to keep groups that have only frozen parameters, which may be trained later.
 
-    A group of parameters without elements is left out: DeepSpeed drops them, and fails at a group
-    without any. Returns parameter groups; options such as weight_decay are those of the group a
-    parameter came from.
+    Returns parameter groups. A parameter keeps the options, such as weight_decay, of the group that
+    it was in.
     """
-    parameters = list(model.parameters() if model_parameters is None else model_parameters)
-    groups = (
-        parameters if parameters and isinstance(parameters[0], dict) else [{"params": parameters}]
-    )
+    groups = list(model.parameters() if model_parameters is None else model_parameters)
+    if not groups or not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
     named = dict(model.named_parameters())
-    order = {
-        id(named[name]): index
-        for index, name in enumerate(name for layer in scan.layers for name in layer.parameters)
-    }
-    others = other_matrices(model, scan)
-    others |= {bias for name in others if (bias := f"{name.removesuffix('weight')}bias") in named}
-    matrices = {id(named[name]) for name in others if id(named[name]) not in order}
+    names_in_layers = [name for layer in scan.layers for name in layer.parameters]
+    order = {named[name]: index for index, name in enumerate(names_in_layers)}
+    other_names = other_matrices(model, scan)
+    biases = {f"{name.removesuffix('weight')}bias" for name in other_names}
+    other_names |= biases & named.keys()
+    matrices = {named[name] for name in other_names} - order.keys()
     split: list[dict[str, Any]] = []
     for group in groups:
-        params = (
-            [group["params"]]
-            if isinstance(group["params"], nn.Parameter)
-            else list(group["params"])
-        )
-        preconditioned = sorted((p for p in params if id(p) in order), key=lambda p: order[id(p)])
-        vectors = [p for p in params if id(p) not in order and id(p) not in matrices]
-        unclaimed = [p for p in params if id(p) in matrices]  # none of them is in a layer
+        params = group["params"]
+        params = [params] if isinstance(params, nn.Parameter) else list(params)
+        preconditioned = sorted((p for p in params if p in order), key=order.__getitem__)
+        vectors = [p for p in params if p not in order and p not in matrices]
+        unclaimed = [p for p in params if p in matrices]
         for part in (preconditioned, vectors, unclaimed):
             if any((frozen or p.requires_grad) and getattr(p, "ds_numel", p.numel()) for p in part):
                 split.append(
@@ -83,43 +82,47 @@ def split_groups(
 
 
 def experts_apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups as DeepSpeed asks for them where a model has experts: the parameters of an
-    expert-parallel group of ranks are in parameter groups of their own, which have its name. Where
-    they are already, nothing changes."""
-    if not any(
-        is_moe_param(p) and not group.get("moe") for group in groups for p in group["params"]
-    ):
+    """Return the parameter groups as DeepSpeed needs them for a model with experts.
+
+    The parameters of each expert-parallel group of ranks must be in parameter groups of their own,
+    which have the name of that group of ranks. Groups that are already so are returned as they are.
+    """
+    mixed = [p for group in groups if not group.get("moe") for p in group["params"]]
+    if not any(is_moe_param(p) for p in mixed):
         return groups
     named = [
         {**group, "name": group.get("name", f"group_{index}")} for index, group in enumerate(groups)
     ]
-    return [
-        group
-        for group in split_params_into_different_moe_groups_for_optimizer(named)
-        if group["params"]
-    ]
+    separated = split_params_into_different_moe_groups_for_optimizer(named)
+    return [group for group in separated if group["params"]]
 
 
-# ``ds_kfac.KFACAdamW``, the optimizer as an object. It is replaced when ``deepspeed.initialize``
-# gets it. From then on its groups read and write through to the groups that were split from them,
-# so that a scheduler that was made with the object works on, and sees as many groups as it knows.
+# Note: The user's optimizer object. ``deepspeed.initialize`` replaces a ``ds_kfac.KFACAdamW``. The
+# user, or a scheduler that was made with the object, keeps using it. So its parameter groups become
+# views: they read and write the values of the groups that were split from them. The scheduler
+# still sees as many groups as there were when it was made.
 
 
 ORIGIN = "kfac_origin"
-"""Key of a group that was split: the index of the one it came from."""
+"""Key of a group that is being split: the index of the user's group that it is a part of."""
 HIDDEN = ("params", FLAG, MATRIX)
-"""What parts of a group do not have in common."""
+"""The keys whose values differ between the parts of a group."""
 
 
 class Group(dict[str, Any]):
-    """A parameter group of the user's. As soon as an engine steps it, its values are those of the
-    groups that were split from it: everything that a dict can do goes through its first five
-    methods, which look there. Found by its class also in an optimizer that was made of another
-    one's groups, as Accelerate does with offload.
+    """A parameter group of the user's optimizer.
+
+    As soon as an engine steps the group, its values are those of the groups that were split from
+    it. All methods of a dict go through the first five methods below, which look the values up
+    there.
+
+    The group has a class of its own so that it can be recognized in another optimizer, too.
+    Accelerate with offload, for example, makes an optimizer from the groups of the user's.
 
     Attributes:
-        options: those of the optimizer that it was made for.
-        taken: the optimizer that DeepSpeed steps, and which of its groups were split from this one.
+        options: options of the optimizer that the group was made for.
+        taken: the optimizer that DeepSpeed steps, and the indices of its groups that were split
+            from this one. ``(None, ())`` as long as no engine steps the group.
     """
 
     def __init__(self, values: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -128,12 +131,17 @@ class Group(dict[str, Any]):
         self.taken: tuple[Any, tuple[int, ...]] = (None, ())
 
     def _parts(self) -> list[dict[str, Any]]:
-        """The groups that have the values. By number, since loading puts new groups into an
-        optimizer."""
+        """Return the groups that have this group's values. They are looked up by index, because
+        loading a state puts new groups into an optimizer."""
         optimizer, numbers = self.taken
         return [optimizer.param_groups[number] for number in numbers] or [self]
 
-    def _changed(self, key: str) -> list[dict[str, Any]]:
+    def _parts_to_change(self, key: str) -> list[dict[str, Any]]:
+        """Return the groups in which a value is to be set or deleted.
+
+        Raises:
+            ValueError: an engine steps the group, and the value cannot change any more.
+        """
         if self.taken[1] and key in HIDDEN:
             raise ValueError(
                 f'{NAME}: "{key}" of a parameter group cannot change: a DeepSpeed engine steps it '
@@ -146,12 +154,12 @@ class Group(dict[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key in OWN:
-            checked_group({key: value})  # says why not
-        for part in self._changed(key):
+            checked_group({key: value})  # raises an error that says why the key is not allowed
+        for part in self._parts_to_change(key):
             dict.__setitem__(part, key, value)
 
     def __delitem__(self, key: str) -> None:
-        for part in self._changed(key):
+        for part in self._parts_to_change(key):
             dict.__delitem__(part, key)
 
     def __iter__(self) -> Iterator[str]:
@@ -175,7 +183,7 @@ class Group(dict[str, Any]):
         return repr(dict(self))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """A copy is one of the values: it is no part of an engine."""
+        """Copy the values only: a copy or a pickle does not belong to an engine."""
         return Group, (dict(self), self.options)
 
 
@@ -192,31 +200,35 @@ for _name in (
     "update",
     "values",
 ):
-    # dict's own would go past the five methods
+    # dict's implementations would not call the five methods
     setattr(Group, _name, getattr(MutableMapping, _name))
 
 
 class KFACAdamW(torch.optim.Optimizer):
-    """K-FAC's Adam for the layers' matrices and AdamW for all other parameters, as an optimizer to
-    give to DeepSpeed: to ``ds_kfac.initialize`` or ``deepspeed.initialize``, from Lightning's
-    ``configure_optimizers``, to Accelerate's ``prepare``, or to the Trainer as
-    ``optimizer_cls_and_kwargs=(ds_kfac.KFACAdamW, {"lr": 1e-3})``. No "kfac" block is needed then;
-    one in the DeepSpeed config has its say.
+    """K-FAC's Adam for the layers' matrices, and AdamW for all other parameters.
+
+    Give this optimizer to DeepSpeed: pass it to ``ds_kfac.initialize`` or
+    ``deepspeed.initialize``, return it from Lightning's ``configure_optimizers``, pass it to
+    Accelerate's ``prepare``, or pass
+    ``optimizer_cls_and_kwargs=(ds_kfac.KFACAdamW, {"lr": 1e-3})`` to the Trainer. The DeepSpeed
+    config needs no "kfac" block then. If it has one, the block holds.
 
     Args:
-        params: parameters or parameter groups, as of torch's AdamW.
-        lr: rate of the layers' matrices; an AdamW's is a good first choice.
-        adam_lr: rate of embeddings, norms and biases, and of heads as ``direction.py`` says;
-            matrices that K-FAC has no layer for have lr; None: 8 lr. Schedules change both alike.
-        betas: as of torch's AdamW, like eps and weight_decay.
-        torch_adam: step all other parameters by torch's AdamW where DeepSpeed's would have to be
-            compiled.
+        params: parameters or parameter groups, as for torch's AdamW.
+        lr: learning rate of the layers' matrices. AdamW's is a good first choice. Matrices that
+            K-FAC has no layer for have this learning rate, too.
+        adam_lr: learning rate of embeddings, norms and biases, and of heads as ``direction.py``
+            says; None: 8 lr. A schedule multiplies lr and adam_lr alike.
+        betas, eps, weight_decay: as for torch's AdamW.
+        torch_adam: whether to step all other parameters by torch's AdamW, for a machine on which
+            DeepSpeed's would have to be compiled.
 
     Raises:
         ValueError: a wrong value.
     """
 
-    _opt_called = True  # a scheduler asks whether its optimizer has stepped; DeepSpeed's does
+    # A scheduler warns if its optimizer has not stepped. This one never does: DeepSpeed's does.
+    _opt_called = True
 
     def __init__(
         self,
@@ -243,22 +255,23 @@ class KFACAdamW(torch.optim.Optimizer):
         _MADE.add(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Before ``deepspeed.initialize``.
+        """Add a parameter group. Call this before ``deepspeed.initialize``.
 
         Raises:
-            RuntimeError: after it: DeepSpeed's flat groups cannot grow.
-            ValueError: the group has a wrong value, or one that it cannot have of its own.
+            RuntimeError: it is called later: DeepSpeed's flat groups cannot grow.
+            ValueError: the group has a wrong value, or one that only the optimizer as a whole can
+                have.
         """
         if any(group.taken[1] for group in given_groups(self) or []):
             raise RuntimeError(GROWS)
         super().add_param_group(Group(checked_group(param_group), self.options))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What its groups say, as the state has nothing else: moments are in an engine's
-        checkpoint.
+        """Load the values of the parameter groups. A state of this optimizer has nothing else: an
+        engine's checkpoint has the moments.
 
         Raises:
-            ValueError: there are moments in it, or groups other than these.
+            ValueError: the state has moments, or other groups than this optimizer.
         """
         if state_dict["state"]:
             raise ValueError(
@@ -266,7 +279,7 @@ class KFACAdamW(torch.optim.Optimizer):
                 f"engine.load_checkpoint"
             )
         groups = self.param_groups
-        super().load_state_dict(state_dict)  # checks, and puts new groups in place of these
+        super().load_state_dict(state_dict)  # checks the state and replaces the groups by new ones
         for group, loaded in zip(groups, self.param_groups, strict=True):
             group.update({key: value for key, value in loaded.items() if key not in HIDDEN})
         self.param_groups = groups
@@ -283,37 +296,38 @@ class KFACAdamW(torch.optim.Optimizer):
 
 
 _MADE: "weakref.WeakSet[KFACAdamW]" = weakref.WeakSet()
+"""All :class:`KFACAdamW` objects that still exist."""
 
 
 def unstepped(parameters: Iterable[Any]) -> int:
-    """How many of these are in a :class:`KFACAdamW` that no engine has taken, if somebody still
-    holds that."""
-    ids = set(map(id, parameters))
+    """Count the parameters that are in a :class:`KFACAdamW` which no engine has taken and which is
+    still referenced."""
+    counted = set(parameters)
 
     def count() -> int:
-        groups = [
+        not_taken = [
             group for made in _MADE for group in given_groups(made) or () if not group.taken[1]
         ]
-        return len(ids & {id(parameter) for group in groups for parameter in group["params"]})
+        return len(counted.intersection(p for group in not_taken for p in group["params"]))
 
     if count():
-        gc.collect()  # a scheduler and its optimizer hold each other
+        gc.collect()  # a scheduler and its optimizer hold each other in a reference cycle
     return count()
 
 
 def given_groups(optimizer: Any) -> list[Group] | None:
-    """The groups of a :class:`KFACAdamW`, or of what has been made of them; None of any other
-    optimizer."""
+    """Return the groups of a :class:`KFACAdamW`, or of an optimizer that was made from its groups;
+    None for any other optimizer."""
     groups = getattr(optimizer, "param_groups", None)
     return groups if groups and all(isinstance(group, Group) for group in groups) else None
 
 
 def params_in(ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The optimizer's parameters if the config asks for it, else None.
+    """Return the optimizer's parameters if the config asks for it, else None.
 
     Raises:
-        ValueError: a misspelt name, which DeepSpeed would refuse without naming ours; an unknown
-            parameter; an optimizer that is offloaded in part.
+        ValueError: the optimizer's name is misspelt, which DeepSpeed's error would not tell; a
+            parameter is unknown; or only a part of the optimizer is offloaded.
     """
     block = ds_config.get("optimizer")
     name = block.get("type") if isinstance(block, Mapping) else None
@@ -325,20 +339,20 @@ def params_in(ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
                 f'DeepSpeed config: optimizer.type "{name}" does not exist; did you mean "{NAME}"?'
             )
         return None
-    _offloaded(ds_config)
+    _offloaded(ds_config)  # raises if only a part is
     params = block.get("params")
     return checked({} if params is None else params, "DeepSpeed config: optimizer.params.")
 
 
 def _offloaded(ds_config: Mapping[str, Any]) -> bool:
-    """Whether the optimizer is offloaded. Raises ValueError if a part of it is."""
+    """Whether the optimizer is offloaded. Raises ValueError if only a part of it is."""
     zero = ds_config.get("zero_optimization") or {}
     offload = zero.get("offload_optimizer") or {}
-    if (ratio := offload.get("ratio", 1.0)) < 1:
+    ratio = offload.get("ratio", 1.0)
+    if ratio < 1:
         raise ValueError(
             f"zero_optimization.offload_optimizer.ratio {ratio}: {NAME} cannot be offloaded in "
-            f"part, DeepSpeed "
-            "steps the rest with an AdamW of its own; leave ratio out"
+            f"part, DeepSpeed steps the rest with an AdamW of its own; leave ratio out"
         )
     return offload.get("device") in ("cpu", "nvme") or bool(zero.get("cpu_offload"))
 
@@ -349,28 +363,29 @@ def put_into(
     params: Mapping[str, Any] | None,
     ds_config: Mapping[str, Any],
 ) -> None:
-    """Replace the arguments of ``deepspeed.initialize`` so that it takes our optimizer.
+    """Replace arguments of ``deepspeed.initialize`` so that it takes our optimizer.
 
     Args:
-        choice: of layers.
-        params: of the config's optimizer block; None: the optimizer is an argument.
+        arguments: arguments of ``deepspeed.initialize``, which are changed.
+        choice: which layers of the model are preconditioned.
+        params: "params" of the config's optimizer block; None: the optimizer is an argument.
 
     Raises:
         ValueError: something else in the arguments or the config contradicts it.
     """
-    offload, stage = (
-        _offloaded(ds_config),
-        (ds_config.get("zero_optimization") or {}).get("stage", 0),
-    )
-    # DeepSpeed's wrappers drop what was frozen at first for good, and fail at a group that has
-    # nothing else
-    wrapped = [(ds_config.get(key) or {}).get("enabled") for key in ("fp16", "bf16", "bfloat16")]
+    offload = _offloaded(ds_config)
+    stage = (ds_config.get("zero_optimization") or {}).get("stage", 0)
+    # DeepSpeed's wrappers for ZeRO and for 16 bits never step a parameter that was frozen when they
+    # were made, and fail at a group that has no other parameters
+    in_16_bits = [(ds_config.get(key) or {}).get("enabled") for key in ("fp16", "bf16", "bfloat16")]
+    keep_frozen = not (stage or any(in_16_bits))
     if params is not None and arguments.get("optimizer") is not None:
         raise ValueError(
             f'optimizer.type "{NAME}" in the DeepSpeed config, and an optimizer= argument: '
             "choose one"
         )
-    model, parameters = arguments["model"], arguments.get("model_parameters")
+    model = arguments["model"]
+    parameters = arguments.get("model_parameters")
     is_object = given_groups(arguments.get("optimizer")) is not None
     with_users_groups(arguments, ds_config)
 
@@ -380,57 +395,59 @@ def put_into(
         )
 
     def from_object(users: Any) -> torch.optim.Optimizer:
-        """The optimizer that DeepSpeed steps, to which the user's groups write through."""
-        theirs = given_groups(users) or []
-        marked = [{**group, ORIGIN: index} for index, group in enumerate(theirs)]
+        """Return the optimizer that DeepSpeed steps, and connect the user's groups to it."""
+        users_groups = given_groups(users) or []
+        marked = [{**group, ORIGIN: index} for index, group in enumerate(users_groups)]
         layers = scan(model, choice, optimized=[p for group in marked for p in group["params"]])
-        parts = split_groups(model, layers, marked, frozen=not (stage or any(wrapped)))
+        parts = split_groups(model, layers, marked, frozen=keep_frozen)
         groups = experts_apart([checked_group(group) for group in parts])
-        optimizer = build(groups, theirs[0].options, offload=offload)
+        optimizer = build(groups, users_groups[0].options, offload=offload)
         origins = [group.pop(ORIGIN) for group in optimizer.param_groups]
-        for index, group in enumerate(theirs):
-            group.taken = (
-                optimizer,
-                tuple(part for part, origin in enumerate(origins) if origin == index),
-            )
+        for index, group in enumerate(users_groups):
+            part_numbers = tuple(part for part, origin in enumerate(origins) if origin == index)
+            group.taken = optimizer, part_numbers
         optimizer.users = users
         return optimizer
 
-    # AutoEP replaces layers before DeepSpeed calls the optimizer's function
     if (ds_config.get("expert_parallel") or {}).get("enabled"):
+        # AutoEP replaces layers, so the groups can only be split after that: DeepSpeed calls an
+        # optimizer that is a function late enough
         if is_object:
             raise ValueError(
                 f"expert_parallel replaces layers after {NAME} was made: name it in the DeepSpeed "
-                f"config instead, "
-                f'"optimizer": {{"type": "{NAME}", ..}}'
+                f'config instead, "optimizer": {{"type": "{NAME}", ..}}'
             )
+        if parameters is None:
+            parameters = model.parameters()
         arguments["optimizer"] = from_parameters
-        arguments["model_parameters"] = list(
-            model.parameters() if parameters is None else parameters
-        )
+        arguments["model_parameters"] = list(parameters)
         return
-    arguments["optimizer"] = (
-        from_object(arguments["optimizer"]) if is_object else from_parameters(parameters)
-    )
+    if is_object:
+        arguments["optimizer"] = from_object(arguments["optimizer"])
+    else:
+        arguments["optimizer"] = from_parameters(parameters)
     arguments["model_parameters"] = None
 
 
 def with_users_groups(arguments: dict[str, Any], ds_config: Mapping[str, Any]) -> None:
-    """Have DeepSpeed make its scheduler with the user's optimizer, not with ours: it may have a
-    value or a function for each parameter group, as many as the user knows.
+    """Let DeepSpeed make its scheduler with the user's optimizer, not with ours.
+
+    A scheduler may have a value or a function for each parameter group. Their number is that of the
+    user's groups, but our optimizer has more groups.
 
     Args:
-        arguments: of ``deepspeed.initialize``; their ``lr_scheduler`` is replaced.
+        arguments: arguments of ``deepspeed.initialize``; ``lr_scheduler`` is replaced.
     """
-    scheduler, block = arguments.get("lr_scheduler"), ds_config.get("scheduler")
+    scheduler = arguments.get("lr_scheduler")
+    block = ds_config.get("scheduler")
     options = (block.get("params") or {}) if isinstance(block, Mapping) else {}
-    if scheduler is None and any(isinstance(value, (list, tuple)) for value in options.values()):
+    has_value_per_group = any(isinstance(value, (list, tuple)) for value in options.values())
+    if scheduler is None and has_value_per_group:
         name = block["type"]  # type: ignore[index]
+        module = lr_schedules if hasattr(lr_schedules, name) else lr_scheduler
 
         def scheduler(optimizer: Any) -> Any:
-            return getattr(lr_schedules if hasattr(lr_schedules, name) else lr_scheduler, name)(
-                optimizer, **options
-            )
+            return getattr(module, name)(optimizer, **options)
 
     if callable(scheduler):
         arguments["lr_scheduler"] = lambda optimizer: scheduler(
