@@ -40,6 +40,18 @@ MISSPELT = (
 )
 
 
+def is_misspelt(name: str) -> bool:
+    """Return whether a name of an optimizer that does not exist is probably meant to be KFACAdamW.
+
+    "KFAC", "K-FAC" and "KFAdamW" are; "AdamW" is not.
+    """
+    import difflib  # here, because every process that starts runs this file
+
+    letters = name.lower().replace("-", "").replace("_", "")
+    is_close = difflib.SequenceMatcher(None, letters, "kfacadamw").ratio() >= 0.8
+    return letters != "adamw" and ("kfac" in letters or is_close)
+
+
 class Finder:
     """Imports ds_kfac as soon as deepspeed has been executed, where the variable asks for it then.
     It stays in ``sys.meta_path``: transformers and others look for deepspeed (``find_spec``) long
@@ -130,7 +142,7 @@ class InitializeCall:
     def __exit__(self, kind, error, traceback):
         InitializeCall.depth -= 1
         name = str(error).partition(" ")[0]
-        is_ours = "kfac" in name.lower().replace("-", "").replace("_", "")
+        is_ours = name == "KFACAdamW" or is_misspelt(name)
         if not (self.is_outermost and is_ours and isinstance(error, AssertionError)):
             return
         note = NAMED if name == "KFACAdamW" else MISSPELT.format(name=name)

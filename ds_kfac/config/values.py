@@ -253,6 +253,8 @@ AUTO = "auto"
 """Hugging Face's word for "choose for me"; the same as null."""
 KEY = "kfac"
 """Name of our block in a DeepSpeed config."""
+OF_OPTIMIZER = ("lr", "adam_lr", "betas", "eps", "weight_decay", "torch_adam")
+"""Parameters of KFACAdamW, which are no keys of the block."""
 
 
 def without_nulls(values: Mapping[str, Any], model: Model) -> dict[str, Any]:
@@ -338,6 +340,8 @@ def _nearest(location: tuple[str, ...], block: Mapping[str, Any], model: Model) 
         block: the raw input of ``model``.
     """
     *parents, key = location
+    if key in OF_OPTIMIZER:
+        return "it belongs into optimizer.params of KFACAdamW"
     prefix = "".join(f"{parent}." for parent in parents)
     inner = model
     in_schedule = False

@@ -251,7 +251,7 @@ class LayerExplanation:
         owner = f"rank {self._owner(factor)}"
         step, outcome = curvature.log.tried.get(key, (0, FRESH))
         if outcome == FAILED:
-            return f"could not be decomposed on {owner} in step {step}, whose log has the error"
+            return f"could not be decomposed on {owner} in step {step}"
         if key not in curvature.factors:
             return f"had nothing to decompose on {owner}: call explain there"
         average = curvature.factors[key]

@@ -173,8 +173,8 @@ def _prepare(
     if model is not None and config.enabled and any(p.grad is not None for p in model.parameters()):
         model.zero_grad()
         warn(
-            "parameters had gradients before deepspeed.initialize, which the first step would "
-            "take: dropped"
+            "dropped gradients that parameters had before deepspeed.initialize: the first step "
+            "would have used them"
         )
     if trains_nothing(model):
         _leave_out_the_optimizer(arguments, source)

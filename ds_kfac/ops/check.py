@@ -183,7 +183,7 @@ PROBED: dict[str, tuple[torch.dtype, ...]] = {
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """A nested structure with copies of its tensors on ``device``."""
+    """Return a nested structure with copies of its tensors on ``device``."""
     return tree_map_only(Tensor, lambda x: x.to(device, copy=True), value)
 
 

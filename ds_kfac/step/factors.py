@@ -360,7 +360,7 @@ class FactorUpdates:
         if stale:
             logger.warning(
                 f"ds_kfac: no decomposition of factor {', '.join(stale[:NAMED])} succeeded "
-                f"({len(stale)} in step {step}); the last one's result stays"
+                f"({len(stale)} in step {step}); the last result stays in use, where there is one"
             )
 
     def _decomposed(

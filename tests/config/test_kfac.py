@@ -209,6 +209,7 @@ def test_an_exponential_schedule_cannot_touch_zero(section, key):
             {"damping": {"valeu": 1}},
             "kfac.damping.valeu: unknown key; did you mean kfac.damping.value?",
         ),
+        ({"adam_lr": 1}, "kfac.adam_lr: unknown key; it belongs into optimizer.params"),
         ({"kl_clip": 1}, "kfac.kl_clip: unknown key; did you mean kfac.preconditioner.kl_clip?"),
         (
             {"xyzzy": 1},

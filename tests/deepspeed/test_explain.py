@@ -184,7 +184,7 @@ SAYS = {
     ],
     "the model": ["(model) (Linear, [13, 14])", "state: basis of step 0"],
     "zero": ["no basis: A is zero, as all its rows are"],
-    "failed": ["no basis: A could not be decomposed on rank 0 in step 0, whose log has the error"],
+    "failed": ["no basis: A could not be decomposed on rank 0 in step 0"],
     "few rows": [
         "last batch: step 0, 12 rows, fewer than the 1000 that an update asks for (factor.rows)"
     ],

@@ -763,8 +763,8 @@ def test_a_failed_refresh_keeps_the_old_basis_and_is_counted_and_said():
         assert result["counts"]["refresh_retries"] == 4 * result["owned"]
         for step in (2, 4):
             assert (
-                f"succeeded ({2 * result['owned']} in step {step}); the last one's result stays"
-                in result["said"]
+                f"succeeded ({2 * result['owned']} in step {step}); the last result "
+                "stays in use, where there is one" in result["said"]
             )
 
 

@@ -251,7 +251,7 @@ def test_a_block_that_nobody_reads_is_said(python, built):
     )
 
 
-@pytest.mark.parametrize("name", ["KFACAdamW", "K-FAC", "KFAC", "kfac"])
+@pytest.mark.parametrize("name", ["KFACAdamW", "K-FAC", "KFAC", "kfac", "KFAdamW"])
 def test_an_optimizer_that_only_ds_kfac_has_is_an_error_that_names_it(name, python, built):
     text = start(python, built, name)
     assert (

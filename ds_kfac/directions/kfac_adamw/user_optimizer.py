@@ -16,6 +16,7 @@ from deepspeed.runtime import lr_schedules
 from torch import nn
 from torch.optim import lr_scheduler
 
+import ds_kfac_startup
 from ds_kfac.directions.kfac_adamw.matrices import other_matrices
 from ds_kfac.directions.kfac_adamw.optimizer import (
     FLAG,
@@ -334,7 +335,7 @@ def params_in(ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if not isinstance(block, Mapping) or not isinstance(name, str):
         return None
     if name != NAME:
-        if "kfac" in name.lower():
+        if ds_kfac_startup.is_misspelt(name):
             raise ValueError(
                 f'DeepSpeed config: optimizer.type "{name}" does not exist; did you mean "{NAME}"?'
             )

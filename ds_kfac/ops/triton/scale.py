@@ -35,8 +35,8 @@ def on_device_of(x: Tensor) -> AbstractContextManager:
 
 @triton.jit
 def scalar(value, IN_MEMORY: tl.constexpr):
-    """The value of a number, or of a pointer to one; a pointer spares the host the wait for the
-    value."""
+    """Return a scalar, or load it if a device pointer was passed. With a pointer the host need not
+    wait for the value."""
     if IN_MEMORY:
         return tl.load(value).to(tl.float32)
     else:
