@@ -36,6 +36,7 @@ class Context:
         parameters: dtype of the model.
         autocast: dtype of torch_autocast; None: off.
         computes_norms: whether ZeRO computes gradient norms.
+        offload_device, parameter_device: devices of offload_optimizer and offload_param.
         engine: DeepSpeed's; None: there is only a config, and the fields below keep their defaults.
         sharded, sequence: whether the tensor-parallel, or the sequence-parallel, group has several
             ranks.
@@ -54,6 +55,7 @@ class Context:
     zenflow: bool
     offload_device: str | None
     super_offload: bool
+    parameter_device: str | None = None
     engine: Any = None
     pipeline: bool = False
     sharded: bool = False
@@ -108,6 +110,7 @@ def of_engine(engine: Any, config: KFACConfig, own: str | None) -> Context:
         zenflow=deepspeed_versions.zenflow(engine),
         offload_device=getattr(offload, "device", None),
         super_offload=bool(getattr(offload, "super_offload", False)),
+        parameter_device=getattr(engine.zero_offload_param(), "device", None),
         engine=engine,
         pipeline=pipeline,
         sharded=tensor_shard(engine)[1] > 1,
@@ -156,6 +159,7 @@ def of_config(
         zenflow=bool(zero.get("zenflow")),
         offload_device=device,
         super_offload=bool(offload.get("super_offload")),
+        parameter_device=block(zero, "offload_param").get("device"),
     )
 
 
@@ -241,6 +245,10 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     "NVMe offload": (
         lambda e: e.offload_device == "nvme",
         'gradients are swapped out when K-FAC needs them: set offload_optimizer.device to "cpu"',
+    ),
+    "NVMe offload of parameters": (
+        lambda e: e.parameter_device == "nvme",
+        'it has not been tried with K-FAC: set offload_param.device to "cpu"',
     ),
     "compressed-communication optimizer": (
         lambda e: e.compressed,

@@ -29,6 +29,15 @@ def test_a_plain_config_is_not_refused():
             "a group of one rank",
         ),
         (
+            "NVMe offload of parameters",
+            of_config(
+                {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+                parse({}),
+                own=None,
+            ),
+            'offload_param.device to "cpu"',
+        ),
+        (
             "pipeline of another kind",
             pipeline(),
             "default schedule",
