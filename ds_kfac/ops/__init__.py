@@ -1,1 +1,1 @@
-"""The op vocabulary: backends and the functions that other folders call."""
+"""The ops that other folders call, and the backends that implement them."""

@@ -1,10 +1,13 @@
-"""The library of csrc/cuda: nvcc compiles it ahead of time or at first use, to a file per set of
-sources and flags.
+"""Compile the CUDA library from csrc/cuda with nvcc, either ahead of time or at first use.
 
-It is next to the package (built ahead of time) or in the cache, else it is compiled under a lock,
-which ends with its process; a process that waits too long for the lock compiles without it. A
-finished library is renamed into place, so none is ever read half-written. Standard library only:
-setup.py must run without torch and DeepSpeed.
+Each combination of sources and flags has its own library file. The file lies next to the package if
+it was built ahead of time, otherwise in the cache folder. If neither folder has it, it is compiled
+under a lock. The lock is released when its process ends, and a process that waits too long for the
+lock compiles without it. A finished library is renamed into place, so no process can load a
+half-written one.
+
+This module imports only the standard library, because setup.py must run without torch and
+DeepSpeed.
 """
 
 import ctypes
@@ -24,20 +27,22 @@ from pathlib import Path
 LOGGER = logging.getLogger("ds_kfac")
 PACKAGE = Path(__file__).parent.parent
 BUILT = PACKAGE / "ops" / "built"
-"""Where ``DS_KFAC_BUILD_OPS=1 pip install`` puts libraries."""
+"""Folder in which ``DS_KFAC_BUILD_OPS=1 pip install`` puts libraries."""
 COMPILE_SECONDS = 300
 LOCK_SECONDS = 120
 ARCHITECTURES = ("80", "90a", "100", "120")
-"""A100, H100 and H200, B200, RTX 50; for other GPUs the library is compiled at first use."""
+"""A100 (80), H100 and H200 (90a), B200 (100), RTX 50 (120). For any other GPU the library is
+compiled at first use."""
 NVCC = "/usr/local/cuda/bin/nvcc"
 
 
 class BuildError(RuntimeError):
-    """Why there is no library, in one line for people."""
+    """There is no library; the message says why in one line, for users."""
 
 
 def source_folder() -> Path:
-    """``csrc/cuda``: in an installed package, or next to it in a checkout."""
+    """Return the folder ``csrc/cuda``, inside an installed package or next to the package in a
+    checkout."""
     for root in (PACKAGE, PACKAGE.parent):
         if (root / "csrc" / "cuda").is_dir():
             return root / "csrc" / "cuda"
@@ -45,14 +50,14 @@ def source_folder() -> Path:
 
 
 def sources(folder: Path | None = None) -> list[Path]:
-    """The files to compile, ``*.cu`` of ``folder``; None: of ``csrc/cuda``. Headers are included by
-    them."""
+    """Return the files to compile: all ``*.cu`` files of ``folder``, or of ``csrc/cuda`` if it is
+    None. They include the headers."""
     return sorted((folder or source_folder()).glob("*.cu"))
 
 
 def folder() -> Path:
-    """Return the cache folder: in ``TORCH_EXTENSIONS_DIR``, as for DeepSpeed's ops, else in
-    ``XDG_CACHE_HOME``, else in ``~/.cache``."""
+    """Return the cache folder. It lies in ``TORCH_EXTENSIONS_DIR``, as for DeepSpeed's ops,
+    otherwise in ``XDG_CACHE_HOME``, otherwise in ``~/.cache``."""
     for variable in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"):
         parent = os.environ.get(variable)
         if parent:
@@ -61,7 +66,8 @@ def folder() -> Path:
 
 
 def library_name(flags: Sequence[str], source: Path | None = None) -> str:
-    """A file name with a hash of sources and flags. Raises BuildError if there are no sources."""
+    """Return a file name that contains a hash of the sources and flags. Raise BuildError if there
+    are no sources."""
     identity = hashlib.sha256("\0".join(flags).encode())
     for file in sorted((source or source_folder()).iterdir()):
         if file.suffix in (".h", ".cu"):
@@ -76,16 +82,17 @@ def build(
     source: Path | None = None,
     into: Path | None = None,
 ) -> Path:
-    """Path of the shared library; it is compiled if there is none.
+    """Return the path of the shared library, and compile the library first if there is none.
 
     Args:
-        compiler: returns a compiler's path; only called to compile: a library built ahead of time
-            needs no compiler.
+        compiler: returns the path of a compiler. It is called only to compile, because a library
+            that was built ahead of time needs no compiler.
         source: folder of the sources; None: ``csrc/cuda``.
-        into: folder of the library; None: :data:`BUILT` if it is there, else :func:`folder`.
+        into: folder of the library; None: :data:`BUILT` if the library is there, otherwise
+            :func:`folder`.
 
     Raises:
-        BuildError: it cannot be compiled.
+        BuildError: the library cannot be compiled.
     """
     library = library_name(flags, source)
     places = [into] if into else [BUILT, folder()]
@@ -127,8 +134,8 @@ def _compile(command: Sequence[str], path: Path) -> None:
 
 @contextmanager
 def locked(path: Path, seconds: float | None = None) -> Iterator[None]:
-    """Hold the lock file ``path``. After ``seconds`` (None: LOCK_SECONDS), or on a file system
-    without locks, the body runs without the lock."""
+    """Hold the lock file ``path`` while the body runs. The body runs without the lock if the lock
+    is not free after ``seconds`` (None: LOCK_SECONDS), or if the file system has no locks."""
     with path.open("w") as file:
         deadline = time.monotonic() + (LOCK_SECONDS if seconds is None else seconds)
         while time.monotonic() < deadline:
@@ -143,15 +150,15 @@ def locked(path: Path, seconds: float | None = None) -> Iterator[None]:
 
 
 def find_nvcc() -> str | None:
-    """Path of nvcc: in ``CUDA_HOME`` or ``CUDA_PATH``, else in PATH, else in /usr/local/cuda; None:
-    nowhere."""
+    """Return the path of nvcc, or None if there is none. Search ``CUDA_HOME`` and ``CUDA_PATH``,
+    then PATH, then /usr/local/cuda."""
     homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
     candidates = [f"{home}/bin/nvcc" for home in homes if home] + ["nvcc", NVCC]
     return next(filter(None, map(shutil.which, candidates)), None)
 
 
 def nvcc() -> str:
-    """Path of nvcc, see :func:`find_nvcc`. Raises BuildError if there is none."""
+    """Return the path of nvcc, see :func:`find_nvcc`. Raise BuildError if there is none."""
     compiler = find_nvcc()
     if compiler is None:
         raise BuildError("no nvcc (CUDA_HOME, PATH, /usr/local/cuda)")
@@ -159,8 +166,8 @@ def nvcc() -> str:
 
 
 def nvcc_flags(architectures: Sequence[str]) -> list[str]:
-    """Flags for a shared library that loads without a driver and has machine code for architectures
-    such as ``90a``."""
+    """Return nvcc's flags for a shared library that has machine code for the architectures, such as
+    ``90a``, and that loads without a driver."""
     targets = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in architectures]
     return [
         "-std=c++17",
@@ -173,11 +180,13 @@ def nvcc_flags(architectures: Sequence[str]) -> list[str]:
 
 
 def installed(architecture: str) -> Path | None:
-    """Path of a library built ahead of time that runs on a GPU ``architecture``, as nvcc names it;
-    None: there is none.
+    """Return the path of a library that was built ahead of time and runs on a GPU, or None.
 
-    Code for an older GPU of the same generation runs there, too, unless its name ends in a letter,
-    such as "90a".
+    A library for an older GPU of the same generation runs, too, unless its architecture ends in a
+    letter, as "90a" does.
+
+    Args:
+        architecture: the GPU's architecture as nvcc names it.
     """
     names = [architecture]
     if architecture.isdigit():
@@ -188,8 +197,8 @@ def installed(architecture: str) -> Path | None:
 
 
 def load(architecture: str) -> ctypes.CDLL:
-    """The library for a GPU, built ahead of time or now. Raises RuntimeError: why it cannot be
-    built or loaded."""
+    """Load the library for a GPU and build it first if necessary. Raise RuntimeError with the
+    reason if it cannot be built or loaded."""
     try:
         return ctypes.CDLL(str(installed(architecture) or build(nvcc, nvcc_flags([architecture]))))
     except OSError as problem:
@@ -197,8 +206,9 @@ def load(architecture: str) -> ctypes.CDLL:
 
 
 def wanted_architectures(environment: Mapping[str, str]) -> list[str]:
-    """The architectures in ``TORCH_CUDA_ARCH_LIST``: 80 and 90a for "8.0;9.0+PTX"; [] if it is not
-    set. Raises BuildError for an entry that is no compute capability from 8.0 on."""
+    """Return the architectures in ``TORCH_CUDA_ARCH_LIST``, for example 80 and 90a for
+    "8.0;9.0+PTX". Return [] if the variable is not set. Raise BuildError for an entry that is not a
+    compute capability of at least 8.0."""
     names: dict[str, None] = {}
     for entry in environment.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split():
         parts = re.fullmatch(r"(\d+)\.(\d)([a-z]?)(\+PTX)?", entry)
@@ -213,8 +223,8 @@ def wanted_architectures(environment: Mapping[str, str]) -> list[str]:
 
 
 def supported(compiler: str) -> list[str]:
-    """The entries of ``ARCHITECTURES`` that this nvcc can compile for; all of them if it does not
-    list any."""
+    """Return the entries of ``ARCHITECTURES`` that this nvcc can compile for. Return all of them if
+    nvcc lists none of them or cannot list any."""
     try:
         listed = subprocess.run(
             [compiler, "--list-gpu-code"], capture_output=True, text=True, timeout=60, check=True
@@ -228,12 +238,12 @@ def supported(compiler: str) -> list[str]:
 
 
 def build_ahead(into: Path, environment: Mapping[str, str]) -> list[Path]:
-    """Compile what ``pip install`` shall compile, for all architectures that the environment names.
-    Returns the paths.
+    """Compile during ``pip install``, for all architectures that the environment names. Return the
+    paths.
 
-    As with DeepSpeed's ``DS_BUILD_OPS`` and ``DS_BUILD_<OP>``: ``DS_KFAC_BUILD_OPS=1`` builds the
-    library if that is possible, ``DS_KFAC_BUILD_CUDA=1`` raises BuildError if it is not,
-    ``DS_KFAC_BUILD_CUDA=0`` builds nothing.
+    The variables work as DeepSpeed's ``DS_BUILD_OPS`` and ``DS_BUILD_<OP>`` do.
+    ``DS_KFAC_BUILD_OPS=1`` builds the library if that is possible. ``DS_KFAC_BUILD_CUDA=1`` raises
+    BuildError if it is not possible. ``DS_KFAC_BUILD_CUDA=0`` builds nothing.
     """
     built: list[Path] = []
     into.mkdir(parents=True, exist_ok=True)

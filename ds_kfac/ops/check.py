@@ -1,14 +1,14 @@
-"""Whether an implementation may be used: on this GPU, for these arguments, and with right results.
+"""Decide whether an implementation of an op may be used on this GPU and for these arguments.
 
-An implementation that does not support its arguments (a dtype, strides, a size) raises
-``NotMadeFor`` before it writes anything; plain torch, which supports all of them, then runs
-instead. Wrong arguments, such as shapes that do not fit, are a ValueError from either.
+An implementation raises ``NotMadeFor`` before it writes anything if it does not support a dtype, a
+stride or a size. Plain torch supports all arguments and runs instead. Both raise a ValueError for
+wrong arguments, such as shapes that do not fit.
 
-At first use a compiled op is compared with plain torch on two odd shapes, one that a single program
-computes and one of many tiles, in every dtype of the op. Rows and matrices are small integers,
-whose products and sums are exact in every dtype. The result is stored in the build folder, by
-sources, versions, driver and GPU; delete the file to check again. ``DS_KFAC_CHECK_OPS=0`` switches
-the check off.
+The first time a compiled op is used, its results are compared with those of plain torch. This is
+done in every dtype of the op and on two odd shapes: a single program computes the first, and the
+second has many tiles. Rows and matrices contain small integers, so products and sums are exact in
+every dtype. The outcome is stored in the build folder for this combination of sources, versions,
+driver and GPU. Delete the file to check again. ``DS_KFAC_CHECK_OPS=0`` turns the check off.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ CAPABILITY = (8, 0)
 
 
 def gpu_problem() -> str | None:
-    """Why our kernels cannot run on torch's current GPU; None: they can."""
+    """Return why our kernels cannot run on torch's current GPU, or None if they can."""
     if torch.version.hip is not None:
         return "our kernels are for NVIDIA GPUs, torch is built for AMD's"
     if torch.version.cuda is None:
@@ -49,27 +49,31 @@ def gpu_problem() -> str | None:
 
 
 def gpu_architecture() -> str:
-    """Architecture of torch's current GPU, as nvcc names it, such as ``90a``."""
+    """Return the architecture of torch's current GPU as nvcc names it, such as ``90a``."""
     major, minor = torch.cuda.get_device_capability()
     return f"{major}{minor}{'a' if major == 9 else ''}"
 
 
 class NotMadeFor(ValueError):
-    """This implementation has no code for such arguments; nothing was written."""
+    """An implementation has no code for its arguments. It has written nothing."""
 
 
 def guarded(backend: str, op: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """``implementation``, with plain torch for arguments that it is not made for. Raises
-    RuntimeError if it fails, such as a kernel that does not compile on this machine, and says how
-    to do without it."""
+    """Return ``implementation`` with a fallback to plain torch for arguments that it does not
+    support.
+
+    If the implementation fails for another reason, for example because a kernel does not compile on
+    this machine, the returned function raises RuntimeError. The message says how to do without the
+    backend.
+    """
 
     @wraps(implementation)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return implementation(*args, **kwargs)
         except NotMadeFor:
-            # torch runs below, outside of the handler: else its errors would name this one as their
-            # cause
+            # Torch runs below, outside of the handler. Inside, an error of torch would name this
+            # exception as its cause.
             pass
         except (ValueError, torch.OutOfMemoryError):
             raise
@@ -85,13 +89,13 @@ def guarded(backend: str, op: str, implementation: Callable[..., Any]) -> Callab
 
 
 def describe(*tensors: Tensor) -> str:
-    """Dtypes, shapes and strides of tensors, for an error message."""
+    """Return the dtypes, shapes and strides of tensors, for an error message."""
     return ", ".join(f"{x.dtype} {tuple(x.shape)} strides {x.stride()}" for x in tensors)
 
 
 def check_device(op: str, tensors: Sequence[Any], device_type: str | None) -> None:
-    """Raise NotMadeFor unless all tensors among ``tensors`` are on one device of the type (None: of
-    any type)."""
+    """Raise NotMadeFor unless all tensors in ``tensors`` are on one device of the given type (None:
+    any type). Entries that are not tensors are ignored."""
     devices = {x.device for x in tensors if isinstance(x, Tensor)}
     if len(devices) > 1 or any(device.type != (device_type or device.type) for device in devices):
         raise NotMadeFor(
@@ -101,14 +105,14 @@ def check_device(op: str, tensors: Sequence[Any], device_type: str | None) -> No
 
 
 SIDES = ((65, 63), (33, 648))
-"""(rows, columns) of the arguments; the second is aligned, and wide enough for the tiles of large
-sides."""
+"""(rows, columns) of the arguments. The second shape is aligned, and wide enough to use the tiles
+of large sides."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALLOWED = 1e-5
-"""Largest difference to plain torch, relative to the largest value: that of fp32 divisions and
-short sums."""
+"""Largest allowed difference from plain torch, relative to the largest value. fp32 divisions and
+short sums differ by less."""
 CHECK_SECONDS = 600
-"""For how long a process waits for another one's check, most of which is compilation."""
+"""Seconds that a process waits for another process's check. Most of a check is compilation."""
 ENDED = "a process ended while it was checked"
 Call = tuple[tuple, dict[str, Any]]
 
@@ -120,7 +124,7 @@ def _whole(*shape: int, seed: int = 0) -> Tensor:
 
 
 def probes(op: str, dtype: torch.dtype) -> list[Call]:
-    """Arguments, on the CPU, of the calls with which an op is checked."""
+    """Return the calls with which an op is checked, as (arguments, options) on the CPU."""
     sides = [side for _, side in SIDES]
     numels = [packed_numel(side) for side in sides]
     squares, starts, end = (
@@ -189,7 +193,8 @@ def moved(value: Any, device: torch.device) -> Any:
 
 @torch.no_grad()
 def fault(op: str, implementation: Callable[..., Any], device: torch.device) -> str:
-    """What is wrong with an implementation on a device; "" if nothing is. Waits for the device."""
+    """Return what is wrong with an implementation on a device, or "" if nothing is wrong. Waits for
+    the device."""
     for dtype in PROBED[op]:
         with torch.device("cpu"):
             made = probes(op, dtype)
@@ -219,8 +224,8 @@ def fault(op: str, implementation: Callable[..., Any], device: torch.device) -> 
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference over the largest expected value; infinite if shapes differ or a value is
-    not finite."""
+    """Return the largest difference, relative to the largest expected value. It is infinite if the
+    shapes differ or a value is not finite."""
     if actual.shape != expected.shape:
         return float("inf")
     largest = expected.double().abs().max().clamp(min=1e-30)
@@ -232,9 +237,14 @@ def difference(actual: Tensor, expected: Tensor) -> float:
 def faults(
     compiled: Mapping[str, tuple[str, Callable[..., Any]]], device: torch.device
 ) -> dict[str, str]:
-    """Op -> why its implementation must not be used on a device; ``compiled``: op -> (backend,
-    implementation). Processes of a machine check one after the other. An op is noted before it is
-    checked: one that kills its process is not run again by the next."""
+    """Return op -> why its implementation must not be used on a device.
+
+    The processes of a machine check one after the other. An op is entered in the file before it is
+    checked. If it kills its process, the next process does not run it again.
+
+    Args:
+        compiled: op -> (backend, implementation).
+    """
     if os.environ.get("DS_KFAC_CHECK_OPS") == "0":
         return {}
     path = build.folder() / f"checked-{identity(device)}.json"
@@ -255,15 +265,15 @@ def faults(
 def _checked(
     compiled: Mapping[str, tuple[str, Callable]], device: torch.device, path: Path | None
 ) -> dict[str, str]:
-    """``OP by BACKEND`` -> what is wrong, or "". Ops that are not in the file ``path`` are checked
-    and added to it."""
+    """Return ``OP by BACKEND`` -> what is wrong with it, or "". Ops that are not in the file
+    ``path`` are checked and added to it."""
     results: dict[str, str] = {}
     with suppress(OSError, ValueError):
         results = json.loads(path.read_text()) if path else {}
 
     def note(now: Mapping[str, str]) -> None:
         if path:
-            # renamed into place, so that no process reads a file that is half-written
+            # renamed into place, so that no process reads a half-written file
             complete = path.with_suffix(f".{os.getpid()}")
             complete.write_text(json.dumps(now, indent=0))
             os.replace(complete, path)
@@ -276,8 +286,8 @@ def _checked(
         try:
             results[name] = fault(op, implementation, device)
         finally:
-            # after an interrupt or out of memory, which are not the op's fault, ENDED must not stay
-            # in the file
+            # An interrupt or lack of memory is not the op's fault, so ENDED must not stay in the
+            # file.
             note(results)
         if results[name]:
             check_alive(device)
@@ -285,13 +295,14 @@ def _checked(
 
 
 def check_alive(device: torch.device) -> None:
-    """Raise if a kernel has broken the GPU's context: nothing runs in this process any more, and
-    the next one will not use the op. Waits for the device."""
+    """Raise if a kernel has broken the GPU's context. Nothing can run in this process any more
+    then, and the next process will not use the op. Waits for the device."""
     torch.zeros((), dtype=torch.float32, device=device).item()
 
 
 def identity(device: torch.device) -> str:
-    """A hash of all that a check's result depends on: sources of ops, versions, driver and GPU."""
+    """Return a hash of everything that a check's result depends on: the sources of the ops,
+    versions, driver and GPU."""
     digest, sources = hashlib.sha256(), list[Path]()
     with suppress(build.BuildError):  # an installation without them has no CUDA ops
         sources += build.source_folder().iterdir()

@@ -1,7 +1,8 @@
-"""Backend ``cuda``: ops over many layers in one launch, for fp32 state on one GPU. See csrc/cuda.
+"""Backend ``cuda``: ops that process many layers in one launch, for fp32 state on one GPU. The
+kernels are in csrc/cuda.
 
-Work is queued on the current stream; the host does not wait. Every op is deterministic. Tensors
-that are not fp32, contiguous and on one GPU raise NotMadeFor, see ``ops/check.py``.
+Work is queued on the current stream, and the host does not wait for it. Every op is deterministic.
+Tensors that are not fp32, not contiguous or not on one GPU raise NotMadeFor, see ``ops/check.py``.
 """
 
 import ctypes
@@ -18,8 +19,8 @@ from ds_kfac.ops.functional import Tensors, packed_numel
 
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int}
 _SIGNATURES = {"pack": "piippppp", "unpack": "piippppp", "ema_update": "ppippppppp"}
-"""Launcher in csrc/cuda -> types of its arguments, a letter of ``_TYPES`` each; the last one is the
-stream."""
+"""Launcher in csrc/cuda -> types of its arguments, one letter of ``_TYPES`` each. The last argument
+is the stream."""
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_DIM = 1 << 20
 
@@ -37,8 +38,11 @@ def integers(values: Sequence[int]) -> ctypes.Array:
 
 
 class CudaOps:
-    """The ops of a loaded library. ``device_type``: "cuda", or "cpu" for the tests' emulation of
-    the kernels."""
+    """The ops of a loaded library.
+
+    Args:
+        device_type: "cuda", or "cpu" for the emulated kernels that tests use.
+    """
 
     OPS = ("symmetric_pack_into_", "symmetric_unpack_from", "ema_update_")
 
@@ -57,7 +61,8 @@ class CudaOps:
     def symmetric_pack_into_(
         self, out: Tensor, starts: Sequence[int], matrices_DD: Tensors
     ) -> None:
-        """See ``ops/functional.py``. Matrices need contiguous rows, ``out`` must be contiguous."""
+        """See ``ops/functional.py``. Matrices need contiguous rows, and ``out`` must be
+        contiguous."""
         dims = [len(x_DD) for x_DD in matrices_DD]
         self._check_flat("symmetric_pack_into_", out, starts, dims)
         for x_DD, dim in zip(matrices_DD, dims, strict=True):
@@ -154,8 +159,8 @@ class CudaOps:
         return getattr(self._library, f"ds_kfac_cuda_{name}")
 
     def _launch(self, name: str, tensors: Sequence[Tensor], *arguments: object) -> None:
-        """Launch on the current stream of the tensors' device, which must be one. Raises CudaError
-        if that fails."""
+        """Launch on the current stream of the tensors' device. All tensors must be on one device.
+        Raise CudaError if the launch fails."""
         check_device(name, tensors, self.device_type)
         if self.device_type != "cuda":
             error = self._function(name)(*arguments, None)
@@ -187,8 +192,8 @@ class CudaOps:
 
 
 def load() -> Mapping[str, Callable[..., Any]]:
-    """Op -> implementation; the library is built at first use. Raises RuntimeError: why it cannot
-    run here."""
+    """Return a mapping from op to implementation. The library is built at first use. Raise
+    RuntimeError with the reason if it cannot run here."""
     if reason := check.gpu_problem():
         raise RuntimeError(reason)
     ops = _load()

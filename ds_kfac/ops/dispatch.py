@@ -1,9 +1,8 @@
-"""The ops that the other folders call: each runs on the backend chosen for the device of its
-tensors.
+"""The ops that other folders call. Each runs on the backend chosen for the device of its tensors.
 
-For each device type that is the requested backend, or the best one that can run. The choice holds
-for the process, because callers of ops do not know the config. Contracts are in
-``ops/functional.py``.
+For each device type this is the requested backend, or the best one that can run. The choice applies
+to the whole process, because callers of ops do not know the config. ``ops/functional.py`` defines
+what each op computes.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,8 +31,13 @@ Implementation = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Backend:
-    """A set of implementations. ``device``: the type it is for; None: every type. ``load``: returns
-    op -> implementation, or raises RuntimeError with the reason why the backend cannot run here."""
+    """A set of implementations.
+
+    Attributes:
+        device: type of the device that the backend is for; None: every type.
+        load: returns a mapping from op to implementation, or raises RuntimeError with the reason
+            why the backend cannot run here.
+    """
 
     device: str | None
     load: Callable[[], Mapping[str, Implementation]]
@@ -44,8 +48,8 @@ BACKENDS: dict[str, Backend] = {
     "cuda": Backend("cuda", cuda.load),
     "torch": Backend(None, lambda: {op: getattr(functional, op) for op in OPS}),
 }
-"""By name, the best first. Triton has products and Adam, CUDA ops over many layers in one launch;
-they share none."""
+"""Backends by name, the best first. Triton has the products and Adam, and CUDA has the ops that
+process many layers in one launch. No op is in both."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,9 @@ class BackendChoice:
     """The implementations chosen for one device type.
 
     Attributes:
-        ops: op -> (backend, implementation); that of a compiled backend is guarded, see
+        ops: op -> (backend, implementation). Implementations of compiled backends are wrapped by
             :func:`guarded`.
-        missing: backend or op -> why it is not used here; plain torch computes such an op.
+        missing: backend or op -> why it is not used here. Plain torch computes such an op.
     """
 
     ops: Mapping[str, tuple[str, Implementation]]
@@ -63,11 +67,12 @@ class BackendChoice:
 
     @property
     def replaced(self) -> dict[str, str]:
-        """Op -> what is wrong with a backend's implementation of it, here or on another rank."""
+        """Op -> what is wrong with a backend's implementation of the op, here or on another
+        rank."""
         return {name: why for name, why in self.missing.items() if name in OPS}
 
     def __str__(self) -> str:
-        """For people: the ops of each backend, and why other backends or ops are not used."""
+        """List the ops of each backend, and say why other backends or ops are not used."""
         names = dict.fromkeys(backend for backend, _ in self.ops.values())
         parts = [
             f"{name} ({', '.join(op for op in self.ops if self.ops[op][0] == name)})"
@@ -87,11 +92,11 @@ def use(
     """Choose this process's backends, and build them if necessary.
 
     Args:
-        backend: used for every op it has; None: the best backend for each op.
+        backend: used for every op that it has; None: the best backend for each op.
         without: backend or op -> why it must not be used.
 
     Raises:
-        ValueError: ``backend`` cannot run on ``device``, and why.
+        ValueError: ``backend`` cannot run on ``device``. The message says why.
     """
     global _requested
     with _lock:
@@ -108,7 +113,7 @@ def use(
 
 
 def chosen(device: str) -> BackendChoice:
-    """The choice for a device type, made at the first call."""
+    """Return the choice for a device type. It is made at the first call."""
     if (choice := _choices.get(device)) is None:
         with _lock:
             choice = _choices.get(device) or _choices.setdefault(
@@ -118,7 +123,7 @@ def chosen(device: str) -> BackendChoice:
 
 
 def _choose(backend: str | None, device: str, without: Mapping[str, str]) -> BackendChoice:
-    """``torch`` has every op, on every device."""
+    """Choose an implementation of each op. The backend ``torch`` has every op on every device."""
     ops: dict[str, tuple[str, Implementation]] = {}
     missing = {name: why for name, why in without.items() if name in OPS}
     for name in BACKENDS if backend is None else dict.fromkeys((backend, "torch")):
@@ -152,14 +157,14 @@ def _choose(backend: str | None, device: str, without: Mapping[str, str]) -> Bac
 Op = TypeVar("Op", bound=Callable[..., Any])
 
 
-@cache  # torch builds the string at every access, which takes as long as the rest of a call
+@cache  # torch builds this string at every access, which takes as long as the rest of a call
 def _type_of(device: torch.device) -> str:
     return device.type
 
 
 def _by_device(plain: Op) -> Op:
-    """The op with the name, signature and docstring of ``plain``; it calls the implementation
-    chosen for the device of its first argument, a tensor or a list of tensors."""
+    """Return an op with the name, signature and docstring of ``plain``. It calls the implementation
+    chosen for the device of its first argument, which is a tensor or a list of tensors."""
     op = plain.__name__
 
     @wraps(plain)

@@ -1,7 +1,7 @@
-"""Backend ``torch``: every op on every device, and what other backends have to compute.
+"""Backend ``torch``: all ops, for every device. The docstrings define what other backends compute.
 
-Shape suffixes: N rows, D a factor's side, P = D(D+1)/2 a packed triangle, O and I the sides of a
-layer's matrix.
+Shape suffixes: N rows, D the side of a factor, P = D(D+1)/2 the length of a packed triangle, O and
+I the sides of a layer's matrix.
 """
 
 import ctypes
@@ -15,29 +15,29 @@ from torch import Tensor
 Scalar = Tensor | float
 Tensors = Sequence[Tensor]
 BLOCK_ROWS = 128
-"""Rows of the lower triangle computed by one matrix product; blocks above the diagonal are not
-computed."""
+"""Number of rows of the lower triangle that one matrix product computes. Blocks above the diagonal
+are not computed."""
 NARROW, CHUNK_ROWS = 16, 1024
-"""Below NARROW columns a CPU's library sums row after row: over 200,000 rows an eigenvalue of zero
-becomes up to 1,000 eps of the largest. Sums of CHUNK_ROWS rows at a time make it a few eps, for a
-millisecond more."""
+"""With fewer than NARROW columns, a CPU's library sums one row after the other. Over 200,000 rows,
+the rounding error turns an eigenvalue of zero into up to 1,000 eps of the largest eigenvalue. Sums
+over CHUNK_ROWS rows at a time reduce this to a few eps and take a millisecond more."""
 
 
 def packed_numel(dim: int) -> int:
-    """Elements of a packed D x D symmetric matrix: D(D+1)/2."""
+    """Return the number of elements of a packed symmetric D x D matrix, D(D+1)/2."""
     return dim * (dim + 1) // 2
 
 
 def block_product(left: Sequence[Tensor], x_OI: Tensor, right: Sequence[Tensor]) -> Tensor:
-    """left x right, with block-diagonal ``left`` and ``right``, for a matrix x [O, I] or n matrices
-    [n, O, I].
+    """Return left x right for block-diagonal ``left`` and ``right``. ``x`` is one matrix [O, I] or
+    n matrices [n, O, I].
 
     Args:
-        left, right: a tensor [blocks, b, b] for each run of blocks of one size b, the first
-            matrix's blocks first; empty: the identity.
+        left, right: one tensor [blocks, b, b] for each run of blocks of equal size b, with the
+            blocks of the first matrix first. An empty sequence stands for the identity.
     """
     for matrices, columns in ((left, False), (right, True)):
-        # a block per matrix
+        # each matrix has exactly one block
         if len(matrices) == 1 and len(matrices[0]) == (len(x_OI) if x_OI.ndim > 2 else 1):
             # torch.bmm with a batch of one is slower than torch.mm
             matrix, x = (
@@ -68,24 +68,25 @@ def block_product(left: Sequence[Tensor], x_OI: Tensor, right: Sequence[Tensor])
     return x_OI
 
 
-# 8 P bytes per distinct side, shared by all ops; building it in every call would cost as much as
-# the product
+# The index takes 8 P bytes for each distinct side, and all ops share it. Building it in every call
+# would cost as much as the product.
 @cache
 def _lower_index(start: int, stop: int, device: torch.device) -> Tensor:
-    """int64: where the entries of rows start..stop of a lower triangle are in their row-major [stop
-    - start, stop]."""
+    """Return int64 indices of the lower triangle's entries in rows start..stop. They index the
+    flattened, row-major block [stop - start, stop]."""
     rows, columns = torch.tril_indices(stop - start, stop, offset=start, device=device)
     return rows * stop + columns
 
 
 def symmetric_pack_into_(out: Tensor, starts: Sequence[int], matrices_DD: Tensors) -> None:
-    """Write the lower triangles of several fp32 matrices into one flat tensor, in its dtype (fp32,
-    bf16, fp16).
+    """Write the lower triangles of several fp32 matrices into one flat tensor, in the dtype of that
+    tensor (fp32, bf16 or fp16).
 
-    Rounding is to nearest, ties to even. Elements of ``out`` between the triangles are left alone.
+    Values are rounded to nearest, ties to even. Elements of ``out`` between the triangles do not
+    change.
 
     Args:
-        starts: first element of each triangle in ``out``.
+        starts: index in ``out`` of the first element of each triangle.
     """
     for start, x_DD in zip(starts, matrices_DD, strict=True):
         dim = len(x_DD)
@@ -105,8 +106,8 @@ def symmetric_pack_into_(out: Tensor, starts: Sequence[int], matrices_DD: Tensor
 def symmetric_unpack_from(
     packed: Tensor, starts: Sequence[int], dims: Sequence[int]
 ) -> list[Tensor]:
-    """The symmetric fp32 matrices whose lower triangles lie in a flat tensor of any floating
-    dtype."""
+    """Return symmetric fp32 matrices from their lower triangles, which lie in a flat tensor of any
+    floating dtype."""
     matrices = []
     for start, dim in zip(starts, dims, strict=True):
         lower_DD = torch.zeros(dim, dim, device=packed.device, dtype=torch.float32)
@@ -129,8 +130,8 @@ def ema_update_(
         updates <- updates + 1
         average <- r average + (1 - r) sum / max(count, 1)    with r = min(1 - 1 / updates, decay)
 
-    A factor keeps its average and ``updates`` if its count is 0 or its sum is not finite. All
-    tensors are fp32.
+    If a factor's count is 0 or its sum is not finite, its average and ``updates`` do not change.
+    All tensors are fp32.
 
     Returns bool [n]: whether each factor's sum was used.
     """
@@ -157,17 +158,17 @@ def syrk_accumulate_(
 ) -> Tensor:
     """Add a second moment to a packed fp32 sum: ``sum_P += scale * pack(X^T diag(kept) X)``.
 
-    X is ``x_ND``, with a column of ones at its end if ``bias``.
+    X is ``x_ND``. With ``bias`` it has a column of ones at its end.
 
     Args:
-        kept: bool [N], which rows count; None: all of them. A row that does not count adds nothing
-            to any column, the bias's included, even if it holds NaN or infinity.
-        bias: whether the layer has a bias, whose input is 1.
-        scale: a number, or a 0-d tensor on the device, so that the host does not wait for its
-            value. It is applied after the product: 16-bit rows are then not rounded again.
+        kept: bool [N], whether each row counts; None: all rows count. A row that does not count
+            adds nothing to any column, not even to the bias column, and may hold NaN or infinity.
+        bias: whether the layer has a bias. The bias is treated as an input of 1.
+        scale: a number, or a 0-d tensor on the device so that the host need not wait for its value.
+            It is applied after the product, so 16-bit rows are not rounded a second time.
 
-    For large D half the FLOPs of X^T X, and no copy of X with the ones column; in fp32, also under
-    autocast.
+    For large D this takes half the FLOPs of X^T X, and X is not copied to add the column of ones.
+    The product is in fp32, also under autocast.
     """
     dim = x_ND.shape[1]
     check_syrk(sum_P, x_ND, kept, bias)
@@ -179,7 +180,7 @@ def syrk_accumulate_(
             block = _product(x_ND[:, start:stop], x_ND[:, :stop])
             lower = block.reshape(-1).index_select(0, _lower_index(start, stop, x_ND.device))
             sum_P[packed_numel(start) : packed_numel(stop)].add_(_times_(lower, scale))
-        if bias:  # the bias row is the contiguous tail [column sums, number of rows that count]
+        if bias:  # the bias row lies contiguously at the end: [column sums, number of counted rows]
             tail = sum_P[packed_numel(dim) :]
             tail[:dim].add_(_times_(x_ND.sum(dim=0), scale))
             count = len(x_ND) if kept is None else kept.sum(dtype=torch.float32)
@@ -188,7 +189,7 @@ def syrk_accumulate_(
 
 
 def check_syrk(sum_P: Tensor, x_ND: Tensor, kept: Tensor | None, bias: bool) -> None:
-    """Raise ValueError unless the arguments of :func:`syrk_accumulate_` fit each other."""
+    """Raise ValueError unless the arguments of :func:`syrk_accumulate_` fit together."""
     dim = x_ND.shape[1]
     numel = packed_numel(dim + bias)
     if sum_P.dtype != torch.float32 or sum_P.shape != (numel,):
@@ -200,7 +201,7 @@ def check_syrk(sum_P: Tensor, x_ND: Tensor, kept: Tensor | None, bias: bool) -> 
 
 
 def check_kept(op: str, x_ND: Tensor, kept: Tensor | None) -> None:
-    """Raise ValueError unless ``kept`` is None or has a bool for each row of ``x_ND``."""
+    """Raise ValueError unless ``kept`` is None or has one bool for each row of ``x_ND``."""
     if kept is not None and (kept.dtype != torch.bool or kept.shape != x_ND.shape[:1]):
         raise ValueError(
             f"{op}: kept must be bool of shape ({len(x_ND)},), one for each row, got {kept.dtype} "
@@ -209,14 +210,16 @@ def check_kept(op: str, x_ND: Tensor, kept: Tensor | None) -> None:
 
 
 def _kept_rows(x_ND: Tensor, kept: Tensor | None) -> Tensor:
-    """The rows in fp32, with zeros in place of those that do not count, whatever they hold."""
+    """Return the rows in fp32. Rows that do not count are replaced by zeros, even if they hold
+    NaN."""
     if kept is None:
         return x_ND.float()
     return torch.where(kept[:, None], x_ND, 0.0).float()
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """left^T right of rows [.., N, D], see :data:`NARROW`."""
+    """Return left^T right for rows [.., N, D]. Narrow products on a CPU are summed in chunks, see
+    :data:`NARROW`."""
     if left.shape[-1] >= NARROW or left.device.type != "cpu":
         return left.mT @ right
     chunks = zip(left.split(CHUNK_ROWS, dim=-2), right.split(CHUNK_ROWS, dim=-2), strict=True)
@@ -230,11 +233,13 @@ def _times_(x: Tensor, scale: Scalar) -> Tensor:
 def block_syrk_accumulate_(
     sum_P: Tensor, x_ND: Tensor, *, block: int, kept: Tensor | None = None, scale: Scalar = 1.0
 ) -> Tensor:
-    """Add ``scale`` times the diagonal blocks of X^T X to a fp32 sum of their packed triangles, one
-    after the other. All of them are one batched product; D is a multiple of ``block``.
+    """Add ``scale`` times the diagonal blocks of X^T X to a fp32 sum. The sum holds the packed
+    triangles of the blocks, one after the other.
+
+    All blocks are computed by one batched product. D must be a multiple of ``block``.
 
     Args:
-        kept: bool [N], which rows count, as in :func:`syrk_accumulate_`.
+        kept: bool [N], whether each row counts, as in :func:`syrk_accumulate_`.
     """
     rows, dim = x_ND.shape
     if dim % block or sum_P.shape != (dim // block * packed_numel(block),):
@@ -269,20 +274,20 @@ def adam_step_(
     momentum.
 
         k <- k + 1      m <- b1 m + (1 - b1) x      v <- b2 v + (1 - b2) x^2
-        direction = (b1 m / (1 - b1^(k + 1)) + (1 - b1) x / (1 - b1^k)) / (sqrt(v / (1 - b2^k)) +
-        eps)
+        direction = numerator / (sqrt(v / (1 - b2^k)) + eps)
+        numerator = b1 m / (1 - b1^(k + 1)) + (1 - b1) x / (1 - b1^k)
 
-    x has the weight that it will have in the next step's m (NAdam, Dozat 2016).
+    In the direction, x has the weight that it will have in m one step later (NAdam, Dozat 2016).
 
     Args:
-        direction_nOI: fp32, overwritten; zeros for a matrix that is not usable. It may be
-            ``x_nOI``.
+        direction_nOI: fp32, overwritten. A matrix that is not usable gets zeros. The tensor may be
+            ``x_nOI`` itself.
         x_nOI: fp32, the gradients.
         first_nOI, second_nOI: fp32, the moments m and v, without bias correction.
-        updates_n: fp32, k: how many gradients the moments hold.
-        usable_n: bool. Where it is False, x is ignored, even NaN, and the moments and k stay as
-            they are.
-        betas: rounded to fp32 first.
+        updates_n: fp32, k: the number of gradients that the moments hold.
+        usable_n: bool. Where it is False, x is ignored and may be NaN, and the moments and k do not
+            change.
+        betas: b1 and b2. They are rounded to fp32 first.
 
     Source: Kingma & Ba 2015 (arXiv:1412.6980).
     """
@@ -294,7 +299,7 @@ def adam_step_(
     of_first = beta1 / (1 - beta1 * power) * usable
     of_x = (1 - beta1) / (1 - power)
     of_second = usable / (1 - beta2**k)
-    # the direction of a matrix that is not usable is 0 / 1, also if eps is 0
+    # the direction of a matrix that is not usable must be 0 / 1, even if eps is 0
     added = 1 - usable + eps
     ignored = usable == 0
     for direction, x, first, second in in_chunks(direction_nOI, x_nOI, first_nOI, second_nOI):
@@ -308,18 +313,18 @@ def adam_step_(
 
 
 SMALLEST = 1e-15
-"""A matrix with a smaller norm is scaled as if it had this one: its squares underflow, and a
+"""Smallest norm by which a matrix is divided. The squares in a smaller norm underflow, and the
 quotient would blow up."""
 
 
 def scale_to(target: Tensor | float, *, size: Tensor, norm: Tensor, full: Tensor | float) -> Tensor:
-    """The factor that gives an orthogonal matrix the norm ``target``, or less where ``size`` is
-    below ``full``.
+    """Return the factor that scales an orthogonal matrix to the norm ``target``. The factor is
+    smaller if ``size`` is below ``full``.
 
     Args:
         target: a Frobenius norm.
-        size: norm of the direction that was orthogonalized; a direction of norm 0 gets the factor
-            0.
+        size: norm of the direction before it was orthogonalized. A direction of norm 0 gets the
+            factor 0.
         norm: norm of the orthogonal matrix, in any basis.
         full: ``newton_schulz.FULL`` times the square root of the number of entries.
     """
@@ -335,21 +340,22 @@ def finish_direction_(
     full_n: Tensor,
     used_n: Tensor,
 ) -> None:
-    """Write n directions with their final norm, and zeros in place of those that must not be used.
+    """Write n directions with their final norm. Directions that must not be used become zeros.
 
-        scale = target min(size / full, 1) / max(norm, SMALLEST)    or target, where size is None
+        scale = target min(size / full, 1) / max(norm, SMALLEST)    or target, if size is None
         out <- scale x   where used and norm is finite, else 0
 
     Args:
-        out_nOI: overwritten, rounded to its dtype. It may be ``x_nOI``. Its matrices may lie apart,
-            and each may be several of x, one below the other.
-        x_nOI: fp32; what is not used may hold anything, also NaN.
+        out_nOI: overwritten, rounded to its dtype. It may be ``x_nOI`` itself. There may be gaps
+            between its matrices, and one of its matrices may consist of several matrices of x, one
+            below the other.
+        x_nOI: fp32. A matrix that is not used may hold anything, even NaN.
         norm_n: fp32, the Frobenius norms of x.
         size_n: fp32, the norms of the directions before they were orthogonalized; None: they were
-            not.
-        target_n: fp32, the final norms; if ``size_n`` is None, factors.
-        full_n: fp32, directions with a ``size_n`` of at least this get the whole target; unused if
-            that is None.
+            not orthogonalized.
+        target_n: fp32, the final norms. If ``size_n`` is None, these are factors instead.
+        full_n: fp32. A direction whose ``size_n`` is at least this large gets the whole target. Not
+            used if ``size_n`` is None.
         used_n: bool.
     """
     scale = (
@@ -357,7 +363,7 @@ def finish_direction_(
     )
     zero = ~(used_n & (norm_n < math.inf))  # NaN is not below infinity
     parts = len(x_nOI) // len(out_nOI)
-    if len(out_nOI) == 1:  # equal blocks, or the groups of a convolution, all at once
+    if len(out_nOI) == 1:  # equal blocks or the groups of a convolution: all are scaled at once
         parts, out_nOI = 1, out_nOI.view(x_nOI.shape)
     for part, out_part in enumerate(out_nOI.chunk(parts, dim=1)):
         part_scale, part_zero = (of_matrix[part::parts, None, None] for of_matrix in (scale, zero))
@@ -371,18 +377,18 @@ def finish_direction_(
 
 
 def in_fp32(betas: tuple[float, float]) -> tuple[float, float]:
-    """The betas rounded to fp32, in which moments are averaged: bias corrections must use the same
-    numbers."""
+    """Return the betas rounded to fp32. Moments are averaged in fp32, and the bias corrections must
+    use the same numbers."""
     return ctypes.c_float(betas[0]).value, ctypes.c_float(betas[1]).value
 
 
 CPU_CHUNK, CHUNK = 1 << 16, 1 << 22
-"""Elements that a chain of elementwise passes takes at a time: on a CPU as many as a core's cache
-holds, on other devices so many that temporaries take no more than 16 MiB each."""
+"""Number of elements that a chain of elementwise passes processes at a time. On a CPU a chunk fits
+into a core's cache. On other devices each temporary takes at most 16 MiB."""
 
 
 def in_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views [n, rows, I] of tensors [n, O, I], some rows at a time."""
+    """Return views [n, rows, I] of tensors [n, O, I], with a few rows at a time."""
     n, _, columns = tensors[0].shape
     rows = max(1, (CPU_CHUNK if tensors[0].device.type == "cpu" else CHUNK) // max(1, n * columns))
     return zip(*(x.split(rows, dim=1) for x in tensors), strict=True)

@@ -1,11 +1,11 @@
-"""An asynchronous copy of a tensor to the host, which the device makes beside its other work."""
+"""An asynchronous copy of a tensor to the host. The device makes it while it does other work."""
 
 import torch
 from torch import Tensor
 
 
 class HostCopy:
-    """Starts the copy when it is made; :meth:`tolist` waits for it."""
+    """A copy that starts when the object is made. :meth:`tolist` waits for it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._values, self._event = tensor, None
@@ -18,7 +18,7 @@ class HostCopy:
 
     @property
     def done(self) -> bool:
-        """Whether :meth:`tolist` would not wait."""
+        """Whether the copy is complete, so that :meth:`tolist` would not wait."""
         return self._event is None or self._event.query()
 
     def tolist(self) -> list:

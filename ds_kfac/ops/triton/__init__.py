@@ -1,5 +1,5 @@
-"""Backend ``triton``: which ops it has, and whether they can run on a device. Only this file
-imports without triton."""
+"""Backend ``triton``: which ops it has, and whether they can run on a device. This is the only file
+of the folder that can be imported without triton."""
 
 import importlib
 import os
@@ -11,12 +11,12 @@ from typing import Any
 from ds_kfac.ops import check
 
 MODULES = {"adam_step_": "scale", "finish_direction_": "scale", "syrk_accumulate_": "syrk"}
-"""Op -> the module of this folder that has it."""
+"""Op -> the module of this folder that implements it."""
 
 
 def unavailable() -> str | None:
-    """Why Triton kernels cannot run here; None: they can, with TRITON_INTERPRET=1 also without a
-    GPU, slowly."""
+    """Return why Triton kernels cannot run here, or None if they can. With TRITON_INTERPRET=1 they
+    run without a GPU, but slowly."""
     if find_spec("triton") is None:
         return "triton is not installed"
     try:
@@ -31,7 +31,8 @@ def unavailable() -> str | None:
 
 
 def load() -> Mapping[str, Callable[..., Any]]:
-    """Op -> implementation. Raises RuntimeError: why Triton cannot run here."""
+    """Return a mapping from op to implementation. Raise RuntimeError with the reason if Triton
+    cannot run here."""
     if reason := unavailable():
         raise RuntimeError(reason)
     return {

@@ -1,6 +1,8 @@
-"""Elementwise kernels for n matrices of one shape: a step of Adam, a direction's final scale.
+"""Elementwise kernels for n matrices of one shape: a step of Adam, and the final scale of
+directions.
 
-Helpers of all Triton kernels are at the top. Shape suffixes: n matrices, O and I the sides of each.
+The helpers at the top serve all Triton kernels. Shape suffixes: n matrices, O and I the sides of
+each.
 """
 
 # mypy: disable-error-code="arg-type, attr-defined, call-arg, misc"
@@ -17,26 +19,27 @@ from ds_kfac.ops.check import DTYPES, NotMadeFor, check_device, describe
 from ds_kfac.ops.functional import SMALLEST, in_fp32
 
 INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))
-"""Triton decides it for a kernel when that is defined, so it is read once, at import."""
+"""Whether kernels run in Triton's interpreter. Triton decides this for a kernel when the kernel is
+defined, so the setting is read once, at import."""
 DEVICE_TYPE = None if INTERPRET else "cuda"
-"""Type of the device on which kernels run; None: any."""
+"""Type of the device on which kernels run; None: any type."""
 WARPS = 8
 MAX_MATRICES = 65535
-"""Matrices in a launch, at most: CUDA's limit for the second axis of a grid."""
+"""Most matrices in a launch: CUDA's limit for the second axis of a grid."""
 FLAT_BLOCK = 2048
-"""Elements that a program takes, 8 per thread."""
+"""Number of elements that a program processes, 8 per thread."""
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager:
-    """Makes x's device the current one: Triton launches there, not on the device of its
-    arguments."""
+    """Return a context in which the device of x is the current one. Triton launches on the current
+    device, not on the device of its arguments."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 @triton.jit
 def scalar(value, IN_MEMORY: tl.constexpr):
-    """Return a scalar, or load it if a device pointer was passed. With a pointer the host need not
-    wait for the value."""
+    """Return a scalar. It is loaded if a device pointer was passed, so that the host need not wait
+    for the value."""
     if IN_MEMORY:
         return tl.load(value).to(tl.float32)
     else:
@@ -45,14 +48,15 @@ def scalar(value, IN_MEMORY: tl.constexpr):
 
 @triton.jit
 def lerp(now, old, decay):
-    """decay old + (1 - decay) now, rounded as torch.lerp rounds: from the end that is nearer."""
+    """Return decay old + (1 - decay) now. Like torch.lerp, it starts from the nearer end, so that
+    both round alike."""
     return tl.where(decay < 0.5, now + (old - now) * decay, old - (old - now) * (1.0 - decay))
 
 
 @triton.jit
 def correction(steps, log_decay):
-    """1 - decay^steps; by a series where the power is close to 1, since the difference would
-    cancel."""
+    """Return 1 - decay^steps. A series is used where the power is close to 1, because the
+    difference would suffer from cancellation."""
     y = steps * log_decay
     series = 1.0 + y / 8.0
     for i in tl.static_range(6):
@@ -62,7 +66,8 @@ def correction(steps, log_decay):
 
 @triton.jit
 def flat_place(numel, BLOCK: tl.constexpr):
-    """(int64 indices of this program's elements in a matrix, whether each index is inside)."""
+    """Return (int64 indices in a matrix of this program's elements, whether each index is inside
+    the matrix)."""
     element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     return element, element < numel
 
@@ -83,7 +88,7 @@ def adam_step_kernel(
     numel,
     BLOCK: tl.constexpr,
 ):
-    """A program computes ``BLOCK`` elements of one matrix; grid: (blocks of a matrix, matrices)."""
+    """Compute ``BLOCK`` elements of one matrix. Grid: (blocks of a matrix, matrices)."""
     element, inside = flat_place(numel, BLOCK)
     matrix = tl.program_id(1).to(tl.int64)
     at = matrix * numel + element
@@ -113,8 +118,8 @@ def adam_step_(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """See ``ops/functional.py``. All tensors contiguous; fp32 but for ``usable_n``. Cost: 24 n O I
-    bytes."""
+    """See ``ops/functional.py``. All tensors must be contiguous, and all but ``usable_n`` fp32.
+    Memory traffic: 24 n O I bytes."""
     _check_flat("adam_step_", (direction_nOI, x_nOI, first_nOI, second_nOI), (updates_n,), usable_n)
     if any(isinstance(number, Tensor) for number in (*betas, eps)):
         raise NotMadeFor("adam_step_: expected betas and eps as numbers, got tensors")
@@ -136,11 +141,11 @@ def adam_step_(
             x_nOI[0].numel(),
             **options,
         )
-    updates_n.add_(usable_n)  # after the launch: all programs of a matrix read its count
+    updates_n.add_(usable_n)  # after the launch, because all programs of a matrix read k
 
 
-# vectors are views into vectors of all layers: with specialisation Triton would compile anew for
-# each alignment
+# The vectors are views into vectors of all layers. If Triton specialised on their addresses, it
+# would compile again for each alignment.
 @triton.jit(
     do_not_specialize=[
         "norm_ptr",
@@ -168,8 +173,9 @@ def finish_direction_kernel(
     HAS_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The grid is that of :func:`adam_step_kernel`. Matrices of the result have ``parts`` of x and
-    begin ``apart`` elements from each other."""
+    """Scale and store directions, on the grid of :func:`adam_step_kernel`. Each matrix of the
+    result consists of ``parts`` matrices of x, and the matrices of the result begin ``apart``
+    elements from each other."""
     element, inside = flat_place(numel, BLOCK)
     matrix = tl.program_id(1).to(tl.int64)
     start = matrix // parts * apart + matrix % parts * numel
@@ -193,8 +199,9 @@ def finish_direction_(
     full_n: Tensor,
     used_n: Tensor,
 ) -> None:
-    """See ``ops/functional.py``. fp32 and contiguous but for ``used_n`` and ``out_nOI``, whose
-    matrices are contiguous. Cost: 4 n O I bytes, and those of ``out_nOI``."""
+    """See ``ops/functional.py``. All tensors but ``used_n`` and ``out_nOI`` must be fp32 and
+    contiguous. Each matrix of ``out_nOI`` must be contiguous. Memory traffic: 4 n O I bytes, and
+    the bytes of ``out_nOI``."""
     vectors = norm_n, norm_n if size_n is None else size_n, target_n, full_n
     _check_flat("finish_direction_", (x_nOI,), vectors, used_n)
     check_device("finish_direction_", (x_nOI, out_nOI), DEVICE_TYPE)
@@ -228,7 +235,7 @@ def finish_direction_(
 
 
 def flat_blocks_of(x_nOI: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
-    """(the grid: blocks of a matrix, matrices; launch options)."""
+    """Return the grid (blocks of a matrix, matrices) and the launch options."""
     return (triton.cdiv(x_nOI[0].numel(), FLAT_BLOCK), len(x_nOI)), {
         "BLOCK": FLAT_BLOCK,
         "num_warps": WARPS,
@@ -238,9 +245,12 @@ def flat_blocks_of(x_nOI: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
 def _check_flat(
     op: str, matrices: tuple[Tensor, ...], vectors: tuple[Tensor, ...], flags_n: Tensor
 ) -> None:
-    """Raise ValueError unless shapes fit; NotMadeFor for matrices and vectors that are not fp32 or
-    not contiguous, for flags that are not bool, and for no matrix or more than a launch can
-    have."""
+    """Check the arguments of a kernel.
+
+    Raise ValueError if shapes do not fit. Raise NotMadeFor if matrices or vectors are not fp32 or
+    not contiguous, if flags are not bool, or if there are no matrices or more than fit into a
+    launch.
+    """
     shape, everything = matrices[0].shape, (*matrices, *vectors, flags_n)
     if any(x.shape != shape for x in matrices) or any(
         x.shape != shape[:1] for x in (*vectors, flags_n)

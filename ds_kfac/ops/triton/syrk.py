@@ -1,10 +1,12 @@
-"""X^T X added to a packed fp32 triangle: lower tiles only, no [D, D] matrix, no pass to pack it.
+"""Kernel that adds X^T X to a packed fp32 triangle. It computes only tiles of the lower triangle,
+and needs neither a [D, D] matrix nor a second pass to pack it.
 
-``CHOSEN`` has the tiles for each kind of device and side, as a sweep on an H100 found them. None
-spills registers on its devices, with or without tensor descriptors; tests hold that.
+``CHOSEN`` has the tiles for each kind of device and each side. A sweep on an H100 found those for
+sm_90, the others were computed. No configuration spills registers on its devices, with or without
+tensor descriptors, and tests check this.
 
-Shape suffixes: N rows, D a factor's side, P = D(D+1)/2 a packed triangle, whose element (r, c) lies
-at r(r+1)/2 + c.
+Shape suffixes: N rows, D the side of a factor, P = D(D+1)/2 the length of a packed triangle.
+Element (r, c) of a packed triangle lies at r(r+1)/2 + c.
 """
 
 # mypy: disable-error-code="arg-type, attr-defined, call-arg, misc"
@@ -25,8 +27,8 @@ ASSUMED_MULTIPROCESSORS = 132
 
 
 def architecture() -> int:
-    """Compute capability of the current device: 80, 90, 100; under the interpreter 90, as any will
-    do."""
+    """Return the compute capability of the current device, such as 80, 90 or 100. The interpreter
+    works with any value, so 90 is returned there."""
     return 90 if INTERPRET else _architecture(torch.cuda.current_device())
 
 
@@ -44,8 +46,8 @@ def multiprocessors(device: torch.device) -> int:
 
 @triton.jit
 def dot(a, b, acc):
-    """acc + a b with fp32 sums; fp32 operands are not rounded. The interpreter has no 16-bit
-    products."""
+    """Return acc + a b with fp32 sums. fp32 operands are not rounded. The interpreter has no 16-bit
+    products, so it converts operands to fp32."""
     if INTERPRET:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     else:
@@ -54,18 +56,18 @@ def dot(a, b, acc):
 
 @dataclass(frozen=True)
 class SyrkConfig:
-    """How a triangle is cut into tiles.
+    """How a triangle is divided into tiles.
 
     Attributes:
-        block: rows of a tile, and columns of a square one.
-        chunk: rows of x that are multiplied at a time.
-        resident: programs for which a multiprocessor has registers and shared memory.
-        group: tile rows whose tiles are computed column by column, so that concurrent programs
-            share columns of x in L2; 1: tiles are computed row by row.
-        descriptor: whether x is loaded by tensor descriptors, from sm_90 on by the tensor memory
-            accelerator (TMA).
-        columns: columns of a tile that is not square, twice or half as many as its rows; 0: it is
-            square.
+        block: number of rows of a tile. A square tile has as many columns.
+        chunk: number of rows of x that are multiplied at a time.
+        resident: number of programs for which a multiprocessor has registers and shared memory.
+        group: number of tile rows whose tiles are computed column by column, so that concurrent
+            programs share columns of x in L2. 1: tiles are computed row by row.
+        descriptor: whether x is loaded by tensor descriptors. From sm_90 on these use the tensor
+            memory accelerator (TMA).
+        columns: number of columns of a tile that is not square, twice or half the number of its
+            rows. 0: the tile is square.
     """
 
     block: int
@@ -82,15 +84,19 @@ class SyrkConfig:
         return self.columns or self.block
 
     def plain(self) -> "SyrkConfig":
-        """The configuration for rows that no descriptor can hold."""
+        """Return this configuration without descriptors, for rows that no descriptor can hold."""
         return replace(self, descriptor=False)
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Configurations for a kind of device. ``source``: the machine on which they were measured, or
-    "computed". ``by_side``: (largest side, configuration) with sides ascending; the last one also
-    serves larger sides."""
+    """Configurations for one kind of device.
+
+    Attributes:
+        source: the machine on which they were measured, or "computed".
+        by_side: (largest side, configuration) pairs, sorted by side. The last pair also serves
+            larger sides.
+    """
 
     source: str
     by_side: tuple[tuple[int, SyrkConfig], ...]
@@ -118,21 +124,21 @@ CHOSEN: dict[str, Chosen] = {
     "sm_100": Chosen("computed", ((512, _SMALL), (4096, _LARGE), (LARGEST, _GROUPED))),
     "fp32": Chosen("computed", ((LARGEST, _EXACT),)),
 }
-"""Kind of device -> configurations for 16-bit rows; "fp32": for fp32 rows, which tensor cores do
-not multiply."""
+"""Kind of device -> configurations for 16-bit rows. The entry "fp32" is for fp32 rows, which tensor
+cores do not multiply."""
 
 
 def family(dtype: torch.dtype, arch: int) -> str:
-    """A key of the tables. Consumer Blackwell (sm_120) has the tensor cores of sm_80, and little
-    shared memory."""
+    """Return a key of the table :data:`CHOSEN`. Consumer Blackwell (sm_120) is treated like sm_80:
+    it has the same tensor cores and little shared memory."""
     if dtype == torch.float32:
         return "fp32"
     return {9: "sm_90", 10: "sm_100"}.get(arch // 10, "sm_80")
 
 
 def describable(x_ND: torch.Tensor) -> bool:
-    """Whether a descriptor can hold rows: each starts at a multiple of 16 bytes, and its columns
-    are contiguous."""
+    """Whether a descriptor can hold these rows: each row must start at a multiple of 16 bytes, and
+    its columns must be contiguous."""
     aligned = x_ND.data_ptr() % 16 == 0 and x_ND.stride(0) * x_ND.element_size() % 16 == 0
     return (
         aligned
@@ -143,28 +149,32 @@ def describable(x_ND: torch.Tensor) -> bool:
 
 
 def config_for(x_ND: torch.Tensor, arch: int) -> SyrkConfig:
-    """The configuration for rows x on a device."""
+    """Return the configuration for the rows x on a device."""
     config = INTERPRETED if INTERPRET else CHOSEN[family(x_ND.dtype, arch)].at(x_ND.shape[1])
     return config if describable(x_ND) else config.plain()
 
 
 EPILOGUE_CHUNKS = 6
-"""Assumed cost of adding a tile to the triangle, in chunks of rows multiplied. Computed, not
-measured."""
+"""Assumed cost of adding a tile to the triangle, in units of multiplying one chunk of rows.
+Computed, not measured."""
 MAX_SPLIT = 8
 
 
 def tile_count(dim: int, block: int, width: int) -> int:
-    """Number of tiles [block, width] on and below the diagonal."""
+    """Return the number of [block, width] tiles on and below the diagonal."""
     large, small = max(block, width), min(block, width)
     side = triton.cdiv(dim, large)
     return side * (side + 1) // 2 * (large // small)
 
 
 def split_for(tiles: int, chunks: int, places: int) -> int:
-    """How many programs share a tile, each with a part of the ``chunks`` of rows: the fewest waves
-    times work per wave, if ``places`` programs run at a time. 1 under torch's deterministic
-    algorithms: atomic additions vary in order."""
+    """Return how many programs share a tile. Each of them multiplies a part of the ``chunks`` of
+    rows.
+
+    The number minimizes the count of waves times the work of one wave, if ``places`` programs run
+    at a time. It is 1 under torch's deterministic algorithms, because the order of atomic additions
+    varies.
+    """
     return (
         1 if torch.are_deterministic_algorithms_enabled() else _fewest_waves(tiles, chunks, places)
     )
@@ -180,9 +190,10 @@ def _fewest_waves(tiles: int, chunks: int, places: int) -> int:
 
 @triton.jit
 def tile_at(index):
-    """(row, column) of the tile ``index`` of a triangle, numbered row by row."""
+    """Return (row, column) of tile number ``index`` of a triangle. Tiles are numbered row by
+    row."""
     row = ((tl.sqrt(8.0 * index + 1.0) - 1.0) * 0.5).to(tl.int32)
-    # the square root may be off by one rounding
+    # rounding may make the square root too large or too small by one
     row = tl.where(row * (row + 1) // 2 > index, row - 1, row)
     row = tl.where((row + 1) * (row + 2) // 2 <= index, row + 1, row)
     return row, index - row * (row + 1) // 2
@@ -190,9 +201,11 @@ def tile_at(index):
 
 @triton.jit
 def grouped_tile_at(index, side, GROUP: tl.constexpr):
-    """(row, column) of the tile ``index`` of a triangle with ``side`` tile rows, numbered column by
-    column within GROUP tile rows: programs with neighbouring indices then share columns of X, which
-    stay in L2."""
+    """Return (row, column) of tile number ``index`` of a triangle that has ``side`` tile rows.
+
+    Tiles are numbered column by column within GROUP tile rows. Programs with neighbouring indices
+    then share columns of X, which stay in L2.
+    """
     row, column = tile_at(index)
     if GROUP == 1:
         return row, column
@@ -202,15 +215,15 @@ def grouped_tile_at(index, side, GROUP: tl.constexpr):
         inside = index - first * (first + 1) // 2
         # the group's own triangle comes last
         end_row, end_column = tile_at(tl.maximum(inside - first * height, 0))
-        rectangle = inside < first * height  # the part of the group on the left of its own triangle
+        rectangle = inside < first * height  # whether the tile is left of the group's own triangle
         row = first + tl.where(rectangle, inside % height, end_row)
         return row, tl.where(rectangle, inside // height, first + end_column)
 
 
 @triton.jit
 def place_of(index, dim, BLOCK: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr):
-    """First row and column of the tile ``index`` [BLOCK, WIDTH]; tiles that are not square are
-    parts of square ones."""
+    """Return the first row and column of the [BLOCK, WIDTH] tile number ``index``. Tiles that are
+    not square are parts of square ones."""
     SIDE: tl.constexpr = BLOCK if BLOCK > WIDTH else WIDTH
     DOWN: tl.constexpr = SIDE // BLOCK
     ALONG: tl.constexpr = SIDE // WIDTH
@@ -228,8 +241,8 @@ def add_to(pointers, values, mask, ATOMIC: tl.constexpr):
 
 @triton.jit
 def add_tile(sum_ptr, tile, first_row, first_column, dim, ATOMIC: tl.constexpr):
-    """Add the tile's part of the lower triangle, 32 columns at a time: addresses for a whole tile
-    would spill."""
+    """Add the part of the tile that is in the lower triangle, 32 columns at a time. The addresses
+    of a whole tile would not fit into registers."""
     ROWS: tl.constexpr = tile.shape[0]
     WIDTH: tl.constexpr = tile.shape[1]
     if WIDTH > 32:
@@ -246,8 +259,8 @@ def add_tile(sum_ptr, tile, first_row, first_column, dim, ATOMIC: tl.constexpr):
 
 @triton.jit
 def rows_kept(kept_ptr, row, stop):
-    """Which rows count: those before ``stop`` that are kept. ``kept_ptr``: bool [N]; None: every
-    row is kept."""
+    """Return which rows count: those before ``stop`` that are kept. ``kept_ptr`` points to bool
+    [N]; None: every row is kept."""
     kept = row < stop
     if kept_ptr is not None:
         kept &= tl.load(kept_ptr + row, mask=kept, other=False)
@@ -269,8 +282,11 @@ def add_bias_row(
     CHUNK: tl.constexpr,
     ATOMIC: tl.constexpr,
 ):
-    """Add ``scale`` times column sums of x [N, D] to the bias row: BLOCK columns, over the rows
-    from start to stop that count. The first program also adds the number of these rows."""
+    """Add ``scale`` times the column sums of x [N, D] to the bias row.
+
+    A program adds BLOCK columns, over those rows from start to stop that count. The first program
+    also adds the number of these rows.
+    """
     row = tl.arange(0, CHUNK)
     column = first_column + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -306,9 +322,13 @@ def syrk_kernel(
     ATOMIC: tl.constexpr,
     SCALE_IN_MEMORY: tl.constexpr,
 ):
-    """Grid: (tiles, then blocks of the bias row; parts of the rows). ``left_desc``, ``right_desc``:
-    descriptors of x, or None; with them one thread loads a [CHUNK, BLOCK] part of x, zeros outside
-    of it. ``kept_ptr``: bool [N], which rows count, or None; with descriptors it is None."""
+    """Compute one tile, or one block of the bias row, for a part of the rows.
+
+    Grid: (tiles, followed by blocks of the bias row; parts of the rows). ``left_desc`` and
+    ``right_desc`` are descriptors of x, or None. With a descriptor, one thread loads a whole
+    [CHUNK, BLOCK] part of x, with zeros outside of x. ``kept_ptr`` points to bool [N], whether each
+    row counts. It is None if all rows count, and always None with descriptors.
+    """
     part = tl.cdiv(tl.cdiv(rows, tl.num_programs(1)), CHUNK) * CHUNK
     start = tl.program_id(1) * part
     stop = tl.minimum(start + part, rows)
@@ -317,23 +337,23 @@ def syrk_kernel(
         first_row, first_column = place_of(tl.program_id(0), dim, BLOCK, WIDTH, GROUP)
         tile = tl.zeros((BLOCK, WIDTH), tl.float32)
         if left_desc is not None:
-            # a part has whole chunks, so that it reads no rows of the next
+            # a part consists of whole chunks, so no row of the next part is read
             for begin in range(start, stop, CHUNK):
                 left = left_desc.load([begin, first_row])
                 right = right_desc.load([begin, first_column])
-                # no copy: tensor cores read shared memory transposed
+                # the transpose is no copy, because tensor cores can read shared memory transposed
                 tile = dot(tl.trans(left), right, tile)
         else:
             left_column = first_row + tl.arange(0, BLOCK)
             right_column = first_column + tl.arange(0, WIDTH)
             first = (start + row).to(tl.int64) * x_stride
-            # loads X^T directly, without a transpose
+            # these addresses load X^T directly, without a transpose
             left_ptr = x_ptr + left_column[:, None] + first[None, :]
             right_ptr = x_ptr + first[:, None] + right_column[None, :]
             for begin in range(start, stop, CHUNK):
                 kept = rows_kept(kept_ptr, begin + row, stop)
-                # zeros in both operands: a row that does not count may hold NaN, and 0 times NaN is
-                # NaN
+                # Both operands need the zeros: a row that does not count may hold NaN, and 0 times
+                # NaN is NaN.
                 left = tl.load(
                     left_ptr, mask=(left_column < dim)[:, None] & kept[None, :], other=0.0
                 )
@@ -371,13 +391,14 @@ def syrk_accumulate_(
     bias: bool = False,
     scale: Scalar = 1.0,
 ) -> Tensor:
-    """See ``ops/functional.py``. bf16 and fp16 rows are multiplied on tensor cores, fp32 rows in
-    full fp32. Rows are copied if their columns are not contiguous. A row that does not count is not
-    read.
+    """See ``ops/functional.py``.
 
-    Cost: N D (D + block) FLOPs, about half of X^T X; 4 D (D + 1) bytes for the triangle.
-        Deterministic if torch is
-    set to be; small D then uses fewer multiprocessors.
+    bf16 and fp16 rows are multiplied on tensor cores, fp32 rows in full fp32. Rows are copied if
+    their columns are not contiguous. A row that does not count is not read.
+
+    Cost: N D (D + block) FLOPs, about half of X^T X, and 4 D (D + 1) bytes for the triangle. The
+    result is deterministic if torch is set to be deterministic, but a small D then uses fewer
+    multiprocessors.
     """
     rows, dim = x_ND.shape
     check_syrk(sum_P, x_ND, kept, bias)
@@ -404,10 +425,9 @@ def accumulate(
     bias: bool = False,
     scale: Scalar = 1.0,
 ) -> None:
-    """:func:`syrk_accumulate_` with checked arguments, in the tiles of ``config``.
+    """Compute :func:`syrk_accumulate_` for checked arguments, in the tiles of ``config``.
 
-    With ``kept`` rows are loaded without descriptors: a load by pointers has a mask, one by a
-    descriptor has none.
+    With ``kept``, rows are loaded without descriptors, because only loads by pointer can be masked.
     """
     rows, dim = x_ND.shape
     config = config if kept is None else config.plain()
