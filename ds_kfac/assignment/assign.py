@@ -1,10 +1,10 @@
-"""Which rank decomposes each factor, and at which step; which ranks precondition each layer; whose
-rows a factor sees. Pure; the same on every rank.
+"""Decide which rank decomposes each factor and at which step, which ranks precondition each layer,
+and which ranks contribute rows to a factor. Pure, and the same on every rank.
 
-The KAISA grid (Pauloski et al. 2021): with W ranks and g gradient workers a layer there are p = W /
-g columns; rank r is in column r % p and row r // p. All g ranks of a layer's column precondition
-it, and each sends the result to its row, p consecutive ranks, mostly of one node. g = 1 is MEM-OPT,
-g = W COMM-OPT.
+Note: The KAISA grid (Pauloski et al. 2021). With W ranks and g gradient workers per layer, the grid
+has p = W / g columns. Rank r is in column r % p and row r // p. The g ranks of one column
+precondition a layer. Each of them sends the result to its row, which consists of p consecutive
+ranks, mostly on one node. g = 1 is MEM-OPT, and g = W is COMM-OPT.
 """
 
 import heapq
@@ -27,10 +27,11 @@ class Assignment:
 
     Attributes:
         work: the tasks that are assigned.
-        workers: layer name -> ranks that hold its eigenbases and precondition its gradient,
-            ascending: one rank under ZeRO, a column of the KAISA grid if gradients are replicated.
-        eigen_workers: factor key -> rank that averages and decomposes it; also for factors that
-            layers now share.
+        workers: layer name -> ranks that hold the layer's eigenbases and precondition its gradient,
+            in ascending order. Under ZeRO this is one rank. If gradients are replicated, it is a
+            column of the KAISA grid.
+        eigen_workers: factor key -> rank that averages and decomposes the factor. It also has keys
+            of factors that were replaced by a shared one.
     """
 
     work: Work
@@ -47,24 +48,24 @@ class Assignment:
 
     @cached_property
     def loads(self) -> tuple[float, ...]:
-        """Predicted seconds per step of each rank, without work that all ranks do alike."""
+        """Predicted seconds per step of each rank, without work that is the same on all ranks."""
         return tuple(self.work.loads(self.workers, self.eigen_workers))
 
     @cached_property
     def memory(self) -> tuple[int, ...]:
-        """Predicted bytes of K-FAC state of each rank."""
+        """Predicted bytes of K-FAC state on each rank."""
         *state, _ = self.work.bytes_of(self.workers, self.eigen_workers).values()
         return tuple(map(sum, zip(*state, strict=True)))
 
     @cached_property
     def peak(self) -> tuple[int, ...]:
-        """Predicted bytes of each rank in a step: its state and the step's temporaries."""
+        """Predicted bytes on each rank during a step: its state and the step's temporaries."""
         parts = self.work.bytes_of(self.workers, self.eigen_workers).values()
         return tuple(map(sum, zip(*parts, strict=True)))
 
     @property
     def imbalance(self) -> float:
-        """Largest load over mean load; 1 is perfect."""
+        """Largest load divided by the mean load. 1 is perfect."""
         total = sum(self.loads)
         return max(self.loads) * self.world / total if total else 1.0
 
@@ -75,15 +76,18 @@ def assign(
     """Assign layers to columns of workers, and then factors to eigen workers. The heaviest ones
     come first, and each goes to the rank with the least load.
 
-    Several assignments are made. They count a layer's decompositions with the layer or not, and
-    decompose A and G of a layer on one rank or not. The one with the smallest maximal load is
-    returned. If no assignment respects the memory cap, more are made that balance bytes.
+    Several assignments are tried. They differ in whether the load of a layer includes its
+    decompositions, and in whether one rank must decompose both A and G of a layer. The assignment
+    with the smallest maximal load is returned. If none respects the memory cap, assignments that
+    balance bytes instead of seconds are tried.
 
     Args:
-        workers: number of gradient workers per layer, a divisor of the world; 1 if gradients are
-            partitioned.
-        paired: whether a layer's two factors must be on one rank, not just on any of its workers.
-        memory_cap: most bytes of a rank in a step, see :meth:`Work.bytes_of`; None: no cap.
+        workers: number of gradient workers per layer, a divisor of the world size. It is 1 if
+            gradients are partitioned.
+        paired: whether a layer's two factors must be on the same rank, and not just on any two of
+            its workers.
+        memory_cap: most bytes that a rank may use in a step, see :meth:`Work.bytes_of`; None: no
+            cap.
 
     Raises:
         ValueError: no assignment respects the cap.
@@ -126,21 +130,21 @@ def assign(
 
 
 LOAD_TOLERANCE = 0.1
-"""A layer leaves the rank that holds its gradient if that rank's load exceeds the mean by this
-fraction."""
+"""A layer may stay on the rank that holds its gradient as long as that rank's load exceeds the mean
+by at most this fraction."""
 NEAR_TIE = 0.99
 """Ranks that hold at least this fraction of the largest part of a gradient count as equal holders
 (ZeRO-3's chunks)."""
 
 
 class _Load(NamedTuple):
-    """What a rank of a column has to do and to keep, in seconds per step and in bytes."""
+    """The work and the memory of each rank of a column, in seconds per step and in bytes."""
 
     seconds: float
     nbytes: float
 
     def compared(self, by_bytes: bool) -> float:
-        """Return the part of the load that is compared with other loads."""
+        """Return the value by which loads are compared, bytes or seconds."""
         return self.nbytes if by_bytes else self.seconds
 
 
@@ -149,25 +153,28 @@ def place_workers(
 ) -> Workers:
     """Return layer name -> the layer's workers, a column of the grid.
 
-    The heaviest layer is placed first. It goes to the column that has the least load with it.
+    The heaviest layer is placed first. Each layer goes to the column whose load is smallest after
+    the layer is added.
 
-    If gradients are partitioned, the rank that holds most of a layer's gradient takes the layer,
-    because then least has to be moved. If this rank's load would exceed ``1 + LOAD_TOLERANCE``
-    times the mean, the least loaded rank takes the layer instead, with the moving of the gradient
-    counted. If several ranks hold nearly the same part, the least loaded of them counts.
+    If gradients are partitioned, a layer goes to the rank that holds most of its gradient, because
+    then the least has to be moved. If that rank's load would exceed ``1 + LOAD_TOLERANCE`` times
+    the mean, the layer goes to the rank with the least load instead, where moving the gradient
+    counts as load. If several ranks hold nearly equal parts, the least loaded of them is
+    considered.
 
     Args:
-        with_decompositions: whether to count a layer's decompositions with the layer, spread evenly
-            over its column; else only its preconditioning counts.
+        with_decompositions: whether a layer's load includes its decompositions, spread evenly over
+            its column. If not, the load consists of preconditioning only.
         by_memory: whether to balance bytes instead of seconds.
     """
     count = work.world // workers
-    # the part of a layer's decompositions that each rank of its column does
+    # the fraction of a layer's decompositions that each rank of its column computes
     part = with_decompositions / workers
-    loads = [_Load(0.0, 0.0)] * count  # of each column's ranks
+    loads = [_Load(0.0, 0.0)] * count  # load of each rank of a column
     columns_with_basis: dict[str, set[int]] = {factor.key: set() for factor in work.factors}
     kept = {factor.key: basis_bytes(factor.side, work.method) for factor in work.factors}
-    # what a layer costs wherever it is placed; a shared factor counts for its layers in equal parts
+    # The cost of a layer wherever it is placed. The cost of a shared factor is divided equally
+    # among its layers.
     weights: dict[str, _Load] = {}
     for layer in work.layers:
         used = [(factor, len(factor.layers)) for factor in work.used[layer.name]]
@@ -182,7 +189,7 @@ def place_workers(
     limit = (1 + LOAD_TOLERANCE) * sum(weight.seconds for weight in weights.values()) / count
 
     def load_with(layer: LayerSpec, index: int, moved: float, state_bytes: float) -> _Load:
-        """Return the load of a column's ranks if they take the layer, too."""
+        """Return the load of a column's ranks after they have taken the layer."""
         seconds = work.precondition[layer.name] + moved
         nbytes = loads[index].nbytes + state_bytes
         for factor in work.used[layer.name]:
@@ -230,11 +237,11 @@ def place_eigen_workers(
 ) -> Mapping[str, int]:
     """Return factor key -> its eigen worker.
 
-    The eigen worker is one of the layer's workers. For a factor that layers share, it is a worker
-    of any of them.
+    The eigen worker is one of the layer's workers. If layers share the factor, it is a worker of
+    any of these layers.
 
     Args:
-        split: whether a layer's A and G may be on two ranks if that is faster.
+        split: whether a layer's A and G may be on two different ranks if that is faster.
         by_memory: whether to balance bytes instead of seconds.
     """
     loads = work.loads(workers, {})
@@ -268,8 +275,8 @@ def place_eigen_workers(
 
 
 def _decomposed_together(work: Work, split: bool) -> list[tuple[FactorSpec, ...]]:
-    """Return the factors in groups that one rank decomposes: a layer's A and G form a group unless
-    they may be split or one of them is shared."""
+    """Return the factors in groups. One rank decomposes all factors of a group. A layer's A and G
+    form a group, unless they may be split or one of them is shared."""
     first_key: dict[str, str] = {}
     if not split:
         for used in work.used.values():
@@ -284,14 +291,14 @@ def _decomposed_together(work: Work, split: bool) -> list[tuple[FactorSpec, ...]
 def _soonest(
     candidates: list[int], loads: list[float], users: set[int], seconds: float, travel: float
 ) -> int:
-    """Return the candidate with which the largest load of all users becomes smallest. Among equals,
-    return the least loaded one.
+    """Return the candidate for which the largest load among the users is smallest. If there are
+    several, return the least loaded of them.
 
     Args:
-        candidates: ranks that may decompose; they are among the users.
+        candidates: ranks that may decompose. They are among the users.
         users: ranks that need the eigenbases.
         seconds: time of the decompositions.
-        travel: time that each end spends on one copy of the eigenbases.
+        travel: time that sender and receiver each spend on one copy of the eigenbases.
     """
     first, second = heapq.nlargest(2, [*((loads[rank], rank) for rank in users), (0.0, -1)])
 
@@ -304,18 +311,19 @@ def _soonest(
 
 
 ROUNDING = 0.01
-"""A fraction within this relative distance of a valid one is taken for that, such as 0.33 of 3
-ranks."""
+"""A fraction within this relative distance of a valid one is replaced by the valid one. For
+example, 0.33 of 3 ranks means 1/3."""
 
 
 def worker_counts(world: int) -> tuple[int, ...]:
-    """Return all valid g, the divisors of ``world``, in ascending order."""
+    """Return all valid numbers of workers g in ascending order. These are the divisors of
+    ``world``."""
     return tuple(count for count in range(1, world + 1) if world % count == 0)
 
 
 def workers_for(fraction: float, world: int) -> int:
-    """Return g = max(1, fraction W). Raises ValueError, with the nearest valid fractions, if g does
-    not divide W."""
+    """Return g = max(1, fraction W). Raise ValueError, which names the nearest valid fractions, if
+    g does not divide W."""
     wanted = max(1.0, fraction * world)
     counts = worker_counts(world)
     nearest = min(counts, key=lambda count: abs(count - wanted))
@@ -332,13 +340,13 @@ def workers_for(fraction: float, world: int) -> int:
 
 
 def column(index: int, *, world: int, workers: int) -> tuple[int, ...]:
-    """Return the ranks of a column in ascending order, one per row of the grid."""
+    """Return the ranks of a column in ascending order, one for each row of the grid."""
     return tuple(range(index, world, world // workers))
 
 
 CAPTURE_TOLERANCE = 0.1
-"""Fraction by which a rank's captures at a step may exceed their mean, for the sake of an even
-refresh."""
+"""To spread refreshes evenly, a rank's captures in a step may exceed their mean by this
+fraction."""
 
 
 def refresh_offsets(
@@ -350,25 +358,27 @@ def refresh_offsets(
 ) -> tuple[Mapping[str, int], float]:
     """Spread refreshes over steps.
 
-    The heaviest factor is placed first. Each goes to the step whose slowest rank it delays least. A
-    step takes as long as its slowest rank, so work goes to a step in which another rank is as busy
-    anyway, and otherwise to the emptiest step. Ranks of a node that share ``node_cores`` cores
-    also delay each other.
+    The heaviest factor is placed first. Each factor goes to the step that it delays least. A step
+    takes as long as its slowest rank, so work costs nothing in a step in which another rank is at
+    least as busy. Without such a step, the emptiest step is chosen. Ranks of a node that share
+    ``node_cores`` cores also delay each other.
 
-    Captures cost D^2 each. Their sum at a step stays near its mean on every rank. On a GPU,
-    however, launching a step with any capture takes longer than its work. There all captures are in
-    the same steps, and refreshes are in some of these.
+    A capture costs D^2. The sum of the captures in a step stays near its mean on every rank. On a
+    GPU, however, launching the kernels of a step with any capture takes longer than their work.
+    There all captures are in the same steps, and refreshes are in a subset of these steps.
 
     Factors of ``work`` that are not in ``factors`` are refreshed at step 0. If the refresh interval
-    is not a multiple of the update interval, the steps past its largest multiple stay empty.
+    is not a multiple of the update interval, no refreshes are placed in the steps past its largest
+    multiple.
 
     Args:
         factors: the factors to spread.
-        alone: whether a factor is captured by its eigen worker and a few other ranks, not by all.
+        alone: whether only the eigen worker and a few other ranks capture a factor. If False, all
+            ranks do.
 
-    Returns factor key -> the step of its refresh, modulo the refresh interval, which is the step of
-    its captures modulo the update interval; and the seconds of the slowest rank at the slowest
-    step.
+    Returns two values. The first is factor key -> step of its refresh, modulo the refresh interval;
+    this number modulo the update interval is the step of its captures. The second is the time of
+    the slowest rank in the slowest step, in seconds.
     """
     costs, refresh, update = work.costs, work.refresh_interval, work.update_interval
     steps = refresh // update * update or refresh
@@ -419,7 +429,7 @@ def refresh_offsets(
 
 
 class _Timeline:
-    """How long each step takes.
+    """The time that each step takes.
 
     A worker is a rank, or the cores that the ranks of a node share.
 
@@ -433,10 +443,10 @@ class _Timeline:
         self.length = [0.0] * steps
 
     def delay(self, step: int, seconds: Mapping[Hashable, float]) -> float:
-        """Return by how much a step would become longer with more work of some workers.
+        """Return by how many seconds a step would become longer if workers got more work.
 
-        A worker's idle time is subtracted from its work. So an empty step and a full one, which
-        both become longer by all of the work, compare as exactly equal.
+        A worker's idle time is subtracted from the additional work. The result is therefore exactly
+        equal for an empty step and for a full one, since all of the work lengthens either.
         """
         longer = 0.0
         for worker, more in seconds.items():
@@ -445,7 +455,7 @@ class _Timeline:
         return longer
 
     def add(self, step: int, seconds: Mapping[Hashable, float]) -> None:
-        """Add work of some workers to a step."""
+        """Add seconds of work to the workers of a step."""
         busy = self.busy[step]
         for worker, more in seconds.items():
             busy[worker] = busy.get(worker, 0.0) + more
@@ -453,22 +463,24 @@ class _Timeline:
 
 
 ROWS_PER_COLUMN = 4
-"""Number of rows of an update per column of a factor, unless the config says otherwise."""
+"""Number of rows that an update needs for each column of a factor, unless the config sets a number
+of rows."""
 
 
 @dataclass(frozen=True)
 class Contributors:
-    """Which ranks capture a factor's batch.
+    """The ranks that capture a factor's batch.
 
     Attributes:
         world: number of ranks.
         node_size: number of consecutive ranks on a node.
-        counts: factor key -> number of contributors to an update. All ranks contribute to a factor
-            that is missing.
-        strides: factor key -> k, if a contributor counts every k-th of its rows. All rows count for
-            a factor that is missing.
-        sequence: number of consecutive ranks that hold the parts of one sequence. All of them
-            contribute or none. Otherwise a factor would always see the same part of sequences.
+        counts: factor key -> number of ranks that contribute to an update. If a factor is missing,
+            all ranks contribute to it.
+        strides: factor key -> k, if only every k-th row of a contributor counts. If a factor is
+            missing, all rows count.
+        sequence: number of consecutive ranks that hold the parts of one sequence. Either all or
+            none of them contribute. Otherwise a factor would always see the same part of each
+            sequence.
     """
 
     world: int
@@ -479,13 +491,13 @@ class Contributors:
 
     def of(self, key: str, owner: int, step: int) -> Sequence[int]:
         """Return the ranks that contribute to a factor at ``step``, in ascending order. The eigen
-        worker ``owner`` contributes, then ranks of its node, then all others."""
+        worker ``owner`` is chosen first, then ranks of its node, then all other ranks."""
         count = self.counts.get(key, self.world)
         if count >= self.world:
             return range(self.world)
         parts = self.sequence
         if parts > 1:
-            # choose among sequences as among ranks
+            # sequences are chosen in the same way as ranks
             sequences_on_node = max(1, self.node_size // parts)
             by_sequence = Contributors(
                 self.world // parts, sequences_on_node, {key: -(-count // parts)}
@@ -503,8 +515,8 @@ class Contributors:
 
 
 def _rotating(ranks: Sequence[int], count: int, owner: int, step: int) -> list[int]:
-    """Return at most ``count`` of the ranks. The first one depends on step and owner, so that all
-    ranks take turns."""
+    """Return at most ``count`` of the ranks. The first of them depends on the step and the owner,
+    so that all ranks take turns."""
     if count >= len(ranks):
         return list(ranks)
     first = owner + phase(step, len(ranks))
@@ -514,15 +526,15 @@ def _rotating(ranks: Sequence[int], count: int, owner: int, step: int) -> list[i
 def counted(
     factors: Sequence[FactorSpec], rows: Mapping[str, float], world: int, *, wanted: int | None
 ) -> Mapping[str, int]:
-    """Return factor key -> number of ranks that together have the rows of an update. A factor that
-    needs all ranks is left out.
+    """Return factor key -> number of ranks that together have the rows of an update. Factors that
+    need all ranks are left out.
 
-    A factor averages many updates. Each needs a few rows per column, whatever the number of ranks
-    is. So the cost of statistics on a rank falls with the number of ranks.
+    A factor averages many updates. Each update needs a few rows per column, however many ranks
+    there are. The cost of the statistics per rank therefore falls with the number of ranks.
 
     Args:
-        rows: factor key -> number of rows of a rank in a step, if it has been observed.
-        wanted: number of rows of an update; None: in proportion to the widest block.
+        rows: factor key -> number of rows that a rank has in a step, if it has been observed.
+        wanted: number of rows in an update; None: proportional to the factor's widest block.
     """
     counts: dict[str, int] = {}
     for factor in factors:
@@ -542,8 +554,8 @@ def strides(
     wanted: int | None,
     together: int = 1,
 ) -> Mapping[str, int]:
-    """Return factor key -> k, where every k-th row is enough for an update. A factor that needs all
-    rows is left out.
+    """Return factor key -> k, if every k-th row is enough for an update. Factors that need all rows
+    are left out.
 
     Args:
         rows, wanted: see :func:`counted`.

@@ -1,7 +1,9 @@
-"""The tasks of a step and their costs. A device's rates give the seconds of each kind of work;
-factors are listed apart from layers, as layers with one input share an A; and each task has seconds
-per step and bytes on the rank that does it. Pure: every rank makes the same plan from the same
-numbers.
+"""The tasks of a step and their costs.
+
+:class:`CostModel` converts each kind of work into seconds. :class:`FactorSpec` lists factors
+separately from layers, because layers with the same input share an A. :class:`Work` gives the
+seconds per step and the bytes of each task on the rank that performs it. Pure: every rank makes the
+same plan from the same numbers.
 """
 
 import json
@@ -18,23 +20,23 @@ from ds_kfac.curvature.methods import EIGEN, ITERATED, Method
 from ds_kfac.model.layers import LayerSpec, key_of
 
 ELEMENT_BYTES = 4
-"""All state is fp32, and all messages are taken to be."""
+"""Bytes of an element. All state is fp32, and all messages are assumed to be."""
 FOLD_CALLS, FOLD_PASSES = 10, 6
-"""Kernels, and passes over memory, to average one batch sum into a copy of a factor."""
+"""Number of kernels, and of passes over memory, that average one batch sum into a factor."""
 Workers = Mapping[str, tuple[int, ...]]
-"""Layer name -> ranks that precondition its gradient, ascending."""
+"""Layer name -> ranks that precondition the layer's gradient, in ascending order."""
 Table = tuple[tuple[int, float], ...]
-"""(size, value), sizes ascending."""
+"""(size, value) pairs, in ascending order of size."""
 
 
 def capture_flops(side: Side, rows: int) -> int:
-    """FLOPs of x^T x, symmetric, inside the side's blocks."""
+    """Return the FLOPs of the symmetric product x^T x, within the side's blocks."""
     return sum(rows * count * width * (width + 1) for count, width in side.groups)
 
 
 def decompose_flops(side: Side, method: Method = EIGEN) -> int:
-    """9 n^3 for eigh by tridiagonalisation (Golub & Van Loan, 8.3), n^3 for a Cholesky inverse, 0
-    for a diagonal."""
+    """Return the FLOPs of a decomposition: 9 n^3 for eigh by tridiagonalisation (Golub & Van Loan,
+    8.3), n^3 for an inverse by Cholesky, and 0 for a diagonal."""
     return (
         sum(method.solver_flops * count * width**3 for count, width in side.groups)
         if side.block > 1
@@ -43,39 +45,42 @@ def decompose_flops(side: Side, method: Method = EIGEN) -> int:
 
 
 def precondition_flops(layer: LayerSpec, method: Method = EIGEN) -> int:
-    """FLOPs to rotate a gradient and rotate it back: 4 O I (O + I) for dense sides; half of it with
-    inverses."""
+    """Return the FLOPs of rotating a gradient into the eigenbasis and back: 4 O I (O + I) for dense
+    sides. Inverses take half as many."""
     numel = layer.G.dim * layer.A.basis_numel + layer.A.dim * layer.G.basis_numel
     return method.product_flops * numel // layer.groups
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Rates of a device and of the links between ranks; methods return seconds.
+    """Rates of a device and of the links between ranks. Its methods return seconds.
 
     Attributes:
-        eigh_seconds, cholesky_seconds: (n, seconds) of one n x n fp32 eigh, or inverse by Cholesky,
-            n ascending. Between two sizes a power of n; below the first its seconds, the floor of a
-            call; above the last n^3.
+        eigh_seconds, cholesky_seconds: (n, seconds) pairs, in ascending order of n, for one fp32
+            eigh or one inverse by Cholesky of an n x n matrix. Between two sizes, a power of n is
+            assumed. Below the first size, the time is constant, since a call takes that long at
+            least. Above the last size, it grows with n^3.
         gemm_flops: fp32 FLOP/s of a large matrix product.
-        product_flops: (n, FLOP/s of products of n x n matrices); empty: ``gemm_flops`` at all
-            sizes.
-        syrk_flops: FLOP/s of x^T x, counted as rows D (D + 1).
+        product_flops: (n, FLOP/s) pairs for products of n x n matrices; empty: ``gemm_flops`` at
+            all sizes.
+        syrk_flops: FLOP/s of x^T x, where a product counts as rows D (D + 1) FLOPs.
         copy_bytes: bytes per second that elementwise work reads and writes.
         call_seconds: seconds to start a kernel.
-        link_bytes: bytes per second between ranks, each way; between nodes, if ``node_bytes`` is
-            given.
-        link_seconds: latency of a message.
+        link_bytes: bytes per second between ranks, in each direction. If ``node_bytes`` is given,
+            this applies only between nodes.
+        link_seconds: latency of a message, in seconds.
         node_size: number of consecutive ranks on a node.
-        node_bytes: bytes per second between ranks of a node, each way; 0: as between nodes.
-        model_flops: FLOP/s of the model's forward and backward, and of products in 16 bits; 0:
-            ``gemm_flops``.
-        node_cores: decompositions that a node's ranks can run at once; 0: each rank has a device of
-            its own.
-        ieee_flops: FLOP/s of large fp32 (not TF32) products, for steps from a last eigenbasis; 0:
-            eigh is as fast.
-        gpu: whether these are rates of a GPU.
-        measured: attributes that were measured on such a device; others are assumed.
+        node_bytes: bytes per second between ranks of one node, in each direction; 0:
+            ``link_bytes``.
+        model_flops: FLOP/s of the model's forward and backward passes, and of products in 16 bits;
+            0: ``gemm_flops``.
+        node_cores: number of decompositions that the ranks of a node can run at once; 0: each rank
+            has its own device.
+        ieee_flops: FLOP/s of large fp32 products without TF32, which orthogonal iteration from the
+            last eigenbasis uses; 0: eigh is as fast.
+        gpu: whether these are the rates of a GPU.
+        measured: names of the attributes that were measured on such a device. The others are
+            assumed.
     """
 
     eigh_seconds: Table
@@ -96,16 +101,17 @@ class CostModel:
     measured: frozenset[str] = frozenset()
 
     def rate(self, width: float) -> float:
-        """FLOP/s of a product of n x n matrices: between two sizes a power of n, beyond them the
-        nearest."""
+        """Return the FLOP/s of a product of n x n matrices. Between two sizes of the table, a power
+        of n is assumed. Outside of the table, the nearest size counts."""
         if not self.product_flops:
             return self.gemm_flops
         sizes = [size for size, _ in self.product_flops]
         return _interpolated(self.product_flops, min(max(width, sizes[0]), sizes[-1]))
 
     def step(self, width: int, method: Method = ITERATED) -> float:
-        """Seconds of one step from a last eigenbasis: products, solves, two Cholesky factors (2/3
-        of an inverse)."""
+        """Return the seconds of one orthogonal iteration from the last eigenbasis. It consists of
+        products, solves and two Cholesky factorizations, which together take 2/3 of the time of an
+        inverse."""
         products = (method.step_flops - 2 / 3) * width**3 / min(self.ieee_flops, self.rate(width))
         return products + 2 / 3 * _interpolated(self.cholesky_seconds, width)
 
@@ -113,12 +119,13 @@ class CostModel:
         return nbytes / self.copy_bytes + calls * self.call_seconds
 
     def transfer(self, nbytes: float, *, within_node: bool = False) -> float:
-        """Seconds to send bytes between two ranks, without latency: many layers share a message."""
+        """Return the seconds to send bytes between two ranks. Latency is not included, because many
+        layers share a message."""
         return nbytes / (self.node_bytes if within_node and self.node_bytes else self.link_bytes)
 
     def decompose(self, side: Side, method: Method = EIGEN) -> float:
-        """Mean seconds of a factor's refreshes after the burn-in; a diagonal is its own
-        eigenbasis."""
+        """Return the mean seconds of a refresh of a factor after the burn-in. A diagonal factor
+        needs no decomposition, because its eigenbasis is the identity."""
         if side.block <= 1:
             return sum(self.elementwise(2 * ELEMENT_BYTES * count) for count, _ in side.groups)
         total = 0.0
@@ -132,22 +139,23 @@ class CostModel:
         return total
 
     def precondition(self, layer: LayerSpec, method: Method = EIGEN) -> float:
-        """Seconds to rotate, divide and rotate back, or to multiply by both inverses."""
+        """Return the seconds to rotate, divide and rotate back, or to multiply by both inverses."""
         seconds = precondition_flops(layer, method) / self.rate(mean_width(layer))
         return seconds + self.elementwise(method.passes * ELEMENT_BYTES * layer.numel, method.calls)
 
     def fold(self, side: Side) -> float:
-        """Seconds to average one batch sum into a factor."""
+        """Return the seconds to average one batch sum into a factor."""
         return self.elementwise(FOLD_PASSES * ELEMENT_BYTES * side.numel, FOLD_CALLS)
 
 
 def mean_width(layer: LayerSpec) -> float:
-    """Width of a square matrix with as many elements as one of the layer's groups."""
+    """Return the width of a square matrix that has as many elements as one of the layer's
+    groups."""
     return (layer.numel / layer.groups) ** 0.5
 
 
 def _interpolated(table: Table, n: float) -> float:
-    """Seconds at n, see :class:`CostModel`."""
+    """Return the value at size n by the rules of :class:`CostModel`."""
     sizes = [size for size, _ in table]
     right = bisect_right(sizes, n)
     if right == 0:
@@ -160,8 +168,8 @@ def _interpolated(table: Table, n: float) -> float:
     return seconds * (n / size) ** power
 
 
-# measured: one thread of a Xeon (Cascade Lake) at 2.5 GHz, torch 2.13, medians; not so the link, 10
-# Gbit/s
+# Measured on one thread of a Xeon (Cascade Lake) at 2.5 GHz with torch 2.13; medians. The link was
+# not measured: 10 Gbit/s is assumed.
 _CPU = CostModel(
     eigh_seconds=(
         (16, 41e-6),
@@ -186,9 +194,9 @@ _CPU = CostModel(
     link_bytes=1.25e9,
     link_seconds=50e-6,
 )
-# measured: an H100 80GB HBM3, torch 2.11, TF32 products, by benchmarks/kernels/costs.py, and a
-# GPT-2-small step by benchmarks/step.py; not so the links, 200 Gbit/s between nodes and 1600
-# within
+# Measured on an H100 80GB HBM3 with torch 2.11 and TF32 products, by benchmarks/kernels/costs.py
+# and a step of GPT-2 small in benchmarks/step.py. The links were not measured: 200 Gbit/s between
+# nodes and 1600 Gbit/s within a node are assumed.
 _CUDA = CostModel(
     eigh_seconds=(
         (16, 0.15e-3),
@@ -231,7 +239,7 @@ _CUDA = CostModel(
     ieee_flops=5e13,
 )
 BUILTIN: Mapping[str, CostModel] = {"cpu": _CPU, "cuda": _CUDA}
-"""By device type."""
+"""Device type -> the rates that are used without a measurement."""
 
 
 TABLES = ("eigh_seconds", "cholesky_seconds", "product_flops")
@@ -241,12 +249,15 @@ RATES = (
 
 
 def measured(costs: CostModel, path: str) -> CostModel:
-    """``costs`` with values from a file that ``python -m benchmarks.kernels.costs`` wrote: a JSON
-    object of fields of :class:`CostModel`, tables as lists of [size, value]. "machine" is for
-    people; missing fields stay builtin.
+    """Return ``costs`` with values from a file that ``python -m benchmarks.kernels.costs`` has
+    written.
+
+    The file is a JSON object whose keys are fields of :class:`CostModel`. Tables are lists of
+    [size, value]. Fields that are missing keep their values. The field "machine" is information for
+    people and is ignored.
 
     Raises:
-        ValueError: no such file, or it holds something else.
+        ValueError: the file does not exist or has other contents.
     """
     fields: dict[str, Any] = {}
     try:
@@ -279,9 +290,13 @@ def _positive(value: Any) -> float:
 
 @dataclass(frozen=True)
 class FactorSpec:
-    """A factor that some rank averages and decomposes; identity sides have none. ``layers``: names
-    of the layers that have it, several if they share their input. ``key``: "<layer>/A" or
-    "<layer>/G", by the first of them."""
+    """A factor that a rank averages and decomposes. A side that is the identity has no factor.
+
+    Attributes:
+        key: "<layer>/A" or "<layer>/G", with the name of the first layer that has the factor.
+        layers: names of the layers that have the factor. There are several if they share their
+            input.
+    """
 
     key: str
     side: Side
@@ -295,9 +310,12 @@ class FactorSpec:
 def factor_specs(
     layers: Sequence[LayerSpec], shared: Sequence[Sequence[str]] = ()
 ) -> tuple[FactorSpec, ...]:
-    """All factors, in module order, A before G. A layer has the A of the one that it names in
-    ``shares``; the layers of a group in ``shared``, which see one input, have the A of the first of
-    them."""
+    """Return all factors in module order, with a layer's A before its G.
+
+    Some layers have no A of their own. A layer that names another one in ``shares`` has the A of
+    that layer. The layers of a group in ``shared``, which all see the same input, have the A of the
+    group's first layer.
+    """
     leader = {name: group[0] for group in shared for name in group}
     users: dict[str, list[str]] = {}
     sides: dict[str, Side] = {}
@@ -314,7 +332,7 @@ def factor_specs(
 
 
 def factors_by_layer(factors: Sequence[FactorSpec]) -> Mapping[str, Mapping[str, FactorSpec]]:
-    """Layer name -> {"A": .., "G": ..}, without identity sides."""
+    """Return layer name -> {"A": factor, "G": factor}. Sides that are the identity are left out."""
     by_layer: dict[str, dict[str, FactorSpec]] = {}
     for factor in factors:
         for layer in factor.layers:
@@ -323,26 +341,27 @@ def factors_by_layer(factors: Sequence[FactorSpec]) -> Mapping[str, Mapping[str,
 
 
 def packed_bytes(side: Side) -> int:
-    """Bytes of a running factor: fp32 packed triangles and a counter."""
+    """Return the bytes of a factor's running average: fp32 packed triangles and a counter."""
     return 4 * side.numel + 4
 
 
 def basis_bytes(side: Side, method: Method) -> int:
-    """Bytes of a factor's decomposition, in fp32."""
+    """Return the bytes of a factor's decomposition in fp32."""
     return 4 * method.numel(side)
 
 
 @dataclass(frozen=True)
 class Work:
-    """Cost of every task that can be assigned to a rank, in seconds per step, amortised over the
-    intervals.
+    """The cost of every task that can be assigned to a rank, in seconds per step. Tasks that do not
+    run in every step are averaged over their interval.
 
-    Sender and receiver both pay for a message, the sender for every copy; results leave and arrive
-    at the same time, so the longer direction counts. Work that all ranks do alike, capturing and
-    sending batch sums, is left out.
+    Both the sender and the receiver pay for a message, and the sender pays for every copy. Results
+    are sent and received at the same time, so only the longer direction counts. Capturing and
+    sending batch sums are left out, because they are the same on all ranks.
 
     Attributes:
-        held: layer name -> gradient elements on each rank; None if all ranks hold all gradients.
+        held: layer name -> number of gradient elements on each rank; None: all ranks hold all
+            gradients.
         moments: number of fp32 tensors [O, I] that a worker keeps for a layer (0, 1 or 2).
         method: how factors are decomposed.
     """
@@ -359,18 +378,19 @@ class Work:
 
     @cached_property
     def used(self) -> Mapping[str, tuple[FactorSpec, ...]]:
-        """Factors of each layer; none for a layer of identity sides."""
+        """Layer name -> factors of the layer. A layer whose sides are identities has none."""
         by_layer = factors_by_layer(self.factors)
         return {layer.name: tuple(by_layer.get(layer.name, {}).values()) for layer in self.layers}
 
     @cached_property
     def precondition(self) -> Mapping[str, float]:
-        """Seconds per step on each worker of a layer."""
+        """Layer name -> seconds per step that each of its workers spends on preconditioning."""
         return {layer.name: self.costs.precondition(layer, self.method) for layer in self.layers}
 
     @cached_property
     def factor(self) -> Mapping[str, float]:
-        """Seconds per step on the eigen worker: receive and fold batch sums, decompose."""
+        """Factor key -> seconds per step on the eigen worker, which receives batch sums, averages
+        them in and decomposes the factor."""
         return {
             factor.key: (
                 self.costs.transfer(packed_bytes(factor.side)) + self.costs.fold(factor.side)
@@ -381,14 +401,17 @@ class Work:
         }
 
     def travel(self, factor: FactorSpec, *, within_node: bool = False) -> float:
-        """Seconds per step for either end of sending one copy of an eigenbasis."""
+        """Return the seconds per step that sender and receiver each spend on one copy of an
+        eigenbasis."""
         nbytes = ELEMENT_BYTES * self.method.wire_numel(factor.side)
         return self.costs.transfer(nbytes, within_node=within_node) / self.refresh_interval
 
     def moved(self, layer: LayerSpec, rank: int, workers: int = 1) -> float:
-        """Seconds per step that a layer's worker spends on moving: it gathers the gradient's parts
-        and returns the result; if gradients are replicated, it sends the result along a row of
-        consecutive ranks."""
+        """Return the seconds per step that a layer's worker spends on moving gradients and results.
+
+        If gradients are partitioned, the worker gathers the parts of the gradient and returns the
+        result. If they are replicated, it sends the result to the other ranks of its row.
+        """
         if self.held is not None:
             missing = max(0, layer.numel - self.held[layer.name][rank])
             return self.costs.transfer(2 * ELEMENT_BYTES * missing)
@@ -398,8 +421,8 @@ class Work:
         return sends + (width - 1 - within) * self.costs.transfer(nbytes)
 
     def worker_bytes(self, layer: LayerSpec) -> tuple[int, int, int]:
-        """(bytes of identities' eigenvalues; of moments and their counter; of gradient and result
-        in a step) of a layer on each worker."""
+        """Return the bytes of a layer on each worker, as a triple: eigenvalues of sides that are
+        identities; moments and their counter; gradient and result during a step."""
         ones = sum(basis_bytes(side, self.method) for side in (layer.A, layer.G) if side.block == 0)
         return (
             ones,
@@ -408,7 +431,8 @@ class Work:
         )
 
     def loads(self, workers: Workers, eigen_workers: Mapping[str, int]) -> list[float]:
-        """Seconds per step of every rank; factors without an eigen worker are left out."""
+        """Return the seconds per step of every rank. Factors without an eigen worker are left
+        out."""
         loads, sent, received, to_all = (
             [0.0] * self.world,
             [0.0] * self.world,
@@ -443,8 +467,8 @@ class Work:
         return loads
 
     def decompose(self, loads: list[float], factor: FactorSpec, rank: int, users: set[int]) -> None:
-        """Add a factor's seconds to its eigen worker, and its eigenbasis's travel to sender and
-        receivers."""
+        """Add the cost of a factor to ``loads``, in place: its decomposition on its eigen worker,
+        and the transfer of the eigenbasis on sender and receivers."""
         loads[rank] += self.factor[factor.key]
         near, far = self.travel(factor, within_node=True), self.travel(factor)
         node = rank // self.costs.node_size
@@ -458,9 +482,12 @@ class Work:
     def bytes_of(
         self, workers: Workers, eigen_workers: Mapping[str, int]
     ) -> Mapping[str, Sequence[int]]:
-        """Kind -> bytes on every rank. State: factors on eigen workers; eigenbases, each once, and
-        moments on workers. "beside" it what a step needs, without messages: batch sums on eigen
-        workers, gradients and results."""
+        """Return kind -> bytes on every rank.
+
+        State consists of the factors on eigen workers, and of the eigenbases and moments on
+        gradient workers. Each eigenbasis is counted once per rank. The kind "beside" is what a step
+        needs in addition, without messages: batch sums on eigen workers, gradients and results.
+        """
         nbytes = {kind: [0] * self.world for kind in ("factors", "eigenbases", "moments", "beside")}
         for layer in self.layers:
             for rank in workers[layer.name]:
@@ -479,5 +506,5 @@ class Work:
 
     @staticmethod
     def users(factor: FactorSpec, workers: Workers) -> set[int]:
-        """Ranks that precondition with a factor."""
+        """Return the ranks that precondition with a factor."""
         return {rank for layer in factor.layers for rank in workers[layer]}
