@@ -1,10 +1,12 @@
-"""Which layers have one A in common: pure, known before training, or agreed on after the first
-captured batch.
+"""Decide which layers have a common A. Pure. Some of this is known before training, the rest is
+agreed on after the first captured batch.
 
-**Experts of a stack.** The scan gives the experts one A of the tokens that enter, and each its own
-of what it makes of them unless that is wider than the weight. An A for each expert of the rest is
-nearer to its tokens; :func:`own_inputs` says where it is worth its memory. Stacks of one mixture
-that get the same rows, as w1 and w3, share them in either case: expert by expert then.
+Note: Experts of a stack. The model scan gives all experts of a stack one common A for the tokens
+that enter. For the inputs that an expert computes itself, it gives each expert its own A, unless
+that A would be wider than the weight. An own A for each of the other experts, too, is closer to the
+tokens that the expert gets. :func:`own_inputs` decides where this is worth its memory. Stacks of
+one mixture that get the same rows, such as w1 and w3, share their As in either case. If the experts
+have own As, these are shared expert by expert.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -16,18 +18,18 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import SHARDS
 
 OWN_PART = 0.1
-"""Of the moments on a rank: so much may own As take beside common ones, or :data:`OWN_BYTES` if
-that is more."""
+"""Own As may take this fraction of the moments' bytes in addition to common As, or
+:data:`OWN_BYTES` per rank if that is more."""
 OWN_BYTES = 1 << 28
 
 
 def sharing_candidates(layers: Sequence[LayerSpec], method: Method) -> Mapping[str, Hashable]:
-    """Return the layers that may share A: layer name -> key. Layers with equal keys may share A if
-    they have the same input.
+    """Return layer name -> key for the layers that may share A. Layers with equal keys may share A
+    if they have the same input.
 
-    The key has A's side; whether it includes the 1 of a bias; whether G is the identity, if G's
-    damping is then part of A's decomposition; and whether other tensor-parallel ranks have copies
-    of the layer, because a layer that is a shard has a plan of its own.
+    A key has four parts: A's side; whether A includes the 1 of a bias; whether G is the identity,
+    if A's decomposition then includes G's damping; and how many tensor-parallel ranks have copies
+    of the layer, because a layer that is a shard has its own plan.
     """
     return {
         layer.name: (
@@ -44,8 +46,9 @@ def sharing_candidates(layers: Sequence[LayerSpec], method: Method) -> Mapping[s
 def rows_from(factor: FactorSpec, layers: Mapping[str, LayerSpec]) -> tuple[str, ...]:
     """Return the names of the layers whose rows together are a factor's rows.
 
-    A common A of a stack's experts has the rows of all experts in the stack of the factor's first
-    layer. Any other factor has the rows of its first layer, which all of its layers see.
+    If the experts of a stack have a common A, it has the rows of all experts in the stack of the
+    factor's first layer. Any other factor has the rows of its first layer, because all of its
+    layers see the same rows.
     """
     first = layers[factor.layers[0]]
     if not factor.is_A or first.part[1] == 1 or not first.product:
@@ -54,7 +57,8 @@ def rows_from(factor: FactorSpec, layers: Mapping[str, LayerSpec]) -> tuple[str,
 
 
 def common_inputs(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
-    """Return the layers with one A for all experts of a stack, where they had an A each."""
+    """Return the layers with one common A for all experts of a stack, where each expert had its own
+    A."""
     stacks: dict[str, list[LayerSpec]] = {}
     for layer in layers:
         stacks.setdefault(layer.weight, []).append(layer)
@@ -74,19 +78,19 @@ def common_inputs(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
 def own_inputs(
     layers: Sequence[LayerSpec], method: Method, *, moments: int, world: int
 ) -> tuple[tuple[LayerSpec, ...], tuple[str, ...]]:
-    """Return the layers with an A for each expert of a stack, where the experts had one A for all.
+    """Return the layers with an own A for each expert of a stack, where all experts had a common A.
 
-    This is done as long as the additional memory is within a bound. The stacks whose As take the
-    least memory, compared with their moments, come first. Stacks of equal shapes are changed
+    Stacks are changed as long as the additional memory stays within a bound. The stacks whose As
+    take the least memory, relative to their moments, come first. Stacks of equal cost are changed
     together or not at all, so that all blocks of the model are treated alike.
 
     Args:
-        moments: fp32 tensors of a gradient's shape that are kept of a layer.
-        world: ranks that the state is spread over.
+        moments: number of fp32 tensors of a gradient's shape that are kept for a layer.
+        world: number of ranks over which the state is spread.
 
-    Returns the layers, and sentences with bytes and bound for the plan's reasons.
+    Returns the layers, and sentences that give the bytes and the bound for the plan's reasons.
     """
-    mixtures: dict[str, list[list[LayerSpec]]] = {}  # the layer whose A it is -> stacks
+    mixtures: dict[str, list[list[LayerSpec]]] = {}  # layer that owns the common A -> stacks that use it
     stacks: dict[str, list[LayerSpec]] = {}
     for layer in layers:
         if layer.product and layer.part[1] > 1:
@@ -94,7 +98,7 @@ def own_inputs(
     for stack in stacks.values():
         if stack[-1].shares is not None:
             mixtures.setdefault(stack[-1].shares, []).append(stack)
-    by_cost: dict[float, list[str]] = {}  # bytes of own As over those of the moments -> leaders
+    by_cost: dict[float, list[str]] = {}  # bytes of own As relative to those of the moments -> owners
     costs: dict[str, int] = {}
     for leader, sharing in mixtures.items():
         A, count = sharing[0][0].A, len(sharing[0])

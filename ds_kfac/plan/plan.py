@@ -1,8 +1,9 @@
-"""The plan of a run: who does what, when, and how it travels. Pure, the same on every rank, made
-before training.
+"""The plan of a run: who does what and when, and how it travels. The plan is pure, made before
+training, and the same on every rank.
 
-What the config leaves open is chosen by predicted cost, each with its reason. What no key says is a
-constant or a function, so that a test can have it otherwise.
+What the config leaves open is chosen by predicted cost, and each choice is recorded with its
+reason. Everything that has no config key is a constant or a function of this module, so that a test
+can change it.
 """
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -23,22 +24,28 @@ from ds_kfac.schedule.timetable import Schedule, Timetable
 
 CPU = torch.device("cpu")
 FIRST_BUCKETS = 4
-"""Sums of the first captured batch take as much memory at most, in messages, or come from the eigen
-workers alone."""
+"""If the batch sums of the first captured batch would take more memory than this number of
+messages, only the eigen workers capture it."""
 COSTLY_TRAFFIC = 0.02
-"""Part of K-FAC's seconds per step from which on its traffic is halved, in a model of 16 bits."""
+"""K-FAC's traffic is halved in a 16-bit model if batch sums take more than this fraction of K-FAC's
+seconds per step."""
 BUCKET_BYTES = 1 << 28
-"""Most bytes of batch sums that a rank sends, or receives, in one message; two are on their way at
-a time."""
+"""Most bytes of batch sums that a rank sends, or receives, in one message. Two messages are in
+flight at a time."""
 LONG_REFRESH = 0.05
-"""Seconds of a refresh of everything at once from which on it is spread over steps."""
+"""If a refresh of all factors in one step takes more than this number of seconds, it is spread over
+several steps."""
 
 
 @dataclass(frozen=True)
 class Observations:
-    """What the first captured batch shows, None: not yet. Groups of layers that share their input;
-    layer name -> rows of a rank in a step, in the mean, of a stack's layer those that it takes
-    itself; fewer after :meth:`Plan.seeking`.
+    """What the first captured batch shows.
+
+    Attributes:
+        groups: groups of layers that share their input; None: not known yet.
+        rows: layer name -> mean number of rows of a rank in a step; None: not known yet. A layer
+            that is one matrix of a stack counts the rows that this matrix takes.
+            :meth:`Plan.seeking` lowers these numbers.
     """
 
     groups: tuple[tuple[str, ...], ...] | None = None
@@ -47,23 +54,25 @@ class Observations:
 
 @dataclass(frozen=True)
 class Plan:
-    """See the module's docstring.
+    """The plan of a run, see the module's docstring.
 
     Attributes:
-        offsets: factor key -> steps by which its refreshes are displaced, also of factors that
-            layers would have if they did not share one; empty: all at once.
-        adaptive: two values of a factor are similar if |P - Q|_F / |Q|_F is below it; None: the
-            rule is off.
-        contributors: which ranks capture a factor's batch, and which of their rows.
-        bucket_bytes: most that a rank sends or receives in one message of batch sums.
+        offsets: factor key -> number of steps by which its refreshes are displaced. It also has
+            keys of factors that layers would have if they did not share one. Empty: all refreshes
+            are in the same steps.
+        adaptive: two values of a factor are similar if |P - Q|_F / |Q|_F is below this number;
+            None: the adaptive rule is off.
+        contributors: which ranks capture a factor's batch, and which of their rows count.
+        bucket_bytes: most bytes that a rank sends or receives in one message of batch sums.
         wire: dtype of batch sums and eigenvectors on the wire.
-        gradient_dtypes: of gradients to their workers and of results back.
-        config: with its nulls answered.
-        precision: of the products of a step.
+        gradient_dtypes: dtype of gradients on the way to their workers, and dtype of results on the
+            way back.
+        config: the config, with a value in place of each null.
+        precision: precision of the products of a step.
         batched: whether layers of one shape are stepped in one batch.
-        answers, reasons: what was chosen, and why; for the report.
-        first: which ranks captured a factor's batch before rows were known; None: they are not
-            known.
+        answers, reasons: what was chosen, and why. These are texts for the report.
+        first: which ranks captured the first batch, before the number of rows was known; None: it
+            is still not known.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -88,19 +97,20 @@ class Plan:
 
     @cached_property
     def workers(self) -> int:
-        """Gradient workers of a layer."""
+        """Number of gradient workers of a layer."""
         return max(len(ranks) for ranks in self.assignment.workers.values())
 
     @cached_property
     def rows(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks that get each other's results: together they are gradient workers of every layer
-        once."""
+        """Groups of ranks that exchange their results. The ranks of one group are together the
+        gradient workers of every layer exactly once."""
         world, width = self.assignment.world, self.assignment.world // self.workers
         return tuple(tuple(range(start, start + width)) for start in range(0, world, width))
 
     @property
     def sharing_candidates(self) -> Mapping[str, Hashable]:
-        """See :func:`sharing_candidates`; none if layers are not to share."""
+        """The layers that may share A, see :func:`sharing_candidates`. Empty if the config does not
+        let layers share."""
         return sharing_candidates(self.layers, self.method) if self.config.choice.shares else {}
 
     def timetable(self) -> Timetable:
@@ -110,18 +120,18 @@ class Plan:
 
     @property
     def counts_terms(self) -> bool:
-        """Whether layers need their number of loss terms: corrected eigenvalues are in units of
-        these."""
+        """Whether the numbers of loss terms per layer are needed, which are the unit of corrected
+        eigenvalues."""
         return self.config.preconditioner.eigenvalues == "corrected"
 
     @cached_property
     def measures(self) -> bool:
-        """Whether contributors, and which of their rows count, depend on how many rows a rank
-        has."""
+        """Whether the number of rows on a rank decides which ranks contribute and which of their
+        rows count."""
         return self.config.factor.rows != "all"
 
     def with_observations(self, observations: Observations) -> "Plan":
-        """The plan of a run that knows this."""
+        """Return the plan of this run with these observations taken into account."""
         plan = self.sharing(observations.groups or ())
         wanted = self.config.factor.rows
         if not self.measures or observations.rows is None or isinstance(wanted, str):
@@ -138,8 +148,12 @@ class Plan:
         return replace(plan, contributors=known_rows, first=self.first or self.contributors)
 
     def seeking(self, observations: Observations, keys: Collection[str]) -> Observations:
-        """After updates of these factors for which no contributor had a row, though other ranks
-        have used their layers: as if a rank had so few that twice as many contribute."""
+        """Return observations by which twice as many ranks contribute to the factors ``keys``.
+
+        Call it after updates for which no contributor to these factors had a row, although other
+        ranks have used their layers. The numbers of rows are lowered, as if each rank had so few
+        that twice as many ranks are needed.
+        """
         layers, wanted = {layer.name: layer for layer in self.layers}, self.config.factor.rows
         rows = dict(observations.rows or {})
         for factor in self.assignment.factors:
@@ -154,36 +168,37 @@ class Plan:
         return replace(observations, rows=rows)
 
     def sharing(self, groups: Sequence[Sequence[str]]) -> "Plan":
-        """With one A for each of these groups of layers alone; its eigen worker is that of the
-        group's first layer."""
+        """Return this plan with one A for each of these groups of layers, and no other shared As.
+        The eigen worker of a shared A is that of the group's first layer."""
         work = replace(self.assignment.work, factors=factor_specs(self.layers, groups))
         return replace(self, assignment=replace(self.assignment, work=work))
 
 
 def alone_here(layers: Sequence[LayerSpec], factors: Sequence[FactorSpec]) -> list[FactorSpec]:
-    """Factors of layers that no other tensor-parallel ranks have copies of: those ranks' plans may
-    differ."""
+    """Return the factors of layers that no other tensor-parallel rank has a copy of. The plans of
+    ranks with copies may differ from this one."""
     copied = {layer.name for layer in layers if layer.copies > 1}
     return [factor for factor in factors if factor.layers[0] not in copied]
 
 
 class OverBudget(ValueError):
-    """The memory of a plan."""
+    """The plan does not fit into the memory budget."""
 
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What the engine gives.
+    """What the plan needs to know about the engine.
 
     Attributes:
-        world: ranks of the data-parallel group.
-        held: layer name -> gradient elements on each rank; None where every rank holds every
+        world: number of ranks in the data-parallel group.
+        held: layer name -> number of gradient elements on each rank; None: every rank holds every
             gradient.
-        parameters, gradients: dtypes of the model and of the gradients where K-FAC reads them.
-        moments: fp32 tensors of a gradient's shape that a gradient worker keeps.
-        device: where layers are preconditioned.
-        sequence: ranks that have the parts of one sequence, consecutive ones.
-        rotates: whether those moments are kept in the eigenbasis, and go with it.
+        parameters, gradients: dtype of the model, and dtype of the gradients where K-FAC reads
+            them.
+        moments: number of fp32 tensors of a gradient's shape that a gradient worker keeps.
+        device: device on which layers are preconditioned.
+        sequence: number of consecutive ranks that hold the parts of one sequence.
+        rotates: whether the moments are kept in the eigenbasis and rotated into each new one.
     """
 
     world: int
@@ -205,12 +220,12 @@ def make_plan(
 ) -> Plan:
     """Make the plan of a run.
 
-    The plan's layers may differ from the given ones in ``shares``: the experts of a stack have one
-    A each, or one A for all (:mod:`ds_kfac.plan.common`). If the plan with more As exceeds the
-    memory budget, a plan with fewer is made.
+    The plan's layers may differ from the given ones in ``shares``, because the experts of a stack
+    may have one A each, or a common A (:mod:`ds_kfac.plan.common`). If a plan with more As exceeds
+    the memory budget, a plan with fewer As is tried.
 
     Args:
-        config: resolved by :func:`ds_kfac.config.resolve.resolve`.
+        config: the config, resolved by :func:`ds_kfac.config.resolve.resolve`.
         answers: how the config was resolved, in words.
 
     Raises:
@@ -219,7 +234,7 @@ def make_plan(
     """
     method = METHODS[config.preconditioner.method]
     if method is EIGEN and facts.rotates and costs.ieee_flops:
-        method = ITERATED  # on a GPU an eighth of eigh's time
+        method = ITERATED  # on a GPU this takes an eighth of eigh's time
     variants = [tuple(layers)]
     reasons: Sequence[str] = ()
     if config.choice.shares:
@@ -227,7 +242,7 @@ def make_plan(
             apart, reasons = own_inputs(layers, method, moments=facts.moments, world=facts.world)
             variants.insert(0, apart)
         variants.append(common_inputs(layers))
-    variants = list(dict.fromkeys(variants))  # each once, those with most As first
+    variants = list(dict.fromkeys(variants))  # each variant once, the one with most As first
     most_factors = len(factor_specs(variants[0]))
     while True:
         variant = variants.pop(0)
@@ -252,7 +267,7 @@ def _plan_of(
     answers: tuple[str, ...],
     reasons_for_layers: Sequence[str],
 ) -> Plan:
-    """Make the plan of layers for which it is settled which of them have a common A.
+    """Make the plan of layers for which it is already decided which of them have a common A.
 
     Args:
         reasons_for_layers: why these As are common, in words.
@@ -300,11 +315,11 @@ def _plan_of(
 def _assignment(
     work: Work, config: KFACConfig, paired: bool, reasons: list[str]
 ) -> roles.Assignment:
-    """Return the assignment within the memory budget that is predicted to be fastest.
+    """Return the assignment that is predicted to be fastest among those within the memory budget.
 
     Args:
         paired: whether A and G of a layer must be on one rank.
-        reasons: the reason for the choice is appended, in words.
+        reasons: the reason for the choice is appended here, in words.
     """
     world = work.world
     fraction = config.assignment.gradient_worker_fraction
@@ -354,10 +369,11 @@ def _assignment(
 def _contributors(
     work: Work, facts: EngineFacts, config: KFACConfig, reasons: list[str]
 ) -> roles.Contributors:
-    """Return which ranks capture the first batch, when nobody knows yet how many rows a rank has.
+    """Return which ranks capture the first batch, for which the number of rows on a rank is not
+    known yet.
 
-    All ranks do, unless that would take more memory than later steps. Then only the eigen workers
-    do.
+    All ranks do, unless their batch sums would take more memory than :data:`FIRST_BUCKETS`
+    messages. In that case only the eigen workers do.
     """
     wanted = config.factor.rows
     counts: dict[str, int] = {}
@@ -396,10 +412,10 @@ def _wire(
 def _offsets(
     assignment: roles.Assignment, config: KFACConfig, reasons: list[str]
 ) -> Mapping[str, int]:
-    """Return factor key -> offset of its schedule, if a refresh of all factors in one step takes
-    long; else {}."""
+    """Return factor key -> offset of its refreshes. Return {} if refreshing all factors in one step
+    is fast enough."""
     work = assignment.work
-    # with orthogonal iteration one refresh of ten is by eigh, which takes longest
+    # with orthogonal iteration, one in ten refreshes uses eigh and takes longest
     slowest_method = EIGEN if work.method is ITERATED else work.method
     at_once = [0.0] * assignment.world
     for factor in work.factors:
@@ -419,12 +435,12 @@ def _offsets(
 
 
 def batched(device: torch.device, method: Method) -> bool:
-    """Whether layers of one shape are stepped in one batch, which takes fewer and larger launches.
+    """Whether layers of one shape are stepped in one batch, which needs fewer and larger launches.
 
     This is only possible if gradients are rotated. On a CPU a batched product is slower than its
-    parts. The price is memory that plans do not count: stacked eigenvectors, at most 256 MiB a
-    rank, and the same again in a step that refreshes them. Layers with a common A have a copy of
-    its eigenvectors each.
+    parts. Batching takes memory that plans do not count: stacked eigenvectors of at most 256 MiB
+    per rank, and the same amount again in a step that refreshes them. Layers with a common A each
+    have a copy of its eigenvectors.
     """
     return method.rotates and device.type != "cpu"
 
@@ -432,10 +448,11 @@ def batched(device: torch.device, method: Method) -> bool:
 def gradient_dtypes(
     parameters: torch.dtype, gradients: torch.dtype
 ) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtypes in which gradients travel to their workers and results travel back.
+    """Return the dtype in which gradients travel to their workers, and the dtype in which results
+    travel back.
 
-    Gradients travel as they are stored. Results travel in bf16 if the model is in 16 bits, because
-    fp16 lacks the range.
+    Gradients travel in the dtype in which they are stored. Results of a 16-bit model travel in
+    bf16, because the range of fp16 is too small.
     """
     back = torch.bfloat16 if parameters.itemsize == 2 else torch.float32
     return gradients, back
