@@ -110,8 +110,8 @@ class CostModel:
 
     def step(self, width: int, method: Method = ITERATED) -> float:
         """Return the seconds of one orthogonal iteration from the last eigenbasis. It consists of
-        products, solves and two Cholesky factorizations, which together take 2/3 of the time of an
-        inverse."""
+        products, solves and two Cholesky factorizations. The two factorizations take 2/3 of the
+        time of an inverse."""
         products = (method.step_flops - 2 / 3) * width**3 / min(self.ieee_flops, self.rate(width))
         return products + 2 / 3 * _interpolated(self.cholesky_seconds, width)
 

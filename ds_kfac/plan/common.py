@@ -90,7 +90,7 @@ def own_inputs(
 
     Returns the layers, and sentences that give the bytes and the bound for the plan's reasons.
     """
-    mixtures: dict[str, list[list[LayerSpec]]] = {}  # layer that owns the common A -> stacks that use it
+    mixtures: dict[str, list[list[LayerSpec]]] = {}  # owner of the common A -> its users
     stacks: dict[str, list[LayerSpec]] = {}
     for layer in layers:
         if layer.product and layer.part[1] > 1:
@@ -98,7 +98,7 @@ def own_inputs(
     for stack in stacks.values():
         if stack[-1].shares is not None:
             mixtures.setdefault(stack[-1].shares, []).append(stack)
-    by_cost: dict[float, list[str]] = {}  # bytes of own As relative to those of the moments -> owners
+    by_cost: dict[float, list[str]] = {}  # bytes of own As over moments' -> owners
     costs: dict[str, int] = {}
     for leader, sharing in mixtures.items():
         A, count = sharing[0][0].A, len(sharing[0])
