@@ -1,2 +1,2 @@
-"""What K-FAC will cost a run, before it: computed from the very plan the run would use, without
-building the model."""
+"""Estimates of what K-FAC will cost a run, before the run. They are computed from the same plan
+that the run would use, without building the model."""

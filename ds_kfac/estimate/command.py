@@ -1,5 +1,8 @@
-"""``python -m ds_kfac estimate`` and ``check``, and the same estimates from Python. As in
-DeepSpeed's estimators, ``_live`` takes a model and ``_cold`` takes shapes."""
+"""The commands ``python -m ds_kfac estimate`` and ``check``, and the same estimates from Python.
+
+As in DeepSpeed's estimators, the function that ends in ``_live`` takes a model and the one that
+ends in ``_cold`` takes shapes.
+"""
 
 import argparse
 import os
@@ -28,12 +31,12 @@ from ds_kfac.metrics import STAGES
 from ds_kfac.model.scan import scan
 
 DEFAULT: Mapping[str, Any] = {"optimizer": {"type": NAME}, "kfac": {}}
-"""The config of ``estimate`` without ``--config``."""
+"""The config that ``estimate`` uses without ``--config``."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A strategy that a run with this config cannot use, and why."""
+    """A strategy that a run with this config cannot use, with the reason."""
 
     name: str
     reason: str
@@ -51,28 +54,30 @@ def estimate_kfac_mem_needs_all_live(
     stage: int | None = None,
 ) -> tuple[Estimate | Refused, ...]:
     """Print and return what K-FAC would cost a rank under every strategy: memory, bytes on the
-    wire, FLOPs and seconds. They come from the plan that a run would make; the model may be on the
-    meta device.
+    wire, FLOPs and seconds.
+
+    The numbers come from the plan that a run would make. The model may be on the meta device:
 
         with torch.device("meta"):
             model = Net()
         estimate_kfac_mem_needs_all_live(model, "ds_config.json", world=64)
 
     Args:
-        model: as given to ``ds_kfac.initialize``, with ``model_parameters=model.parameters()``.
-        config: DeepSpeed config, a dict or a file.
-        world: data-parallel ranks.
-        example: arguments of the model's forward. It is run to find layers that share their input,
-            and how many rows a layer has per token; None: no layers are assumed to share their
-            input.
-        batch_rows: tokens (or images) of a rank in a step; None: captures and the model's own time
-            are left out.
-        device: "cuda" or "cpu": whose builtin costs are used.
-        node_size: consecutive ranks on a node; None: 1.
-        stage: ZeRO stage; None: the config's.
+        model: the model as given to ``ds_kfac.initialize``, with
+            ``model_parameters=model.parameters()``.
+        config: DeepSpeed config, a dict or the path of a file.
+        world: number of data-parallel ranks.
+        example: arguments of the model's forward. The forward pass is run once to find layers that
+            share their input, and the number of rows that a layer has per token. None: no layers
+            are assumed to share their input.
+        batch_rows: number of tokens (or images) of a rank in a step; None: captures and the model's
+            own time are left out.
+        device: "cuda" or "cpu", the device whose builtin costs are used.
+        node_size: number of consecutive ranks on a node; None: 1.
+        stage: ZeRO stage; None: the config's stage.
 
-    Returns an :class:`Estimate` or :class:`Refused` for every gradient-worker fraction, or for
-    ZeRO's owner scheme.
+    Returns an :class:`Estimate` or :class:`Refused` for every gradient-worker fraction. If
+    gradients are partitioned, there is only ZeRO's owner scheme.
 
     Raises:
         ValueError: the config is wrong, or the model has no layer to precondition.
@@ -94,13 +99,14 @@ def estimate_kfac_mem_needs_all_cold(
     world: int,
     **options: Any,
 ) -> tuple[Estimate | Refused, ...]:
-    """The estimate of a model of which only the shapes of its linear layers are known.
+    """Print and return the estimate for a model of which only the shapes of its linear layers are
+    known.
 
-        estimate_kfac_mem_needs_all_cold([(4096, 11008, False), (11008, 4096, False)] * 32,
-        "ds_config.json", world=64)
+        shapes = [(4096, 11008, False), (11008, 4096, False)] * 32
+        estimate_kfac_mem_needs_all_cold(shapes, "ds_config.json", world=64)
 
     Args:
-        shapes: (inputs, outputs, whether it has a bias) for every layer, in the model's order.
+        shapes: (inputs, outputs, whether it has a bias) of every layer, in the model's order.
         options: keyword arguments of :func:`estimate_kfac_mem_needs_all_live`, except ``example``.
     """
     with torch.device("meta"):
@@ -109,8 +115,9 @@ def estimate_kfac_mem_needs_all_cold(
 
 
 def costs_of(device: str, file: str | None = None) -> CostModel:
-    """The builtin rates with which a run on a kind of device plans; rates in ``file`` replace them.
-    Raises ValueError if there is no such device or file."""
+    """Return the rates with which a run on this type of device plans: the builtin ones, replaced by
+    the rates in ``file`` where it has them. Raise ValueError if the device is unknown or the file
+    is missing or wrong."""
     if device not in BUILTIN:
         raise ValueError(f"device: got {device!r}; must be one of {', '.join(BUILTIN)}")
     return BUILTIN[device] if file is None else measured(BUILTIN[device], file)
@@ -119,11 +126,11 @@ def costs_of(device: str, file: str | None = None) -> CostModel:
 def described(
     subject: Subject, costs: CostModel, world: int, rows: int | None, assumed: str = ""
 ) -> tuple[list[str], tuple[Estimate | Refused, ...]]:
-    """Describe every strategy in a row, and the one that the config chooses in detail.
+    """Describe every strategy in one line, and the strategy that the config chooses in detail.
 
     Args:
-        rows: tokens (or images) of a rank in a step; None: unknown.
-        assumed: words after the batch in the text, if the batch is assumed.
+        rows: number of tokens (or images) of a rank in a step; None: unknown.
+        assumed: words that follow the batch in the text if the batch is assumed.
 
     Returns the lines of text, and all strategies.
     """
@@ -178,7 +185,7 @@ def described(
 
 
 def factors_lines(subject: Subject, world: int) -> list[str]:
-    """The memory of ``ds_kfac.fit`` on this model, for people."""
+    """Describe the memory that ``ds_kfac.fit`` needs for this model."""
     choice = replace(subject.config.choice, curvature=True, gradients=True)
     plan = plan_of(scan(subject.model, choice).layers, subject.config, world, torch.device("cpu"))
     nbytes = number(max(peak_bytes(plan)), "B")
@@ -191,7 +198,7 @@ def factors_lines(subject: Subject, world: int) -> list[str]:
 
 
 def machine_lines(costs: CostModel, method: Method) -> list[str]:
-    """The rates from which seconds are predicted, and whether they were measured."""
+    """Describe the rates from which seconds are predicted, and whether each was measured."""
     times = ", ".join(
         f"{size}: {_time(seconds)}" for size, seconds in getattr(costs, method.solver_seconds)
     )
@@ -226,7 +233,8 @@ def machine_lines(costs: CostModel, method: Method) -> list[str]:
 def strategy_lines(
     strategies: Sequence[Estimate | Refused], costs: CostModel, chosen: Estimate | None
 ) -> list[str]:
-    """A row for every strategy; ``chosen``, which the config chooses, is marked."""
+    """Return the lines of a table with a row for every strategy. The strategy ``chosen``, which the
+    config chooses, is marked."""
     nbytes = (
         "K-FAC state",
         "mean rank",
@@ -267,8 +275,12 @@ def strategy_lines(
 
 
 def chosen_lines(chosen: Estimate, assumed: str = "") -> list[str]:
-    """Details of one strategy: a sentence about the fullest rank, then tables of memory, bytes on
-    the wire, FLOPs and seconds. ``assumed``: words after the batch, if that is assumed."""
+    """Describe one strategy in detail: a sentence about the fullest rank, followed by tables of
+    memory, bytes on the wire, FLOPs and seconds.
+
+    Args:
+        assumed: words that follow the batch in the text if the batch is assumed.
+    """
     plan, memory = chosen.plan, chosen.memory
     state, beside = (number(nbytes.max(), "B") for nbytes in (chosen.state, memory[BESIDE]))
     answer = f"K-FAC takes {state} of state on a rank, at most {beside} beside it in a step"
@@ -331,7 +343,8 @@ def _time(seconds: float) -> str:
 
 
 def run(arguments: argparse.Namespace) -> str:
-    """Text of the estimate. Raises ValueError for a wrong config, model or numbers."""
+    """Return the text of the estimate. Raise ValueError if the config, the model or a number is
+    wrong."""
     if arguments.node_gbps is not None and arguments.node_size is None:
         raise ValueError("--node-gbps: give --node-size too")
     ds_config = config_of(arguments.config or DEFAULT, arguments.optimizer, arguments.dtype)
@@ -341,8 +354,8 @@ def run(arguments: argparse.Namespace) -> str:
         try:
             trace = Trace(model, example)
         except ValueError:
-            # some of transformers' mixtures of experts do not run on meta; a user's example must
-            # run
+            # Some mixtures of experts of transformers do not run on the meta device. A user's own
+            # example must run.
             if not arguments.model.startswith("hf:"):
                 raise
     subject = Subject(model, ds_config, arguments.stage, trace)
@@ -378,8 +391,12 @@ def run(arguments: argparse.Namespace) -> str:
 
 
 def batch_units(ds_config: Mapping[str, Any], world: int, units: int) -> tuple[int, str, bool]:
-    """(tokens or images of a rank in a step, how they are computed in words, whether the config has
-    a batch size). ``units``: tokens or images in an example."""
+    """Return the size of a rank's batch as a triple: the number of tokens or images in a step; how
+    it was computed, in words; and whether the config has a batch size.
+
+    Args:
+        units: number of tokens or images in one example.
+    """
     keys = ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size")
     steps, micro, batch = (
         value if type(value) is int else None for value in map(ds_config.get, keys)
@@ -391,8 +408,8 @@ def batch_units(ds_config: Mapping[str, Any], world: int, units: int) -> tuple[i
 
 
 def check(arguments: argparse.Namespace) -> str:
-    """The report that attach would print for a config and a model, without a run. Raises
-    ValueError: attach would refuse."""
+    """Return the report that attach would print for a config and a model, without a run. Raise
+    ValueError if attach would refuse them."""
     ds_config = config_of(arguments.config, arguments.optimizer, arguments.dtype)
     model, _ = build(arguments.model, arguments.lora)
     subject = Subject(model, ds_config)

@@ -1,7 +1,8 @@
 """What a run costs every rank: bytes that it sends and keeps, FLOPs and seconds. Pure.
 
-Bytes are exact: they come from the layouts that the run itself uses. Seconds are predictions. [W]
-has a number for each rank, [W, W] the bytes from the row's rank to the column's.
+Bytes are exact, because they come from the layouts that the run itself uses. Seconds are
+predictions. An array [W] has one number for each rank. An array [W, W] has the bytes that the rank
+of the row sends to the rank of the column.
 """
 
 from collections import Counter
@@ -31,30 +32,39 @@ from ds_kfac.zero.exchange import ExchangePlan
 
 Keys = frozenset[str]
 Message = Sequence[tuple[str, np.ndarray]]
-"""(kind, bytes [W, W]) of the parts of one collective, in their order; batch sums are two parts:
-counts, elements."""
+"""(kind, bytes [W, W]) for each part of a collective, in the order of the parts. Batch sums have
+two parts, counts and elements."""
 
 PARTS = tuple(dict.fromkeys(part.kind for method in METHODS.values() for part in method.parts))
 KINDS = ("factors", "gradients", *PARTS, "results", "numbers")
-"""Kinds of traffic, as :class:`ds_kfac.comm.message.Channel` counts them."""
+"""Kinds of traffic, as counted by :class:`ds_kfac.comm.message.Channel`."""
 STATE = ("factors", "history", "eigenbases", "moments")
-"""Memory that is kept between steps; inverses are counted as eigenbases."""
+"""Kinds of memory that is kept between steps. Inverses are counted as eigenbases."""
 TRANSIENT = ("sums", "messages", "gradients", "workspace", "results")
-"""Memory that a step which captures everything needs in addition, not all at once: batch sums that
-this rank makes or averages; messages in flight; gathered gradients, and the message that brings
-them; while layers are stepped, what is left of these, and the copies of a chunk; results that wait
-to be sent, and the message with them."""
+"""Kinds of memory that a step needs in addition if it captures everything. Not all of them are
+needed at the same time:
+
+- sums: batch sums that this rank makes or averages.
+- messages: buffers of messages in flight.
+- gradients: gathered gradients, and the message that brings them.
+- workspace: while layers are stepped, the remaining gradients, the waiting results, and the
+  temporaries of a chunk of layers.
+- results: results that wait to be sent, and the message that sends them.
+"""
 BESIDE = "beside"
-"""The peak of transient memory over all steps, the first included, with gradients and results of
-this rank's layers."""
+"""The peak of temporary memory over all steps, including the first one. It includes gradients and
+results of this rank's layers."""
 FP32 = 4
-"""Bytes of a number."""
+"""Bytes of an fp32 number."""
 
 
 def steps_of(plan: planning.Plan) -> tuple[list[FactorsDue], list[FactorsDue]]:
-    """(steps of the burn-in after the first, up to the second refresh of all factors; steps of one
-    period after all intervals have settled). The adaptive rule is ignored: it only leaves work
-    out."""
+    """Return two lists of steps. The first has the steps of the burn-in after step 0, up to the
+    second refresh of all factors. The second has the steps of one period after all intervals have
+    settled.
+
+    The adaptive rule is ignored, because it only leaves work out.
+    """
     schedule, timetable = plan.schedule, replace(plan, adaptive=None).timetable()
     settled, burn_in = (
         schedule.displaced(max(plan.offsets.values(), default=0)).settled,
@@ -68,25 +78,25 @@ def steps_of(plan: planning.Plan) -> tuple[list[FactorsDue], list[FactorsDue]]:
 
 
 def turned_bytes(layer: LayerSpec) -> int:
-    """What it takes to turn one of a layer's moments into a new eigenbasis, see
+    """Return the bytes needed to rotate one of a layer's moments into a new eigenbasis, see
     ``ds_kfac/update/rotation.py``."""
     sides = [side.basis_numel for side in (layer.G, layer.A) if side.basis_numel]
     copies = len(sides) * layer.numel
-    if layer.groups == 1 and layer.numel > AT_ONCE:  # by rows, but for the product of G
+    if layer.groups == 1 and layer.numel > AT_ONCE:  # processed some rows at a time, except for the product with G
         copies = max(layer.numel if layer.G.basis_numel else 0, AT_ONCE)
     return FP32 * (sum(sides) + copies)
 
 
 def same_block(world: int, width: int) -> np.ndarray:
-    """Bool [W, W]: whether two ranks are in the same block of ``width`` consecutive ranks, such as
-    a node."""
+    """Return bool [W, W]: whether two ranks are in the same block of ``width`` consecutive ranks. A
+    node is such a block."""
     block = np.arange(world) // width
     return block[:, None] == block[None, :]
 
 
 def travel(costs: rates.CostModel, payload: np.ndarray, collectives: float) -> np.ndarray:
-    """Seconds [W] to send and receive bytes [W, W]: the longer direction, and a latency per
-    collective."""
+    """Return the seconds [W] to send and receive ``payload``, bytes [W, W]. The longer direction
+    counts, and each collective adds a latency."""
     near = same_block(len(payload), costs.node_size)
     seconds = np.full(len(payload), collectives * costs.link_seconds)
     for where, rate in ((~near, costs.link_bytes), (near, costs.node_bytes or costs.link_bytes)):
@@ -96,16 +106,20 @@ def travel(costs: rates.CostModel, payload: np.ndarray, collectives: float) -> n
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """Traffic of one step, or the mean of several. ``payload``: bytes [kinds, W, W], in the order
-    of :data:`KINDS`. ``calls``: collectives [kinds]; one that carries several kinds counts for the
-    first."""
+    """Traffic of one step, or the mean traffic of several steps.
+
+    Attributes:
+        payload: bytes [kinds, W, W], in the order of :data:`KINDS`.
+        calls: number of collectives [kinds]. A collective that carries several kinds counts for the
+            first of them.
+    """
 
     payload: np.ndarray
     calls: np.ndarray
 
     def sent(self, kind: str | None = None, *, axis: int = 1) -> np.ndarray:
-        """Bytes [W] that each rank sends (with ``axis`` 0: receives) of one kind; None: of all
-        kinds."""
+        """Return the bytes [W] that each rank sends, or receives if ``axis`` is 0. ``kind`` None:
+        the sum of all kinds."""
         return (self.payload.sum(axis=0) if kind is None else self.payload[KINDS.index(kind)]).sum(
             axis=axis
         )
@@ -115,19 +129,20 @@ class Estimate:
     """The costs of one strategy. Raises ValueError if K-FAC cannot make a plan for it.
 
     Args:
-        rows: tokens (or images) of a rank in a step; None: unknown, captures and the model's time
-            are left out.
+        rows: number of tokens (or images) of a rank in a step. None: unknown, so captures and the
+            model's time are left out.
 
     Attributes:
         plan: the plan that the run would make.
-        plain, update, refresh: traffic of a step that only preconditions; that also captures every
-            factor; that also refreshes every eigenbasis.
-        mean: mean traffic over a period of the settled intervals.
-        stages: stage -> seconds of its slowest rank in the mean step. A collective separates any
-            two stages, so their sum is the step's time.
-        seconds, worst: seconds of the mean step, and of the longest.
-        model: seconds of the model's forward and backward; None: unknown.
-        overhead: seconds of the mean step over those of the model; None: unknown.
+        plain: traffic of a step that only preconditions.
+        update: traffic of a step that also captures every factor.
+        refresh: traffic of a step that captures every factor and refreshes every eigenbasis.
+        mean: mean traffic over one period of the settled intervals.
+        stages: stage -> seconds of its slowest rank in the mean step. Ranks wait for each other in
+            a collective between any two stages, so the sum over all stages is the time of the step.
+        seconds, worst: seconds of the mean step, and of the longest step.
+        model: seconds of the model's forward and backward passes; None: unknown.
+        overhead: seconds of the mean step divided by those of the model; None: unknown.
     """
 
     def __init__(
@@ -136,7 +151,7 @@ class Estimate:
         self.subject, self.costs, self.world, self.rows = subject, costs, world, rows
         self.shards, self.rule = subject.shards(world), subject.rule
         plan = subject.plan(self.shards, costs, rows)
-        # make_plan has chosen for this process's device, so choose again as a GPU with TF32
+        # make_plan has chosen for this process's device. Choose again, for a GPU with TF32.
         if costs.gpu:
             exact = plan.config.preconditioner.precision == "highest"
             precision = plan.precision if exact else Precision("tf32", "tf32")
@@ -158,7 +173,7 @@ class Estimate:
             wire=wire,
             method=method,
         )
-        # reductions are always those of step 0: all updates cost the same
+        # always the reductions of step 0, because all updates cost the same
         self.reduction = ReductionPlan(
             self.factors, self.homes, plan.contributors, wire, plan.bucket_bytes
         )
@@ -176,8 +191,8 @@ class Estimate:
     # bytes on the wire
 
     def _traffic(self, captured: Keys, arriving: Keys) -> StepTraffic:
-        """The traffic of a step that captures the factors ``captured``, and in which new eigenbases
-        of the factors ``arriving`` take effect."""
+        """Return the traffic of a step that captures the factors ``captured`` and delivers new
+        eigenbases of the factors ``arriving``."""
         payload, calls = (
             np.zeros((len(KINDS), self.world, self.world), np.int64),
             np.zeros(len(KINDS), np.int64),
@@ -203,14 +218,15 @@ class Estimate:
 
     @property
     def _gather(self) -> Message:
-        """The message of gradients to gradient workers."""
+        """The message that brings gradients to gradient workers."""
         return [("gradients", self._gradients)]
 
     def _delivered(self, captured: Keys, arriving: Keys) -> list[tuple[Message, np.ndarray]]:
         """Return the messages that bring new eigenbases or inverses to gradient workers. The first
-        one also has the exchanged scalars.
+        message also contains the scalars that ranks exchange.
 
-        Each message comes with the bytes [W] of what it brings, in the form in which it is kept.
+        Each message is paired with the bytes [W] that its content takes on each rank once it is
+        unpacked.
         """
         delivery = self.delivery
         messages: list[tuple[Message, np.ndarray]] = []
@@ -236,8 +252,9 @@ class Estimate:
 
     @cached_property
     def _scatter(self) -> Message:
-        """The message from gradient workers: results, and the scalars that are summed over a row of
-        ranks: the direction's, the metrics', and a flag per layer if the rule needs it."""
+        """The message from gradient workers. It contains results and the scalars that are summed
+        over a row of ranks: those of the direction, those of the metrics, and a flag per layer if
+        the rule needs flags."""
         flags = len(self.plan.layers) if self.rule.flags(self.plan.config) else 0
         count, results = self.rule.numbers + len(SUMMARY) + flags, self.exchange.scatter
         numbers = self._numbers([count] * self.world, len(self.plan.rows[0]))
@@ -252,15 +269,19 @@ class Estimate:
         )
 
     def _matrix(self, of_pairs: Mapping[tuple[int, int], int]) -> np.ndarray:
-        """Bytes [W, W] from a mapping (source, target) -> bytes."""
+        """Return the bytes [W, W] of a mapping (source, target) -> bytes."""
         matrix = np.zeros((self.world, self.world), dtype=np.int64)
         for pair, nbytes in of_pairs.items():
             matrix[pair] = nbytes
         return matrix
 
     def _numbers(self, counts: Sequence[int], width: int) -> np.ndarray:
-        """Bytes [W, W] of ``counts`` scalars that each rank sends to the others of its row of
-        ``width`` ranks."""
+        """Return the bytes [W, W] of scalars that each rank sends to the other ranks of its row.
+
+        Args:
+            counts: number of scalars of each rank.
+            width: number of ranks in a row.
+        """
         return (
             FP32
             * np.array(counts)[:, None]
@@ -275,8 +296,8 @@ class Estimate:
         plan, groups = self.plan, self._layer_groups
         nbytes_of = plan.assignment.work.bytes_of(self.workers, self.homes)
         memory = {kind: np.array(nbytes_of[kind]) for kind in STATE if kind in nbytes_of}
-        # layers that are stepped in one batch have copies of their eigenvectors there, each its own
-        # of a shared A
+        # Layers that are stepped in one batch have copies of their eigenvectors in stacks. Each
+        # layer has its own copy of a shared A.
         stacked = [[group for group in of_rank if len(group) > 1] for of_rank in groups]
         inside = [{layer.name for group in of_rank for layer in group} for of_rank in stacked]
         copied = self._in_stacks(self.every, inside)
@@ -298,7 +319,7 @@ class Estimate:
         )
         steps = {step for steps in steps_of(plan) for step in steps}
         captures = [(self.every, first), *((step.capture, self.reduction) for step in steps)]
-        # in the first step all factors are decomposed, and no eigenbases are there yet
+        # the first step decomposes all factors while no eigenbases exist yet
         missing = memory["eigenbases"] - copied
         peaks = [self._refreshed(FactorsDue(self.every, self.every)) - missing]
         peaks += [self._refreshed(step) for step in steps]
@@ -319,10 +340,11 @@ class Estimate:
         return {kind: nbytes.astype(np.int64) for kind, nbytes in memory.items()}
 
     def _in_stacks(self, keys: Keys, inside: Sequence[Set[str]]) -> np.ndarray:
-        """Bytes [W] of the eigenbases of these factors that only layers in stacked groups use.
+        """Return the bytes [W] of the eigenbases of these factors, as far as only layers in stacked
+        groups use them.
 
         Args:
-            inside: names of these layers, by rank.
+            inside: for each rank, names of the layers that are in stacked groups.
         """
         total = np.zeros(self.world)
         for factor in (factor for factor in self.factors if factor.key in keys):
@@ -333,8 +355,8 @@ class Estimate:
         return total
 
     def _refreshed(self, due: FactorsDue) -> np.ndarray:
-        """Bytes [W] that a step holds at most from its decompositions until eigenbases are in
-        use."""
+        """Return the most bytes [W] that a step holds at a time, from its decompositions until the
+        new eigenbases are in use."""
         plan, keys = self.plan, due.refresh
         held = self._on_homes(lambda factor: self._basis[factor.key], keys)
         peaks = [held]
@@ -342,7 +364,7 @@ class Estimate:
             sent, both = self._buffers(message)
             peaks += [held + both, held + both - sent + brought]
             held = held + brought
-        # one after the other is rounded as it was sent
+        # the decompositions are rounded to the dtype in which they were sent, one after the other
         rounded_at_home = keys & self.delivery.rounded_at_home
         rounded = [(self.homes[key], self._basis[key]) for key in rounded_at_home]
         copied, turning = np.zeros((2, self.world))
@@ -356,8 +378,9 @@ class Estimate:
         return np.max([*peaks, held + copied, held + turning], axis=0)
 
     def _reduced(self, keys: Keys, reduction: ReductionPlan) -> tuple[np.ndarray, np.ndarray]:
-        """(bytes [W] of the factors' batch sums, on the ranks that make or average them; bytes [W]
-        of the messages with these sums that are in flight at once, at most)."""
+        """Return two arrays of bytes [W]. The first has the factors' batch sums, on the ranks that
+        make or average them. The second has the largest buffers of all messages with these sums
+        that are in flight at the same time."""
         sums = (
             ({slot.owner, *slot.contributors}, FP32 * slot.numel)
             for slot in reduction.of(keys, 0)[0]
@@ -368,8 +391,8 @@ class Estimate:
         )
 
     def _buffers(self, message: Message) -> np.ndarray:
-        """Bytes [2, W] of a message's buffers at each rank, with alignment: the send buffer, and
-        both buffers."""
+        """Return the bytes [2, W] of a message's buffers on each rank, with alignment. The first
+        row is the send buffer, the second row is both buffers."""
         padded = sum(
             (-(-matrix // ALIGNMENT) * ALIGNMENT for _, matrix in message),
             np.zeros((self.world, self.world)),
@@ -378,7 +401,7 @@ class Estimate:
 
     @cached_property
     def _layer_groups(self) -> list[tuple[tuple[LayerSpec, ...], ...]]:
-        """The layers of each rank as they are stepped in batches."""
+        """For each rank, its layers in the groups in which they are stepped."""
         key = (lambda layer: layer.copies) if self.plan.batched else None
         owned = [
             [x for x in self.plan.layers if rank in self.workers[x.name]]
@@ -387,9 +410,13 @@ class Estimate:
         return [group_by_shape(layers, key=key) for layers in owned]
 
     def _preconditioned(self) -> np.ndarray:
-        """Bytes [3, W]: gathered gradients; the peak of those that are left, results that wait to
-        be sent, and a chunk's workspace; results that wait, once they are all there, with their
-        copies in the message."""
+        """Return bytes [3, W] in three rows:
+
+        1. gathered gradients;
+        2. the peak, while layers are stepped, of the remaining gradients, the results that wait to
+          be sent, and the workspace of a chunk of layers;
+        3. all results that wait to be sent, with their copies in the message.
+        """
         plan = self.plan
         arriving, leaving = plan.gradient_dtypes
         params = self.exchange.of_layer
@@ -400,15 +427,15 @@ class Estimate:
         waiting = Counter[tuple[int, int]]()
         for rank, param, _, numel in sent:
             waiting[rank, param] += leaving.itemsize * numel
-        # (rank, parameter) where a rank has the parameter's complete gradient
+        # (rank, parameter) pairs for which the rank holds the parameter's complete gradient
         complete = {
             (s.rank, s.param) for s in self.shards.shards if s.numel == self.shards.numels[s.param]
         }
         memory = np.zeros((3, self.world))
         for rank, groups in enumerate(self._layer_groups):
             layers = [layer for group in groups for layer in group]
-            # a layer of one parameter is read in place, not gathered, if its complete gradient is
-            # on this rank
+            # If the layer consists of one parameter and its complete gradient is on this rank, the
+            # gradient is read in place and not gathered.
             held = {
                 name
                 for name, (param, *more) in params.items()
@@ -420,8 +447,8 @@ class Estimate:
                 if layer.name not in held
             }
             memory[0, rank] = left = sum(missing.values())
-            # DeepSpeed has finished gradients in fp32 at stage 0: those of a layer that is stepped
-            # alone are not copied
+            # At stage 0 DeepSpeed has finished gradients in fp32. If a layer is stepped alone, its
+            # gradient is not copied.
             finished = self.subject.replicated and self.subject.gradients is torch.float32
             alone = (
                 {group[0].name for group in groups if len(group) == 1} & held if finished else set()
@@ -434,15 +461,15 @@ class Estimate:
                 of_results = [
                     sum(waiting[rank, param] for param in params[layer.name]) for layer in chunk
                 ]
-                # each gradient is freed when it was copied in fp32, each group's directions when
-                # they were
+                # A gradient is freed as soon as it has been copied in fp32. A group's directions
+                # are freed as soon as they have been copied.
                 taken = before + max(FP32 * layer.numel for layer in chunk)
                 put = left + sum(FP32 * layer.numel for layer in chunk) + max(of_results)
                 most = max(most, done + max(taken, left + nbytes, put))
                 done += sum(of_results)
             memory[1:, rank] = most, done
         memory[2] += self._buffers(self._scatter)[0]
-        # results lie there in fp32
+        # here results are kept in fp32
         if self.subject.gradients is torch.float16 and not self.subject.replicated:
             memory[1:] += self._at(([shard.rank], 2 * shard.numel) for shard in self.shards.shards)
         return memory
@@ -453,14 +480,14 @@ class Estimate:
         """Set the means over a period."""
         (_, steps), seconds = steps_of(self.plan), dict[FactorsDue, dict[str, float]]()
         costs, method = self.costs, self.plan.method
-        # gradients are copied once when they are gathered, results once when they are written
+        # gradients are copied once when they are gathered, and results once when they are written
         copies = self._on_workers(lambda layer: 4 * FP32 * layer.numel / costs.copy_bytes)
         precondition = self._on_workers(self._precondition)
         payload, calls = np.zeros_like(self.plain.payload), np.zeros_like(self.plain.calls)
         for step, times in Counter(steps).items():
             traffic = self._traffic(step.capture, step.refresh)
             payload, calls = payload + times * traffic.payload, calls + times * traffic.calls
-            # factors are the first kind
+            # KINDS begins with the factors
             reduce = travel(costs, traffic.payload[0], traffic.calls[0])
             moved = travel(costs, traffic.payload[1:].sum(axis=0), traffic.calls[1:].sum())
             stages = (
@@ -482,14 +509,14 @@ class Estimate:
             sum(self.stages.values()),
             max(sum(each.values()) for each in of_steps),
         )
-        # 2 FLOPs per multiplication of the forward, 4 of the backward
+        # 2 FLOPs per multiplication in the forward pass, 4 in the backward pass
         flops = 6.0 * self.subject.forward * (self.rows or 0)
         self.model = flops / (costs.model_flops or costs.gemm_flops) if flops else None
         self.overhead = self.seconds / self.model if self.model else None
 
     def _precondition(self, layer: LayerSpec) -> float:
-        """Seconds of a step for one layer. On a GPU the update rule's own products run in 16 bits
-        at the model's rate, unless ``kfac.preconditioner.precision`` is "highest"."""
+        """Return the seconds of a step for one layer. On a GPU the update rule's own products run
+        in 16 bits at the model's rate, unless ``kfac.preconditioner.precision`` is "highest"."""
         costs = self.costs
         rate = max(costs.rate(rates.mean_width(layer)), costs.model_flops if self._half else 0.0)
         passes = costs.elementwise(FP32 * self.rule.facts.passes * layer.numel)
@@ -502,8 +529,8 @@ class Estimate:
 
     @property
     def flops(self) -> Mapping[str, np.ndarray]:
-        """Stage -> FLOPs [W]: to capture every factor once, to decompose every factor once, to
-        precondition a step."""
+        """Stage -> FLOPs [W]: to capture every factor once, to decompose every factor once, and to
+        precondition one step."""
         method, config, facts, half = (
             self.plan.method,
             self.plan.config,
@@ -519,7 +546,7 @@ class Estimate:
         }
 
     def _captures(self, keys: Keys) -> np.ndarray:
-        """FLOPs [W] to capture the factors ``keys`` in one step."""
+        """Return the FLOPs [W] to capture the factors ``keys`` in one step."""
         plan, layers = self.plan, {layer.name: layer for layer in self.plan.layers}
 
         def flops(factor: rates.FactorSpec) -> int:
@@ -540,7 +567,8 @@ class Estimate:
         return self._at((ranks, flops(factor)) for factor, ranks in contributors)
 
     def _at(self, amounts: Iterable[tuple[Iterable[int], float]]) -> np.ndarray:
-        """[W]: the sum of all amounts, each added on each of its ranks."""
+        """Return the sum of all amounts as an array [W]. Each amount is added on each of its
+        ranks."""
         total = np.zeros(self.world)
         for ranks, amount in amounts:
             total[list(ranks)] += amount
@@ -549,12 +577,13 @@ class Estimate:
     def _on_homes(
         self, amount: Callable[[rates.FactorSpec], float], keys: Keys | set[str] | None = None
     ) -> np.ndarray:
-        """[W]: the sum of each factor's amount on its eigen worker. ``keys``: these factors only;
-        None: all."""
+        """Return an array [W] that has, for each rank, the sum of the amounts of the factors whose
+        eigen worker it is. ``keys`` restricts the sum to these factors; None: all factors."""
         return self._at(
             ([self.homes[f.key]], amount(f)) for f in self.factors if keys is None or f.key in keys
         )
 
     def _on_workers(self, amount: Callable[[LayerSpec], float]) -> np.ndarray:
-        """[W]: the sum of each layer's amount on each of its gradient workers."""
+        """Return an array [W] that has, for each rank, the sum of the amounts of the layers whose
+        gradient worker it is."""
         return self._at((self.workers[layer.name], amount(layer)) for layer in self.plan.layers)

@@ -1,5 +1,5 @@
-"""The subject of an estimate: a model and a DeepSpeed config. No engine is built; only the model's
-shapes are used."""
+"""The subject of an estimate: a model and a DeepSpeed config. No engine is built, and only the
+shapes of the model are used."""
 
 import importlib
 import os
@@ -30,11 +30,13 @@ from ds_kfac.plan.plan import EngineFacts, Observations, Plan, make_plan, sharin
 from ds_kfac.zero.shards import ShardMap, held_by_layer, planned_shards
 
 CONTEXT = 4096
-"""Tokens in the example of a language model, at most: its config may allow a million."""
+"""Most tokens in the example of a language model. The model's own config may allow a million."""
 DTYPES = ("fp16", "bf16")
-"""Blocks of a DeepSpeed config that choose the dtype of parameters; without either it is fp32."""
+"""Blocks of a DeepSpeed config that choose the dtype of parameters. Without either, the dtype is
+fp32."""
 CHANNELS_FIRST = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.GroupNorm)
-"""Modules whose tensors have channels as their second dimension; others have features last."""
+"""Types of modules whose tensors have channels as their second dimension. Other modules have
+features as their last dimension."""
 
 
 def config_of(
@@ -42,9 +44,16 @@ def config_of(
     optimizer: str | None = None,
     dtype: str | None = None,
 ) -> Mapping[str, Any]:
-    """A DeepSpeed config, see :func:`read_config`. ``optimizer``: its type, if the script passes
-    it; ``dtype``: "fp32", "bf16" or "fp16", if a framework fills it in. Raises ValueError also if
-    the config has another one itself, or an optimizer that nobody has."""
+    """Return a DeepSpeed config, see :func:`read_config`.
+
+    Args:
+        optimizer: type of the optimizer, if the script passes it instead of the config.
+        dtype: "fp32", "bf16" or "fp16", if a framework fills it in.
+
+    Raises:
+        ValueError: the config is wrong; it has an optimizer or a dtype and the argument contradicts
+            it; or its optimizer is unknown.
+    """
     config = read_config(source)
     name = (
         block(config, "optimizer").get("type") if rule_in(config).optimizer_type is None else None
@@ -67,19 +76,21 @@ def config_of(
 
 
 class Trace(TorchFunctionMode):
-    """What one forward without gradients shows about layers; it is empty without a model. It reads
-    shapes alone, which do not show which matrix of a stack gets a row.
+    """What one forward pass without gradients shows about layers. A trace without a model is empty.
+
+    A trace reads only shapes. Shapes do not show which rows go to which matrix of a stack.
 
     Args:
-        example: positional arguments of the model's forward, on its device. A unit is an element of
-            the first tensor if that has integers (a token), else an entry of its first dimension
-            (an image).
+        example: positional arguments of the model's forward, on the model's device. If the first
+            tensor has integers, each of its elements is a unit (a token). Otherwise each entry of
+            its first dimension is a unit (an image).
 
     Attributes:
-        inputs: module name -> numbers of its inputs; modules with equal numbers share their inputs.
-        rows: module name -> rows per unit; a module that is missing has 1.
-        stacked: name of a parameter that is a stack of matrices, such as experts -> rows per unit
-            that a matrix multiplies, the mean over its matrices.
+        inputs: module name -> numbers that identify the module's inputs. Modules with equal numbers
+            share their inputs.
+        rows: module name -> number of rows per unit. A module that is missing has 1.
+        stacked: name of a parameter that is a stack of matrices, such as experts -> number of rows
+            per unit that one matrix multiplies, averaged over the matrices.
         units: number of units in the example.
 
     Raises ValueError if the model does not run.
@@ -91,15 +102,16 @@ class Trace(TorchFunctionMode):
         self.rows: dict[str, float] = {}
         self.stacked: dict[str, float] = {}
         self.units = 0
-        # id of a parameter -> name, matrices, outputs of each
+        # id of a parameter -> name, number of matrices, outputs of each matrix
         self._stacks: dict[int, tuple[str, int, int]] = {}
-        # id of a copy -> the copy, so that it lives; id of its stack
+        # id of a copy -> the copy itself, to keep it alive, and the id of its stack
         self._copies: dict[int, tuple[Tensor, int]] = {}
         if model is not None:
             self._run(model, example)
 
     def rows_of(self, layer: LayerSpec) -> float:
-        """Rows per unit of a layer; 1 where the trace has not seen it."""
+        """Return the number of rows per unit of a layer, or 1 if the trace has not seen the
+        layer."""
         return self.stacked.get(layer.weight, self.rows.get(layer.module, 1.0))
 
     def _run(self, model: nn.Module, example: Sequence[Any]) -> None:
@@ -127,7 +139,7 @@ class Trace(TorchFunctionMode):
             x = inputs[0] if inputs else next(iter(named.values()), None)
             if isinstance(x, Tensor):
                 self.inputs[name] = (*self.inputs.get(name, ()), shared.number(name, x))
-            # it has a pixel per row
+            # a transposed convolution has one row for each pixel of its input
             of_rows = x if isinstance(module, nn.modules.conv._ConvTransposeNd) else output
             if isinstance(of_rows, Tensor) and of_rows.ndim:
                 rows = (
@@ -173,7 +185,8 @@ class Trace(TorchFunctionMode):
         return output
 
     def _source(self, x: Any) -> int | None:
-        """Id of the stack that x is, is a view of, or was copied from; None: of none."""
+        """Return the id of the stack that x is, is a view of, or was copied from. Return None if
+        there is no such stack."""
         if not isinstance(x, Tensor):
             return None
         base = x if x._base is None else x._base
@@ -181,8 +194,11 @@ class Trace(TorchFunctionMode):
 
 
 class Subject:
-    """A model, maybe on the meta device, and a DeepSpeed config. Without a "kfac" block the
-    defaults hold; ``stage`` replaces the config's ZeRO stage.
+    """A model, possibly on the meta device, and a DeepSpeed config.
+
+    Args:
+        ds_config: the DeepSpeed config. Without a "kfac" block, the defaults are used.
+        stage: ZeRO stage that replaces the one in the config; None: the config's stage.
 
     Attributes:
         user_config: the "kfac" block as it was written.
@@ -191,15 +207,15 @@ class Subject:
         context: what DeepSpeed would build.
         replicated: whether every rank has every averaged gradient.
         gradients: dtype of gradients where K-FAC reads them.
-        scan, layers: the model's scan, and its layers, with large ones cut.
-        groups: parameter groups of the optimizer: (name, elements) of the trained parameters, in
-            its order.
-        shared: groups of layers with one input.
-        forward: multiplications per unit (token or image) in the forward; 0 if those of a stack are
-            unknown.
+        scan, layers: the result of scanning the model, and its layers, with large ones divided.
+        groups: parameter groups of the optimizer, in its order. A group is a list of (name, number
+            of elements) of its trained parameters.
+        shared: groups of layers that have the same input.
+        forward: number of multiplications per unit (token or image) in the forward pass. It is 0 if
+            the number is unknown for a stack.
 
-    Raises ValueError: the config is wrong, K-FAC or the estimator does not know the engine, or the
-    model has no layers.
+    Raises ValueError if the config is wrong, if the model has no layers, or if K-FAC or the
+    estimator does not support the engine.
     """
 
     def __init__(
@@ -262,8 +278,8 @@ class Subject:
 
     @property
     def assumed(self) -> str:
-        """Words after the dtype of parameters where it is only assumed: where the config has
-        "auto"."""
+        """Words that follow the dtype of parameters in a text if the dtype is only assumed, because
+        the config has "auto" in its place."""
         unknown = [
             f'"{key}"' for key in DTYPES if block(self.ds_config, key).get("enabled") == AUTO
         ]
@@ -275,8 +291,12 @@ class Subject:
         )
 
     def strategy(self, workers: int, world: int) -> str:
-        """Name of a strategy, by KAISA (its MEM-OPT is what ZeRO's owners do). ``workers``: ranks
-        that step a layer."""
+        """Return the name of a strategy, as in KAISA. ZeRO's owner scheme corresponds to KAISA's
+        MEM-OPT.
+
+        Args:
+            workers: number of ranks that step a layer.
+        """
         if not self.replicated:
             return f"ZeRO-{self.context.stage} owners"
         if world == 1:
@@ -284,16 +304,19 @@ class Subject:
         return {1: "MEM-OPT", world: "COMM-OPT"}.get(workers, f"HYBRID-OPT {workers}/{world}")
 
     def shards(self, world: int) -> ShardMap:
-        """Where DeepSpeed will put the layers' gradients."""
+        """Return where DeepSpeed will put the layers' gradients."""
         dealt = bool(block(self.ds_config, "zero_optimization").get("round_robin_gradients"))
         return planned_shards(
             self.layers, self.groups, world=world, stage=self.context.stage, round_robin=dealt
         )
 
     def plan(self, shards: ShardMap, costs: CostModel, rows: int | None = None) -> Plan:
-        """The plan that a run makes after its first step, when it knows which layers share inputs.
-        ``rows``: tokens (or images) of a rank in a step; None: unknown. Raises ValueError as
-        :func:`make_plan`."""
+        """Return the plan that a run has after its first step, when it is known which layers share
+        inputs. Raise ValueError like :func:`make_plan`.
+
+        Args:
+            rows: number of tokens (or images) of a rank in a step; None: unknown.
+        """
         facts = EngineFacts(
             world=shards.world,
             held=None if self.replicated else held_by_layer(self.layers, shards),
@@ -311,8 +334,9 @@ class Subject:
 
 
 def _forward(model: nn.Module, trace: Trace) -> float:
-    """Multiplications per unit in the forward: parameter elements times rows per unit. An
-    embedding's look-up costs nothing; a head that shares its weight is counted."""
+    """Return the number of multiplications per unit in the forward pass: parameter elements times
+    rows per unit. The look-up of an embedding costs nothing. A head that shares the embedding's
+    weight is counted."""
     total, counted = 0.0, set[int]()
     for name, module in model.named_modules():
         parameters = (
@@ -337,16 +361,20 @@ def _forward(model: nn.Module, trace: Trace) -> float:
 
 
 def build(name: str, lora: int | None = None) -> tuple[nn.Module, tuple[Any, ...] | None]:
-    """A model on the meta device, and example arguments of its forward; None where these are
-    unknown.
+    """Return a model on the meta device and example arguments of its forward. The arguments are
+    None if they are unknown.
 
     Args:
-        name: one of three forms. ValueError if there is no such model.
-            "module:factory": a function that returns a model, or (model, example arguments);
-            "timm:NAME": the example is an image of the size that the model was trained on;
-            "hf:PATH": a config.json of transformers, or its folder.
-        lora: rank of the adapters that peft adds to all linear layers but the head, with all else
-            frozen; None: none.
+        name: one of three forms:
+            "module:factory" names a function that returns a model, or (model, example arguments).
+            "timm:NAME" names a model of timm. The example is an image of the size on which the
+            model was trained.
+            "hf:PATH" is the path of a config.json of transformers, or of its folder.
+        lora: rank of the adapters that peft adds to all linear layers except the head, while
+            everything else is frozen; None: no adapters.
+
+    Raises:
+        ValueError: there is no such model.
     """
     library, _, attribute = name.partition(":")
     if not library or not attribute:
@@ -394,8 +422,8 @@ def build(name: str, lora: int | None = None) -> tuple[nn.Module, tuple[Any, ...
 
 
 def _of_transformers(transformers: Any, path: str) -> Any:
-    """A model, or (model, example arguments), of the class that its config names, else a causal
-    language model."""
+    """Return a model, or (model, example arguments). The model's class is the one that its config
+    names, otherwise a causal language model."""
     if not os.path.exists(path):
         raise ValueError(
             f"model hf:{path}: no such file or folder; give a model's config.json, nothing is "
@@ -412,7 +440,7 @@ def _of_transformers(transformers: Any, path: str) -> Any:
     else:
         made = transformers.AutoModelForCausalLM.from_config(config)
     if made._can_set_experts_implementation():
-        # the other implementations read values, which tensors on the meta device do not have
+        # the other implementations read values, and tensors on the meta device have none
         made.set_experts_implementation("batched_mm")
     if hasattr(config, "image_size") and not hasattr(config, "vocab_size"):
         return made, torch.zeros(1, config.num_channels, config.image_size, config.image_size)
