@@ -82,7 +82,7 @@ def turned_bytes(layer: LayerSpec) -> int:
     ``ds_kfac/update/rotation.py``."""
     sides = [side.basis_numel for side in (layer.G, layer.A) if side.basis_numel]
     copies = len(sides) * layer.numel
-    if layer.groups == 1 and layer.numel > AT_ONCE:  # processed some rows at a time, except for the product with G
+    if layer.groups == 1 and layer.numel > AT_ONCE:  # in row chunks, except for G
         copies = max(layer.numel if layer.G.basis_numel else 0, AT_ONCE)
     return FP32 * (sum(sides) + copies)
 

@@ -1,1 +1,1 @@
-"""One step: reduce, update, decompose, gather, precondition, scatter."""
+"""One step of K-FAC: reduce, update, decompose, gather, precondition, scatter."""

@@ -1,7 +1,7 @@
-"""Numbers for logs: all counters for DeepSpeed's monitor, a few of them, by the same names, for a
-training framework.
+"""Numbers for logs: all counters for DeepSpeed's monitor, and a few of them, under the same names,
+for the logs of a training framework.
 
-Both read scalars from the device, which waits for it: call them at logged steps only.
+Both read scalars from the device and wait for it, so call them only in steps that are logged.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
 
 PREFIX = "kfac/"
-"""Every name in logs begins with it."""
+"""Prefix of every name in logs."""
 FAILURES = (
     "not_finite_layers",
     "unpreconditioned_layers",
@@ -24,7 +24,7 @@ FAILURES = (
     "empty_updates",
     "missed_updates",
 )
-"""Counters that a framework's logs show once they are not zero."""
+"""Counters that appear in a framework's logs as soon as they are not zero."""
 COUNTS = (
     "steps",
     "skipped_steps",
@@ -36,26 +36,27 @@ COUNTS = (
 )
 """Names in ``Metrics.counts``."""
 KINDS = ("factors", "gradients", "results", "numbers", "proof")
-"""Kinds of traffic, beside those of the method's decompositions."""
+"""Kinds of traffic, in addition to the kinds of the method's decompositions."""
 
 
 def counters(job: Job) -> dict[str, float]:
-    """Name -> total since attach, on this rank unless said otherwise.
+    """Return name -> total since attach. Totals are those of this rank, unless noted otherwise.
 
-    Names of experts' domains begin with "<domain>/", those of traffic between all domains with
-    "job/".
+    Names that belong to a domain of experts begin with "<domain>/". Names that belong to traffic
+    between all domains begin with "job/".
 
-    In addition to those of :class:`~ds_kfac.metrics.Metrics`:
+    In addition to the numbers of :class:`~ds_kfac.metrics.Metrics` there are:
 
-    - "calls_<kind>": collectives entered; "sent_bytes_<kind>", "received_bytes_<kind>": payload to
-      and from other ranks, skipped steps included. Kinds: factors, gradients, eigenvectors,
-      eigenvalues, inverses, results, numbers, proof.
-    - "captures", "captures_skipped": factors captured, and left out by the adaptive rule, on all
-      ranks.
-    - "statistics_fraction": factor elements captured, as a fraction of capturing every factor in
-      every step.
+    - "calls_<kind>": number of collectives entered.
+    - "sent_bytes_<kind>", "received_bytes_<kind>": payload to and from other ranks, including
+      skipped steps. Kinds: factors, gradients, eigenvectors, eigenvalues, inverses, results,
+      numbers, proof.
+    - "captures", "captures_skipped": number of factors that were captured, and number that the
+      adaptive rule left out, on all ranks.
+    - "statistics_fraction": number of factor elements captured, relative to capturing every factor
+      in every step.
 
-    All of these are there from attach on, as zeros before the first step.
+    All of these exist from attach on and are zero before the first step.
     """
     values = _of_domain(job.preconditioners[0])
     for kfac in job.preconditioners[1:]:
@@ -69,8 +70,9 @@ def counters(job: Job) -> dict[str, float]:
 
 
 def selected(job: Job) -> dict[str, float]:
-    """This rank's numbers for a line of a training framework's logs: :func:`health`, kl-clip's
-    while it is on, and those of :data:`FAILURES` that are not zero."""
+    """Return this rank's numbers for a line of a training framework's logs. These are the numbers
+    of :func:`health`, those of kl-clip if it is on, and those of :data:`FAILURES` that are not
+    zero."""
     values = counters(job)
     clipped = {name: value for name, value in values.items() if name in ("nu", "kl")}
     failures = {
@@ -82,26 +84,26 @@ def selected(job: Job) -> dict[str, float]:
 
 
 def constants(job: Job) -> dict[str, float]:
-    """Numbers that hold for a whole run: "lr_<kind>", a kind of parameters' rate over the
-    optimizer's, if not 1."""
+    """Return numbers that do not change during a run. "lr_<kind>" is the learning rate of a kind of
+    parameters relative to the optimizer's learning rate, if the two differ."""
     kfac = job.preconditioners[0]
     rates = kfac.rule.facts.rates(kfac.plan, getattr(kfac.engine_view.inner, "adam_ratio", 1.0))
     return {f"lr_{kind}": float(times) for kind, times in rates.items() if times != 1}
 
 
 def health(job: Job) -> dict[str, float]:
-    """Two health numbers, each missing until there is something to measure:
+    """Return two numbers about the health of the run. Each is missing until it can be measured.
 
-    - "step_to_weight": root mean square of KFACAdamW's last step, of the layers of all ranks, over
-      that of its layers' weights on this rank.
-    - "eigenvalue_spread": largest eigenvalue of an A over the mean of its eigenvalues, the median
-      over this rank's dense layers. 1: all input directions are alike, so curvature changes
-      nothing.
+    - "step_to_weight": root mean square of KFACAdamW's last step over the layers of all ranks,
+      divided by that of its layers' weights on this rank.
+    - "eigenvalue_spread": largest eigenvalue of an A divided by the mean of its eigenvalues; the
+      median over this rank's dense layers. If it is 1, all input directions are alike, and
+      curvature changes nothing.
     """
     values = {}
     kfac = job.preconditioners[0]
     parts = (held(p, domain.rank) for domain in job.preconditioners for p in domain.layout.params)
-    # at ZeRO-3 a rank may have nothing of tiny layers
+    # at ZeRO-3 a rank may hold no part of a tiny layer
     weights = [part for part in parts if part.numel()]
     if kfac.direction.last is not None and weights:
         squared, lr = kfac.direction.last
@@ -130,7 +132,7 @@ def _of_domain(kfac: KFACPreconditioner) -> dict[str, float]:
 
 
 def _of_channel(channel: Channel, kinds: Iterable[str]) -> dict[str, float]:
-    """Return the traffic of a channel, with zeros for those of ``kinds`` that had none."""
+    """Return the traffic of a channel, with zeros for each of ``kinds`` that had no traffic."""
     values: dict[str, float] = {}
     for name, counter in (
         ("calls", channel.calls),
@@ -144,8 +146,8 @@ def _of_channel(channel: Channel, kinds: Iterable[str]) -> dict[str, float]:
 
 
 def held(parameter: Any, rank: int) -> Tensor:
-    """Return the part of a parameter that a rank holds: all of it, or at ZeRO-3 its flat chunk
-    without the uninitialised padding."""
+    """Return the part of a parameter that a rank holds. This is the whole parameter, or at ZeRO-3
+    the rank's flat chunk without the uninitialised padding."""
     chunk = getattr(parameter, "ds_tensor", None)
     if chunk is None:
         return parameter.detach()

@@ -1,8 +1,8 @@
-"""A rank's factors: averaged, decomposed, delivered to the gradient workers.
+"""The factors of one rank: they are averaged, decomposed, and delivered to the gradient workers.
 
-The timetable is the same on every rank. Only a factor's eigen worker knows whether the factor could
-be decomposed. If eigenbases travel, it tells all ranks, which then agree on what the next message
-contains.
+The timetable is the same on every rank, but only a factor's eigen worker knows whether the factor
+could be decomposed. If eigenbases travel, the eigen worker tells all ranks, which then agree on the
+content of the next message.
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -45,16 +45,17 @@ from ds_kfac.step.warner import NAMED
 
 @dataclass
 class FactorLog:
-    """What became of factors since this rank started or loaded a checkpoint. It is shown to people
-    (``ds_kfac/diagnostics/explain.py``); no step depends on it, and no checkpoint has it.
+    """What happened to factors since this rank started or loaded a checkpoint. It is shown to users
+    (``ds_kfac/diagnostics/explain.py``). No step depends on it, and it is not saved in checkpoints.
 
     Attributes:
         updates: key -> last update on this rank, as a triple: the step; the factor's column; and
-            fp32 [4, n] on the device, with a column for each of the step's n batches. The rows are:
-            1 if the batch was scaled down; 1 if it left the factor as it was; its number of rows
-            (for G: loss terms); and the last step whose batch changed the factor (-1: none).
-        tried: key -> step of the last refresh, and how it ended: FAILED, UNUSABLE or FRESH.
-        fresh: key -> step of the last refresh that gave a decomposition.
+            fp32 [4, n] on the device, with a column for each of the step's n batches. The four rows
+            are: 1 if the batch was scaled down; 1 if the factor did not use the batch; the batch's
+            number of rows (for G: loss terms); and the last step whose batch changed the factor
+            (-1: none).
+        tried: key -> step of the last refresh, and its outcome: FAILED, UNUSABLE or FRESH.
+        fresh: key -> step of the last refresh that produced a decomposition.
     """
 
     updates: dict[str, tuple[int, int, Tensor]] = field(default_factory=dict)
@@ -64,26 +65,27 @@ class FactorLog:
 
 @dataclass
 class FactorStep:
-    """What one step does to the factors. :meth:`FactorUpdates.update` makes it;
-    :meth:`FactorUpdates.decompose` and :meth:`FactorUpdates.deliver` fill it in.
+    """What one step does to the factors. :meth:`FactorUpdates.update` creates it;
+    :meth:`FactorUpdates.decompose` and :meth:`FactorUpdates.deliver` add to it.
 
     Attributes:
-        due: factors that are captured and decomposed in this step, without those that do not exist.
-        travels: True if eigenbases ever travel.
+        due: factors that are captured and decomposed in this step, without keys of factors that do
+            not exist.
+        travels: whether eigenbases ever travel.
         terms: layer name -> number of loss terms in the batch that was averaged.
-        similar: factor key -> fp32 scalar on the device: :data:`SIMILAR_TO_LAST` and
-            :data:`SIMILAR_TO_BEFORE` added up where they hold
-            (:func:`ds_kfac.curvature.factor.update_`), or :data:`NO_BATCH` if the factor stays as
-            it was.
+        similar: factor key -> fp32 scalar on the device. It is the sum of :data:`SIMILAR_TO_LAST`
+            and :data:`SIMILAR_TO_BEFORE`, each only if it applies
+            (:func:`ds_kfac.curvature.factor.update_`). If the factor did not use the batch, it is
+            :data:`NO_BATCH`.
         unusual: number of this rank's batches of each kind of
             :data:`ds_kfac.step.messages.UNUSUAL`.
         missed: keys of this rank's n factors to which not all ranks contributed, and bool [n]: True
             for those that had no row.
         arriving: keys of the factors that are decomposed in this step, on any rank.
-        outcomes: key -> FAILED, UNUSABLE or FRESH. Before :meth:`FactorUpdates.deliver` these are
-            the factors of this rank; afterwards, if eigenbases travel, those of all ranks.
-        bases: key -> decomposition. Before :meth:`FactorUpdates.deliver` these are made on this
-            rank; afterwards they are those that this rank needs.
+        outcomes: key -> FAILED, UNUSABLE or FRESH. Before :meth:`FactorUpdates.deliver` it has the
+            factors of this rank. Afterwards, if eigenbases travel, it has the factors of all ranks.
+        bases: key -> decomposition. Before :meth:`FactorUpdates.deliver` it has those made on this
+            rank, afterwards those that this rank needs.
         scalars: name -> scalar, after the ranks have exchanged them.
     """
 
@@ -100,24 +102,26 @@ class FactorStep:
 
 
 class FactorUpdates:
-    """Averages, decomposes and delivers the factors, which change in place.
+    """The factors of a rank. The object averages them in place, decomposes them, and delivers the
+    decompositions.
 
     Args:
         plan: which rank does what, when and how.
-        averaged_over: number of ranks whose backward passes a gradient is averaged over, ranks of
-            other domains included.
+        averaged_over: number of ranks over whose backward passes a gradient is averaged. Ranks of
+            other domains are included.
 
     Attributes:
         reducer: sends batch sums to the eigen workers.
         factors: key -> factor, for the factors that this rank averages and decomposes.
-        ready: keys of the factors that have been decomposed. If eigenbases travel, keys of all
-            ranks' factors; else those of this rank.
-        log: what became of factors, see :class:`FactorLog`.
+        ready: keys of the factors that have been decomposed. If eigenbases travel, it has factors
+            of all ranks, otherwise only factors of this rank.
+        log: what happened to factors, see :class:`FactorLog`.
         specs: key -> spec, for the factors of all ranks.
         layer_of: key -> first of the layers that have this factor.
-        of_layer: layer name -> its factors' specs, by side.
-        home: device that averages are on between steps.
-        paired: True if decomposing a factor needs its partner, which is then on the same rank.
+        of_layer: layer name -> specs of its factors, by side.
+        home: device on which averages are kept between steps.
+        paired: whether decomposing a factor needs the other factor of its layer, which is then on
+            the same rank.
         counted: key -> names of the layers whose number of loss terms is this factor's number of
             rows.
     """
@@ -169,10 +173,10 @@ class FactorUpdates:
         self.load_state_dict({})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs. Keys have this process's layer names.
+        """Return what a resumed run needs. Keys contain the layer names of this process.
 
         factors: key -> factor, for this rank's factors.
-        ready, log: the attributes.
+        ready, log: the attributes of the same names.
         schedule: see :meth:`Timetable.state`.
         """
         return {
@@ -183,8 +187,8 @@ class FactorUpdates:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`. Factors that it does not have begin empty. Factors of
-        layers that this process does not have are dropped."""
+        """Continue from the result of :meth:`state_dict`. Factors that it lacks start empty.
+        Factors of layers that this process does not have are dropped."""
         saved = state.get("factors", {})
         self.factors = {
             key: saved[key] if key in saved else self._empty(spec)
@@ -204,17 +208,18 @@ class FactorUpdates:
     def factor(
         self, side: Side, packed_P: Tensor, updates: Tensor, *values: Tensor | None
     ) -> KroneckerFactor:
-        """Return a factor of these tensors, with a history of ``values`` where factors have one."""
+        """Return a factor made of these tensors. If factors have a history, it is made of
+        ``values``."""
         history = History.of(side, *values).to(self.home) if self.plan.adaptive else None
-        # The counter `updates` stays on the device even if averages are offloaded: GPU kernels read
-        # it at every update. The average is copied from the device to the host, which pins the
-        # memory: updates are copied to it for the rest of the run.
+        # The counter `updates` stays on the device even if averages are offloaded, because GPU
+        # kernels read it at every update. The average is copied from the device to the host, which
+        # pins the memory. For the rest of the run, updates are copied into that memory.
         return KroneckerFactor(side, packed_P.to(self.device), updates.to(self.device), history).to(
             self.home
         )
 
     def of_none_but(self, layers: Collection[str]) -> frozenset[str]:
-        """Return the keys of the factors that only these layers have."""
+        """Return the keys of the factors that no other layers than these have."""
         return frozenset(
             key for key, spec in self.specs.items() if all(name in layers for name in spec.layers)
         )
@@ -224,9 +229,9 @@ class FactorUpdates:
         return {name for key in keys for name in self.specs[key].layers}
 
     def forget(self, keys: Collection[str]) -> None:
-        """Restart these factors from zero: rows that failed the proof are in their averages. Once
-        their layers fit again, factors are decomposed at their next update, without waiting for a
-        refresh."""
+        """Restart these factors from zero, because rows that failed the proof are in their
+        averages. Once their layers pass a proof again, the factors are decomposed at their next
+        update, without waiting for a refresh."""
         for key in keys & self.factors.keys():
             self.factors[key] = self._empty(self.specs[key])
         self.ready.difference_update(keys)
@@ -234,12 +239,12 @@ class FactorUpdates:
     # the stages of a step
 
     def update(self, step: int, due: FactorsDue, sums: Mapping[str, BatchSum]) -> FactorStep:
-        """Average batch sums, already reduced over ranks, into this rank's factors.
+        """Average this rank's factors with batch sums that are already reduced over ranks.
 
         Args:
             step: number of applied steps before this one.
-            due: factors to capture and to refresh. Keys of factors that do not exist, since layers
-                share one, are ignored.
+            due: factors to capture and to refresh. Keys of factors that do not exist, because
+                layers share one, are ignored.
         """
         update = FactorStep(
             FactorsDue(due.capture & self.specs.keys(), due.refresh & self.specs.keys()),
@@ -264,7 +269,8 @@ class FactorUpdates:
             [self.factors[key] for key in keys],
             [batch.sum_P for batch in batches.values()],
             counts,
-            # the adaptive rule may have skipped ordinary updates: the past decays once for each
+            # the adaptive rule may have skipped ordinary updates: the average decays once for each
+            # of them
             decays=[decay ** self.timetable.clocks[key].interval for key in keys],
             device=self.device,
             tolerance=self.plan.adaptive,
@@ -287,7 +293,7 @@ class FactorUpdates:
 
     def _terms(self, batches: Mapping[str, BatchSum]) -> dict[str, Tensor]:
         """Return layer name -> number of loss terms. Ranks that did not contribute are assumed to
-        have had as many rows."""
+        have had the same number of rows."""
         terms: dict[str, Tensor] = {}
         for key, batch in batches.items():
             ratio = self.averaged_over / batch.ranks
@@ -303,14 +309,18 @@ class FactorUpdates:
         self.log.updates |= {key: (step, column, numbers) for column, key in enumerate(keys)}
 
     def of_gradients(self, key: str) -> bool:
-        """True for G, and for the A of a norm layer, whose rows are gradients times inputs."""
+        """Whether a factor's rows depend on gradients. This is true for every G. It is also true
+        for the A of a norm layer, whose rows are gradients times inputs."""
         return not self.specs[key].is_A or LAYERS[self.layer_of[key].kind].needs_gradients
 
     def _scale(self, batch: BatchSum) -> None:
-        """Turn the sum over ranks of R_p g g^T into the Fisher's G: see "Scale of G" in
-        ``model/capture.py``. g is a rank's part of an average over ``averaged_over`` ranks; K is
-        the number of backward passes on all of them. Ranks that did not contribute are assumed to
-        have had the same sums."""
+        """Convert the sum over ranks of R_p g g^T into the Fisher's G, see "Scale of G" in
+        ``model/capture.py``.
+
+        g is a rank's part of an average over ``averaged_over`` ranks. K is the number of backward
+        passes on all of these ranks. Ranks that did not contribute are assumed to have had the same
+        sums.
+        """
         others = self.channel.world / batch.ranks
         passes = batch.counts[PASSES] * (self.averaged_over / batch.ranks)
         batch.sum_P.mul_(passes * (others / self.averaged_over**2))
@@ -325,13 +335,14 @@ class FactorUpdates:
         """Decompose the factors that are due.
 
         Args:
-            last: returns a factor's last decomposition on this rank, or None, for methods that
-                iterate from it. Without this function every factor is decomposed from scratch.
+            last: returns the last decomposition of a factor on this rank, or None. Methods that
+                iterate from the last decomposition use it. Without this function, every factor is
+                decomposed from scratch.
             unproven: keys of factors whose layers failed the last proof of their rows. They are not
                 decomposed.
         """
-        # a factor that had no data at the last refresh is decomposed at its next capture: waiting
-        # for the next refresh would leave its layers unpreconditioned for a whole interval
+        # A factor that had no data at the last refresh is decomposed at its next capture. Otherwise
+        # its layers would not be preconditioned for a whole refresh interval.
         waiting = {
             key for key in update.due.capture - self.ready if self.travels or key in self.factors
         }
@@ -388,8 +399,8 @@ class FactorUpdates:
         return method.decompose(requests, **options)
 
     def _partner(self, key: str) -> KroneckerFactor | None:
-        """Return the other factor of a factor's layer; None if the decomposition does not need it.
-        An inverse includes the damping, which depends on both factors."""
+        """Return the other factor of a factor's layer, or None if the decomposition does not need
+        it. An inverse includes the damping, which depends on both factors."""
         layer = self.layer_of[key]
         side = layer.G if self.specs[key].is_A else layer.A
         if side.block == 0 and (self.plan.method.damps_identity or self.paired):
@@ -399,9 +410,12 @@ class FactorUpdates:
         return None
 
     def _usable(self, keys: Collection[str]) -> list[str]:
-        """Return the keys of this rank's factors that can be decomposed, for a layer whose other
-        factor, if it is on this rank, can be decomposed, too. Of the layers that share an A, one
-        may have no data. One transfer to the host."""
+        """Return the keys of this rank's factors that can be decomposed.
+
+        A factor is left out if the other factor of its layer is on this rank and cannot be
+        decomposed. If several layers share an A, it is enough that one of these layers can be
+        preconditioned, because the others may have no data. Copies flags to the host once.
+        """
         layers = {
             key: [[side.key for side in self.of_layer[name].values()] for name in spec.layers]
             for key, spec in self.specs.items()
@@ -411,7 +425,7 @@ class FactorUpdates:
         checked = [key for key in self.factors if key in needed]
         if not checked:
             return []
-        # on the device: an offloaded factor may still be on its way to the host
+        # checked on the device, because an offloaded factor may still be on its way to the host
         flags = usable([self.factors[key].to(self.device) for key in checked]).tolist()
         can = dict(zip(checked, flags, strict=True))
         return [
@@ -420,12 +434,12 @@ class FactorUpdates:
             if any(all(can.get(side, True) for side in sides) for sides in of_factor)
         ]
 
-    # what ranks tell each other
+    # exchange between ranks
 
     def deliver(self, step: int, update: FactorStep) -> None:
-        """Send new eigenbases or inverses to the gradient workers, in as many messages as they
-        need. Scalars travel with the first message. Collective. Waits for the device if eigenbases
-        travel."""
+        """Send new eigenbases or inverses to the gradient workers, in as many messages as
+        necessary. Scalars travel with the first message. Collective. Waits for the device if
+        eigenbases travel."""
         names = scalar_names(
             self.plan, captured=update.due.capture, arriving=update.arriving, travels=self.travels
         )
@@ -437,13 +451,14 @@ class FactorUpdates:
         update.scalars = table.read(arrivals.pop())
         bases = self.delivery.received(arrivals)
         for parts in others:
-            del arrivals  # views, which keep the last message
+            del arrivals  # these are views, which would keep the last message in memory
             arrivals = deliver(parts, self.channel, self.device)
             bases |= self.delivery.received(arrivals)
         self._receive(step, update, bases)
 
     def _own_scalars(self, update: FactorStep) -> dict[Hashable, Tensor | float]:
-        """Return name -> scalar for the scalars that this rank sends. It may have more of them."""
+        """Return name -> scalar with all scalars that this rank sends. The mapping may contain
+        others, too."""
         values: dict[Hashable, Tensor | float] = {
             ("terms", name): terms for name, terms in update.terms.items()
         }
@@ -455,7 +470,7 @@ class FactorUpdates:
         return values
 
     def _receive(self, step: int, update: FactorStep, bases: Mapping[str, Decomposition]) -> None:
-        """Take in the scalars of all ranks, and the decompositions that have arrived."""
+        """Store the scalars of all ranks, and the decompositions that have arrived."""
         scalars = update.scalars
         update.terms |= {
             name[1]: x
@@ -469,7 +484,8 @@ class FactorUpdates:
         self.ready |= fresh
         self.log.tried |= {key: (step, outcome) for key, outcome in update.outcomes.items()}
         self.log.fresh |= dict.fromkeys(fresh, step)
-        # rounded as they were sent: all workers of a layer have the same bits
+        # rounded in the same way as those that were sent, so that all workers of a layer have the
+        # same bits
         for key in update.bases.keys() & self.delivery.rounded_at_home:
             update.bases[key] = update.bases[key].rounded(self.delivery.wire)
         update.bases |= {key: basis for key, basis in bases.items() if key in fresh}

@@ -1,5 +1,5 @@
-"""K-FAC on one rank: a preconditioner for each of its domains (dense layers, experts), which step
-as one."""
+"""K-FAC on one rank. There is a preconditioner for each of the rank's domains (dense layers,
+experts), and all of them step together."""
 
 from collections.abc import Sequence
 
@@ -12,15 +12,16 @@ from ds_kfac.step.preconditioner import KFACPreconditioner
 class Job:
     """The preconditioners of this rank's domains.
 
-    Every rank enters the domains' collectives in the order of ``preconditioners``.
+    Every rank enters the collectives of the domains in the order of ``preconditioners``.
 
     Args:
-        preconditioners: the dense layers' first.
+        preconditioners: one for each domain, with that of the dense layers first.
 
     Attributes:
         everywhere: whether the job has more than one domain.
         channel: connects all ranks that train the model.
-        numel: number of elements of the layers of all domains of all ranks, each layer once.
+        numel: number of elements of the layers of all domains on all ranks. Each layer is counted
+            once.
     """
 
     def __init__(self, preconditioners: Sequence[KFACPreconditioner]) -> None:
@@ -31,7 +32,8 @@ class Job:
             if self.everywhere
             else self.preconditioners[0].channel
         )
-        # each rank's part of the number of elements, so that all ranks' parts add up to it
+        # this rank's fraction of the number of elements, so that the sum over all ranks is the
+        # total
         numel = sum(
             layer.numel / layer.copies / kfac.layout.world
             for kfac in self.preconditioners
@@ -50,18 +52,19 @@ class Job:
         return any(kfac.capture.active for kfac in self.preconditioners)
 
     def begin(self) -> None:
-        """DeepSpeed begins to look at a step's gradients."""
+        """Prepare for a step. Call it when DeepSpeed starts to process the gradients of the
+        step."""
         for kfac in self.preconditioners:
             kfac.layout.begin()
 
     def step(self) -> None:
         """Replace all gradients. Collective. The update rule's numbers are summed over all domains
-        by one small all-reduce. If it raises, K-FAC's state is that of no step, as that of a torch
-        optimizer is."""
+        by one small all-reduce. If the step raises, K-FAC's state may be that of no step, as with a
+        torch optimizer."""
         running = [(kfac, kfac.precondition()) for kfac in self.preconditioners]
         sums = None
         if self.everywhere and self.preconditioners[0].rule.numbers:
-            # each of a layer's gradient workers has counted it
+            # every gradient worker of a layer has counted that layer
             parts = [
                 torch.stack([*now.outcome.numbers]) / kfac.plan.workers for kfac, now in running
             ]
@@ -71,7 +74,7 @@ class Job:
             kfac.scatter(now, sums)
 
     def end(self, *, applied: bool) -> None:
-        """After DeepSpeed's step. Collective."""
+        """Finish a step, after DeepSpeed's own step. Collective."""
         for kfac in self.preconditioners:
             kfac.layout.end()
             if not applied:
@@ -79,7 +82,7 @@ class Job:
             kfac.resume()
 
     def drop_step(self) -> None:
-        """A step or a backward pass raised: drop what its hooks have seen. Local."""
+        """Drop what the hooks have seen, because a step or a backward pass raised. Local."""
         for kfac in self.preconditioners:
             kfac.resume(after_error=True)
 
@@ -89,7 +92,7 @@ class Job:
             kfac.load_state_dict({})
 
     def close(self) -> None:
-        """Remove hooks and process groups. Local; may be called twice."""
+        """Remove the hooks and process groups. Local, and may be called twice."""
         for kfac in self.preconditioners:
             kfac.close()
         if self.everywhere:

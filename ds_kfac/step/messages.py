@@ -1,9 +1,9 @@
-"""What ranks exchange beside gradients and batch sums.
+"""What ranks exchange in addition to gradients and batch sums.
 
 Eigenbases, or damped inverses, travel from the ranks that decompose factors to gradient workers on
 other ranks, in messages of bounded size. Scalars about factors travel with the first of these
-messages; every rank derives their names from the plan. After the first captured batch all ranks
-agree on which layers share one A, and on how many rows each layer has.
+messages, and every rank derives their names from the plan. After the first captured batch, all
+ranks agree on which layers share one A, and on how many rows each layer has.
 """
 
 from collections import Counter
@@ -32,18 +32,19 @@ class Delivery:
         eigen_workers: factor key -> rank that decomposes the factor.
         workers: layer name -> ranks that precondition the layer's gradient.
         wire: dtype of eigenvectors on the wire.
-        method: defines what a decomposition consists of.
-        nbytes: most bytes that a rank sends, or receives, in one message, unless one decomposition
-            has more.
-        copied: names of layers that other tensor-parallel ranks, which have plans of their own,
-            have copies of.
+        method: defines the parts of a decomposition.
+        nbytes: most bytes that a rank sends, or receives, in one message. A single decomposition
+            may be larger.
+        copied: names of layers of which other tensor-parallel ranks have copies. Those ranks have
+            their own plans.
 
     Attributes:
-        receivers: factor key -> gradient workers that are not the factor's eigen worker.
-        rounded_at_home: keys of factors whose eigen worker rounds its own copy to the wire's dtype.
-            Decompositions that travel are rounded so that all workers have the same bits; those of
-            copied layers, because another rank's plan may send them.
-        travels: True if any decomposition ever travels.
+        receivers: factor key -> gradient workers other than the factor's eigen worker.
+        rounded_at_home: keys of factors whose eigen worker rounds its own copy of the decomposition
+            to the wire's dtype. This applies to decompositions that travel, so that all workers
+            have the same bits. It also applies to those of copied layers, because another rank's
+            plan may send them.
+        travels: whether any decomposition ever travels.
         kinds: kinds of the message parts of a decomposition, in the order of the parts.
         dtypes: dtypes on the wire, in the order of the parts.
     """
@@ -81,9 +82,11 @@ class Delivery:
         self.travels = any(self.receivers.values())
 
     def messages(self, keys: Collection[str]) -> list[list[tuple[int, int]]]:
-        """Return what travels when the factors in ``keys`` have been refreshed: for each message,
-        pairs of a factor's place in :attr:`factors` and a receiver. Each pair is in the first
-        message that has room for it."""
+        """Return the messages that travel when the factors in ``keys`` have been refreshed.
+
+        Each message is a list of pairs: the index of a factor in :attr:`factors`, and a receiver. A
+        pair is in the first message that has room for it.
+        """
         messages: list[list[tuple[int, int]]] = []
         # for each message: ("from", rank) or ("to", rank) -> bytes
         loads: list[Counter[tuple[str, int]]] = []
@@ -108,16 +111,16 @@ class Delivery:
         ends: Sequence[tuple[str, int]],
         nbytes: int,
     ) -> int:
-        """Return the index of the first load to which ``nbytes`` more at these ends can be added;
-        the number of loads if there is none."""
+        """Return the index of the first load that has room for another ``nbytes`` at both ends.
+        Return the number of loads if there is none."""
         for index, load in enumerate(loads):
             if all(not load[end] or load[end] + nbytes <= self.nbytes for end in ends):
                 return index
         return len(loads)
 
     def plans(self, pairs: Sequence[tuple[int, int]]) -> tuple[RelayoutPlan, ...]:
-        """Return the moves of a message of :meth:`messages`, one plan for each part of a
-        decomposition."""
+        """Return the moves of one of the messages of :meth:`messages`, with one plan for each part
+        of a decomposition."""
         of_pairs = [(place, self.factors[place], rank) for place, rank in pairs]
         moves = [
             [
@@ -134,8 +137,8 @@ class Delivery:
         self, keys: Collection[str], bases: Mapping[str, Decomposition], device: torch.device
     ) -> list[tuple[MessagePart, ...]]:
         """Return the parts of each message that delivers the factors in ``keys``. A factor without
-        an entry in ``bases`` could not be decomposed. Zeros travel for it, since its receivers
-        expect something."""
+        an entry in ``bases`` could not be decomposed. Zeros are sent in its place, because its
+        receivers expect that many elements."""
 
         def piece(flat: Callable[[Any], Tensor], move: Move) -> Tensor:
             basis = bases.get(self.factors[move.param].key)
@@ -154,7 +157,7 @@ class Delivery:
         ]
 
     def received(self, arrivals: Sequence[Arrivals]) -> dict[str, Decomposition]:
-        """Return factor key -> decomposition for what arrived in one message. Decompositions are
+        """Return factor key -> decomposition for the content of one message. The decompositions are
         copies.
 
         Args:
@@ -171,25 +174,28 @@ class Delivery:
 
 
 FAILED, UNUSABLE, FRESH = -1.0, 0.0, 1.0
-"""What an eigen worker reports about a factor's decomposition."""
+"""Outcome of a factor's decomposition, as reported by its eigen worker."""
 
 
 def counting(sides: Mapping[str, FactorSpec]) -> str:
-    """Return the key of the factor whose number of rows is the layer's number of loss terms: G, or
-    A if G is the identity."""
+    """Return the key of the factor whose number of rows is the layer's number of loss terms. This
+    is G, or A if G is the identity."""
     return (sides.get("G") or sides["A"]).key
 
 
 UNUSUAL = ("limited", "empty", "missed")
-"""Kinds of unusual batches of a factor, which are counted. limited: the batch was scaled down, as
-its trace was far above the average's. empty: the batch had no row. missed: no row either, but
-not all ranks contributed, so another rank may have had rows."""
+"""Kinds of unusual batches of a factor, which are counted.
+
+- limited: the batch was scaled down, because its trace was far above that of the average.
+- empty: the batch had no row.
+- missed: the batch had no row, but not all ranks contributed. Another rank may have had rows.
+"""
 NONE_UNUSUAL: Sequence[Tensor | float] = (0.0,) * len(UNUSUAL)
 
 
 def unusual(scalars: Mapping[Hashable, Tensor]) -> Tensor | float:
     """Return the number of batches of each kind of :data:`UNUSUAL` in this step on all ranks, fp32
-    [3]; 0.0 if these numbers were not exchanged."""
+    [3]. Return 0.0 if these numbers were not exchanged."""
     numbers = [
         [scalars[name] for name in scalars if isinstance(name, tuple) and name[0] == kind]
         for kind in UNUSUAL
@@ -207,12 +213,12 @@ def scalar_names(
     Args:
         captured: keys of the factors that are captured in this step.
         arriving: keys of the factors that are decomposed in this step.
-        travels: True if eigenbases ever travel.
+        travels: whether eigenbases ever travel.
     """
     names: list[list[Hashable]] = [[] for _ in range(plan.assignment.world)]
     where = plan.assignment.eigen_workers
-    # where nothing travels, gradient workers are the eigen workers: the same numbers come with the
-    # results (Totals)
+    # If nothing travels, the gradient workers are the eigen workers, and the same numbers are sent
+    # with the results (Totals).
     if travels:
         for rank in sorted({where[key] for key in captured}):
             names[rank] += [(kind, rank) for kind in UNUSUAL]
@@ -235,24 +241,25 @@ def scalar_names(
 
 
 def rows_in(measured: Mapping[str, int | Tensor]) -> dict[str, int]:
-    """Return layer name -> number of rows on the host. One transfer from the device."""
+    """Return layer name -> number of rows, with all numbers on the host. They are copied from the
+    device in one transfer."""
     on_device = {layer: rows for layer, rows in measured.items() if isinstance(rows, Tensor)}
     on_host = torch.stack([*on_device.values()]).tolist() if on_device else []
     return {**measured, **dict(zip(on_device, on_host, strict=True))}
 
 
 class Sharing:
-    """Agrees with all ranks on what captured batches show.
+    """Reaches agreement among all ranks about what captured batches show.
 
     The first captured batch shows which layers share one A (see ``inputs``), and how many rows each
-    layer has on a rank. Ranks agree before anything of that batch is kept, for the whole run. Later
-    batches may show that too few ranks contribute to a factor.
+    layer has on a rank. The ranks agree on this for the whole run, before anything of that batch is
+    kept. Later batches may show that too few ranks contribute to a factor.
 
     Attributes:
-        updates: what :meth:`settled` looks at, from the last applied step that captured, as a
-            triple: the number of "missed" batches on all ranks, see :data:`UNUSUAL`; this rank's
-            ``missed``, see :class:`ds_kfac.step.factors.FactorStep`; and names of the layers that
-            had an input on this rank. None: nothing to look at.
+        updates: input of :meth:`settled`, from the last applied step that captured; None: there is
+            nothing to check. It is a triple: the number of "missed" batches on all ranks, see
+            :data:`UNUSUAL`; this rank's ``missed``, see :class:`ds_kfac.step.factors.FactorStep`;
+            and names of the layers that had an input on this rank.
     """
 
     def __init__(self, inputs: SharedInputs, channel: Channel) -> None:
@@ -268,25 +275,25 @@ class Sharing:
         ready: set[str],
         measured: Mapping[str, int | Tensor],
     ) -> Observations | None:
-        """Return the observations after this captured step; None if nothing is left to observe.
+        """Return the observations after this captured step, or None if nothing is left to observe.
         Collective if anything is left to observe.
 
         Args:
-            ready: keys of decomposed factors. Keys of other ranks are added.
+            ready: keys of decomposed factors. Keys of other ranks are added, in place.
             measured: layer name -> number of rows on this rank in this step, see
                 :class:`ds_kfac.model.capture.Capture`.
         """
         if not self.inputs.searching and (observations.rows is not None or not plan.measures):
             return None
         rows = rows_in(measured)
-        # once layers share an A, eigenbases may begin to travel: then all ranks have to know which
-        # factors are ready
+        # Once layers share an A, eigenbases may begin to travel. Then all ranks must know which
+        # factors are ready.
         everyone = gathered((self.inputs.inputs_seen(), rows, ready), self.channel.group)
         ready.update(key for *_, keys in everyone for key in keys)
         groups = observations.groups
         if self.inputs.searching:
             groups = agreed([shared for shared, *_ in everyone], plan.sharing_candidates)
-        if observations.rows is not None:  # read from a checkpoint
+        if observations.rows is not None:  # they were read from a checkpoint
             return replace(observations, groups=groups)
         total: Counter[str] = Counter()
         for _, counts, _ in everyone:
@@ -298,12 +305,12 @@ class Sharing:
         )
 
     def settled(self, observations: Observations, plan: Plan) -> Observations | None:
-        """Look for "missed" batches in :attr:`updates`, whose count has usually reached the host by
+        """Check :attr:`updates` for "missed" batches. Their count has usually reached the host by
         now.
 
-        If a factor's contributors had no row, but another rank used one of its layers, return
-        observations by which twice as many ranks contribute; else None. Collective if there were
-        missed batches: all ranks have the same count.
+        If the contributors to a factor had no row, but another rank used one of the factor's
+        layers, return observations that make twice as many ranks contribute. Otherwise return None.
+        Collective if there were missed batches, whose count is the same on all ranks.
         """
         if self.updates is None:
             return None

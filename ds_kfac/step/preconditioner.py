@@ -1,11 +1,12 @@
-"""KFACPreconditioner: the data flow of one step, read top to bottom, the same in every engine mode.
+"""The data flow of one step, in the order in which it happens. It is the same in every engine mode.
 
 precondition    Factors are updated and decomposed. Gradients and new eigenbases are sent to the
                 gradient workers, which compute the results.
 scatter         Results are sent to the ranks that hold slices of them. DeepSpeed's inner optimizer
-                then steps with what it finds.
+                then steps with these results as gradients.
 
-A step runs when it is certain (``ds_kfac/zero/seam.py``), so state changes in place, and once.
+A step runs only when it is certain to be applied (``ds_kfac/zero/seam.py``), so state is changed in
+place, and only once.
 """
 
 from collections import deque
@@ -41,11 +42,11 @@ from ds_kfac.zero.exchange import GradientExchange, Gradients
 
 @dataclass
 class UnsettledUpdate:
-    """An update of factors, of which the counts are on their way to the host.
+    """An update of factors whose counts are still on their way to the host.
 
     Attributes:
-        step: number of the step that made it.
-        plan: the plan by which it was made.
+        step: number of the step that made the update.
+        plan: plan by which it was made.
         seen: see :attr:`Sharing.updates`.
     """
 
@@ -55,20 +56,21 @@ class UnsettledUpdate:
 
 
 class KFACPreconditioner:
-    """Turns the gradients of an engine into K-FAC's just before its inner optimizer steps.
+    """Replaces the gradients of an engine by K-FAC's results, just before the engine's inner
+    optimizer steps.
 
     Attributes:
-        steps: applied steps, the clock of every schedule. DeepSpeed's global_steps counts skipped
-            steps, too.
-        due: factors that the next step updates, and those that it decomposes.
+        steps: number of applied steps. All schedules count in these steps. DeepSpeed's global_steps
+            also counts skipped steps.
+        due: factors that the next step updates, and factors that it decomposes.
         curvature: the factors.
-        direction: the rule's steps, and what is kept of this rank's layers for them.
+        direction: the update rule's steps, and the state of this rank's layers that they need.
         observations: what the first captured batch has shown.
-        moments: what is kept of gradients; None: nothing.
-        names: layer name -> its name in checkpoints.
+        moments: class of the moments that are kept of gradients; None: no moments.
+        names: layer name -> the layer's name in checkpoints.
         left_out: fp32 [layers on this rank], how often each layer's gradient was too large for its
-            moments; 0.0 if the rule never leaves one out.
-        saved: names of layers that this domain writes to checkpoints.
+            moments. It is 0.0 if the rule never leaves out a gradient.
+        saved: names of the layers that this domain writes to checkpoints.
         judged: whether the last step has compared rows with gradients.
     """
 
@@ -81,7 +83,8 @@ class KFACPreconditioner:
         self.layout = engine_view.layout
         self.seam = engine_view.seam
         self.names = {layer.name: engine_view.domain.global_name(layer) for layer in self.layers}
-        # tensor-parallel ranks have copies of layers that are not cut: the first rank saves them
+        # tensor-parallel ranks have copies of layers that are not sharded: only the first rank
+        # saves them
         saves_copies = engine_view.domain.shard[0] == 0
         self.saved = {layer.name for layer in self.layers if layer.copies == 1 or saves_copies}
         self.device = self.layout.engine.device
@@ -136,15 +139,15 @@ class KFACPreconditioner:
 
     @property
     def state(self) -> dict[str, LayerState]:
-        """Layer name -> views of what is kept of the layers that this rank is a gradient worker
-        of."""
+        """Layer name -> views of the layer's state, for the layers whose gradient worker this rank
+        is."""
         return {name: group.state(index) for name, (group, index) in self.places.items()}
 
     # a step
 
     def precondition(self) -> Running:
-        """Return this rank's results. They are in the exchange's outbox, or already in DeepSpeed's
-        memory. Collective."""
+        """Compute and return this rank's results. They are in the exchange's outbox, or already in
+        DeepSpeed's memory. Collective."""
         # a user may call engine.step() under autocast
         with torch.autocast(self.device.type, enabled=False):
             update = self._update_factors() if self.due.capture else None
@@ -166,8 +169,8 @@ class KFACPreconditioner:
         """Send results to the ranks that hold their shards, and scale them by kl-clip. Collective.
 
         Args:
-            sums: sums of the direction's numbers over the layers of all domains; None: there is one
-                domain, and the sums come with the results.
+            sums: sums of the direction's numbers over the layers of all domains. None: there is
+                only one domain, and the sums travel with the results.
         """
         context = running.context
         outcome = running.outcome
@@ -183,8 +186,8 @@ class KFACPreconditioner:
         self.steps += 1
 
     def _update_factors(self) -> FactorStep:
-        """Reduce this step's batch sums to the factors' owners, average them in, decompose what is
-        due, and bring layers into the new eigenbases. Collective."""
+        """Reduce this step's batch sums to the factors' owners, average them in, decompose the
+        factors that are due, and rotate the layers' state into the new eigenbases. Collective."""
         self.capture.end_step()
         if self.capture.proof is not None:
             self._numbers = self.proving.numbers(self.capture.proof)
@@ -193,7 +196,7 @@ class KFACPreconditioner:
             self.capture.sums = {}
             self._observe_first_batch()
             update = self.curvature.update(self.steps, self.due, sums)
-        sums.clear()  # frees memory: new eigenbases are allocated next
+        sums.clear()  # frees memory before new eigenbases are allocated
         with self.metrics.stage("refresh"):
             unproven = self.curvature.of_none_but(self.proving.unfit)
             self.curvature.decompose(self.steps, update, self._last_basis, unproven)
@@ -203,8 +206,9 @@ class KFACPreconditioner:
         return update
 
     def _observe_first_batch(self) -> None:
-        """Agree on what the first captured batch shows. This may replace ``self.curvature``, whose
-        factors are still empty. Collective, if there is something left to observe."""
+        """Agree with the other ranks on what the first captured batch shows. This may replace
+        ``self.curvature``, whose factors are still empty. Collective if there is something left to
+        observe."""
         observations = self.sharing.observed(
             self.observations, self.plan, self.curvature.ready, self.capture.measured or {}
         )
@@ -212,15 +216,15 @@ class KFACPreconditioner:
             self.observe(observations)
 
     def _last_basis(self, factor: FactorSpec) -> Decomposition | None:
-        """Return the decomposition of a factor that is in use; None if there is none. An eigen
-        worker has it: it is a gradient worker of one of the factor's layers, not always of the
-        first."""
+        """Return the decomposition of a factor that is in use, or None if there is none. The
+        factor's eigen worker always has it. That rank is a gradient worker of one of the factor's
+        layers, but not always of the first."""
         group, index = next(self.places[name] for name in factor.layers if name in self.places)
         state = group.state(index)
         return state.A if factor.is_A else state.G
 
     def _gather(self) -> Gradients:
-        """Return whole gradients of this rank's layers. Collective."""
+        """Return the complete gradients of this rank's layers. Collective."""
         with self.metrics.stage("relayout"):
             self.exchange.begin()
             (arrived,) = deliver((self.exchange.gather_part,), self.channel, self.device)
@@ -243,15 +247,16 @@ class KFACPreconditioner:
         return verdict
 
     def _rebase(self, update: FactorStep) -> None:
-        """Bring layers into their new eigenbases, and moments with them; and take over new numbers
-        of loss terms.
+        """Replace the eigenbases of layers, rotate their moments into the new ones, and update
+        their numbers of loss terms.
 
-        There are none of layers whose rows failed the last proof: all layers of a factor fail
-        together (:meth:`Proving.verdict`), and their factors are not decomposed."""
+        Layers whose rows failed the last proof get no new eigenbases: all layers of a factor fail
+        together (:meth:`Proving.verdict`), and their factors are not decomposed.
+        """
         for name, (group, index) in self.places.items():
             terms = update.terms.get(name)
             if terms is not None:
-                # a batch without loss terms keeps the last number
+                # a batch without loss terms leaves the number as it is
                 torch.where(terms > 0, terms, group.terms[index], out=group.terms[index])
             keys = self.curvature.of_layer.get(name, {})
             bases = {
@@ -303,11 +308,15 @@ class KFACPreconditioner:
 
     def resume(self, *, after_error: bool = False) -> None:
         """Prepare the hooks for the next step, and drop what they have seen. Call it after
-        :attr:`steps` has changed. Collective, but local ``after_error``: after a step or a backward
-        pass that raised."""
+        :attr:`steps` has changed.
+
+        Args:
+            after_error: whether a step or a backward pass has raised. The call is then local,
+                otherwise it is collective.
+        """
         self._numbers = None
         if after_error:
-            # the next try needs the memory
+            # frees memory that the next attempt needs
             self.exchange.gradients = {}
             self.exchange.sent_off()
         self.due = self.curvature.timetable.due(self.steps)
@@ -316,7 +325,7 @@ class KFACPreconditioner:
                 self.due.capture | (still & self.curvature.specs.keys()), self.due.refresh
             )
         if self.due.capture and not after_error:
-            # the counts of the step that has just ended would make the host wait
+            # the host would have to wait for the counts of the step that has just ended
             self.settle(before=self.steps - 1)
         if self.due.capture:
             keys = self.curvature.reducer.begin(self.due.capture, self.steps)
@@ -330,11 +339,11 @@ class KFACPreconditioner:
         """Observe what applied updates have shown, see :meth:`Sharing.settled`. Collective.
 
         Args:
-            before: look at updates of earlier steps than this one; None: at all.
+            before: only look at updates of steps before this one; None: look at all updates.
         """
         while self._unsettled and (before is None or self._unsettled[0].step < before):
             update = self._unsettled.popleft()
-            # what was made before the plan changed shows nothing new
+            # updates made before the plan changed show nothing new
             if update.plan is self.plan:
                 self.sharing.updates = update.seen
                 observations = self.sharing.settled(self.observations, self.plan)
@@ -342,8 +351,8 @@ class KFACPreconditioner:
                     self.observe(observations)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of what a resumed run needs; factors: see
-        :meth:`FactorUpdates.state_dict`. Tensors change with the next step."""
+        """Return this rank's part of what a resumed run needs. For the factors see
+        :meth:`FactorUpdates.state_dict`. The next step changes these tensors."""
         return {
             "steps": self.steps,
             **self.direction.state(),
@@ -353,10 +362,12 @@ class KFACPreconditioner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, decompose: bool = False) -> None:
-        """Continue from :meth:`state_dict`; what is missing in it begins empty. Collective.
+        """Continue from the result of :meth:`state_dict`. Whatever it lacks starts empty.
+        Collective.
 
         Args:
-            decompose: all factors, now: the state has no eigenbases, or those of another method.
+            decompose: whether to decompose all factors now, because the state has no eigenbases or
+                those of another method.
         """
         if state.get("observations", self.observations) not in (Observations(), self.observations):
             self.observe(state["observations"])
@@ -384,22 +395,22 @@ class KFACPreconditioner:
         self._rebase(update)
 
     def close(self) -> None:
-        """Give back hooks and process group. Local, and harmless when repeated."""
+        """Remove the hooks and leave the process group. Local, and may be called twice."""
         self.capture.remove()
         self.channel.close()
 
     def observe(self, observations: Observations) -> None:
-        """Change the plan by these observations, the same on every rank: which layers share an A, a
-        factor's rows."""
+        """Change the plan to fit these observations, which are the same on every rank. They say
+        which layers share an A, and how many rows a factor has."""
         if observations.groups is not None:
             self.sharing.inputs.use(observations.groups)
         before = self.plan
         self.observations = observations
         self.plan = before.with_observations(observations)
         if self.plan != before:
-            # empty, but after a checkpoint that did not know it
+            # the factors are empty, unless a checkpoint without these observations was loaded
             state = self.curvature.state_dict()
             self.curvature = self._factor_updates()
             self.curvature.load_state_dict(state)
-            # of a step whose hooks are prepared already
+            # the hooks are already prepared for the next step, so the reducer must be, too
             self.curvature.reducer.begin(self.due.capture, self.steps)

@@ -1,5 +1,8 @@
-"""When a run proves its captured rows (:mod:`ds_kfac.model.proof`), and what follows for a layer
-whose rows do not make up its gradient: it has no curvature until a captured step in which they do.
+"""Decide when a run proves its captured rows (:mod:`ds_kfac.model.proof`), and what follows from
+the result.
+
+A layer fails the proof if its rows do not add up to its gradient. It then has no curvature until a
+captured step in which they do.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,32 +20,34 @@ from ds_kfac.zero.exchange import Gradients
 from ds_kfac.zero.layout import ShardLayout, is_hooked
 
 EVERY = 1000
-"""Most captured steps from one proof to the next. The first proofs are close, each twice as far
-from the last: programs change most when they begin."""
+"""Most captured steps from one proof to the next. The first proofs follow each other closely, and
+the distance doubles from proof to proof, because programs change most at their start."""
 FIRST = 4
-"""First captured steps in which layers that had no gradient are captured again one step later, see
-:attr:`Proving.again`: a residual block whose last matrices begin with zeros needs as many."""
+"""Number of proofs after which layers without a gradient are captured again one step later, see
+:attr:`Proving.again`. A residual block whose last matrices are initialized with zeros needs this
+many."""
 QUANTIZED = 1.0
-"""Relative accuracy of gradients that travel in 4 bits: only rows that are missing altogether
-show."""
+"""Relative accuracy of gradients that travel in 4 bits. With such gradients, only rows that are
+missing completely are found."""
 RAISES = False
-"""Set by tests: a layer that does not fit is an error."""
+"""Whether a layer that fails raises an error. Tests set this."""
 
 
 def wait(proofs: int) -> int:
-    """Captured steps without a proof that follow this number of proofs."""
+    """Return the number of captured steps without a proof that follow after this number of
+    proofs."""
     return min(EVERY, 2**proofs) - 1
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of a proof, the same on every rank.
+    """Result of a proof, which is the same on every rank.
 
     Attributes:
-        checks: layer name -> its check.
-        unfit: name of a layer without curvature from this step on -> why.
-        open: whether the next captured step must prove again: a layer does not fit, or a number was
-            not finite.
+        checks: layer name -> result of its check.
+        unfit: name of each layer that has no curvature from this step on -> reason.
+        open: whether the next captured step must prove again, because a layer failed or a number
+            was not finite.
     """
 
     checks: Mapping[str, RowCheck]
@@ -54,9 +59,9 @@ class Proving:
     """Proves the rows of one domain's layers.
 
     Attributes:
-        unfit: layer name -> why it is without curvature.
-        again: keys of factors that the next step captures, too: their layers had rows but no
-            gradient, as all layers below a head that begins with zeros.
+        unfit: layer name -> why the layer has no curvature.
+        again: keys of factors that the next step captures in addition. Their layers had rows but no
+            gradient, like all layers below a head that is initialized with zeros.
     """
 
     def __init__(self, layers: Sequence[LayerSpec], layout: ShardLayout, channel: Channel) -> None:
@@ -68,28 +73,31 @@ class Proving:
         self.restart()
 
     def restart(self, *, resumed: bool = False) -> None:
-        """Forget all proofs: the next captured step proves. ``resumed``: from a checkpoint, after
-        which no extra step is captured (:attr:`again`), so that a resumed run equals an unbroken
-        one."""
+        """Forget all proofs, so that the next captured step proves.
+
+        Args:
+            resumed: whether the run continues from a checkpoint. In this case no additional step is
+                captured (:attr:`again`), so that a resumed run equals an uninterrupted one.
+        """
         self.unfit: Mapping[str, str] = {}
         self.again: frozenset[str] = frozenset()
-        self._number = 0  # proofs so far
-        self._wait = 0  # captured steps until the next one
-        self._last_step = -1  # the last captured step that began
-        self._proves = True  # whether it proves
+        self._number = 0  # number of proofs so far
+        self._wait = 0  # number of captured steps until the next proof
+        self._last_step = -1  # the captured step that began last
+        self._proves = True  # whether that step proves
         self._resumed = resumed
 
     def begin(
         self, step: int, key: Callable[[LayerSpec], str], *, after_error: bool = False
     ) -> Proof | None:
-        """A proof for this step, which captures; None if it is not to prove. A step that DeepSpeed
-        skips begins again, and counts once.
+        """Return a proof for this captured step, or None if the step does not prove. If DeepSpeed
+        skips a step, the step begins again and is counted only once.
 
         Args:
             key: see :class:`ds_kfac.model.proof.Proof`.
-            after_error: whether the last step or backward pass raised: gradients may stay of rows
-                that were dropped, at ZeRO-2 after ``zero_grad``, too. No layer is judged by such a
-                step.
+            after_error: whether the last step or backward pass raised. Gradients may then contain
+                rows that were dropped; at ZeRO-2 this is so even after ``zero_grad``. No layer is
+                judged by such a step.
         """
         if step != self._last_step:
             self._last_step = step
@@ -104,16 +112,16 @@ class Proving:
         return proof if proof.layers else None
 
     def frozen(self, layer: LayerSpec) -> bool:
-        """Whether a weight was frozen since attach: hooks see its rows no more, though its bias may
-        have a gradient."""
+        """Whether the layer's weight was frozen after attach. Hooks no longer see its rows then,
+        although its bias may have a gradient."""
         return not self._parameters[layer.weight].requires_grad
 
     def hooked(self, layer: LayerSpec) -> bool:
-        """Whether a hook on a parameter's gradient is neither DeepSpeed's nor ours."""
+        """Whether a parameter's gradient has a hook that is neither DeepSpeed's nor ours."""
         return any(is_hooked(self._parameters[name]) for name in layer.parameters)
 
     def numbers(self, proof: Proof) -> Tensor:
-        """The proof's numbers, summed over all ranks. Collective."""
+        """Return the proof's numbers, summed over all ranks. Collective."""
         for layer in proof.layers:
             if self.frozen(layer):
                 proof.leave_out(layer)
@@ -130,13 +138,14 @@ class Proving:
         used: Callable[[str], str],
         applied_factor: Tensor | None = None,
     ) -> Verdict:
-        """Compare each layer's numbers with its gradient. Collective; waits for the device.
+        """Compare each layer's numbers with its gradient. Collective. Waits for the device.
 
         Args:
             numbers: see :meth:`numbers`.
             gradients: layer name -> gradient as it will be applied, [O, I], for this rank's layers.
-            used: layer name -> text that says where its weight is used.
-            applied_factor: by which DeepSpeed has multiplied gradients, or will; None: it does not.
+            used: maps a layer name to a text that says where the layer's weight is used.
+            applied_factor: factor by which DeepSpeed has multiplied gradients or will multiply
+                them; None: there is no such factor.
         """
         layout = self.layout
         workers = plan.assignment.workers
@@ -159,7 +168,7 @@ class Proving:
         unfit = {
             name: str(check) for name, check in checks.items() if check.is_finite and not check.fits
         }
-        # a shared A has the rows of the layer that gives them
+        # a shared A has the rows of a single layer: if this layer fails, so do all others
         for factor in plan.assignment.factors:
             wrong = next((name for name in factor.layers if name in unfit and name in checks), None)
             if wrong is not None:
@@ -173,7 +182,7 @@ class Proving:
         return Verdict(checks, unfit, bool(unfit) or not all(x.is_finite for x in checks.values()))
 
     def record(self, verdict: Verdict) -> None:
-        """Remember the verdict of an applied step, and decide when the next proof is."""
+        """Store the verdict of an applied step, and decide when the next proof takes place."""
         zero = {name for name, check in verdict.checks.items() if check.is_zero}
         self._number += 1
         self.again = frozenset()

@@ -21,12 +21,12 @@ _NAMES = tuple(SUMMARY)
 
 @dataclass
 class Running:
-    """A step between its two halves.
+    """State of a step between its two halves, precondition and scatter.
 
     Attributes:
         outcome: what the direction has computed on this rank.
-        update: what the step has done to the factors; None in a step that does not change them.
-        verdict: result of the proof of rows; None in a step that does not prove.
+        update: what the step has done to the factors; None if the step does not change them.
+        verdict: result of the proof of rows; None if the step does not prove.
     """
 
     context: StepContext
@@ -36,9 +36,10 @@ class Running:
 
 
 class Totals:
-    """Adds up one fp32 vector of each rank. The vector has three parts: the rule's numbers; counts
-    in the order of :data:`SUMMARY`; and a flag for each layer of the plan, if the rule asks for
-    flags.
+    """Adds up one fp32 vector from each rank.
+
+    The vector has three parts: the rule's numbers; counts in the order of :data:`SUMMARY`; and a
+    flag for each layer of the plan, if the rule asks for flags.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Totals:
         """Return the message part with this rank's vector.
 
         Raises:
-            ValueError: the rule gave another number of numbers than it had declared.
+            ValueError: the rule returned more or fewer numbers than it had declared.
         """
         outcome = running.outcome
         if len(outcome.numbers) != self.rule.numbers:
@@ -85,8 +86,8 @@ class Totals:
         update = running.update
         failed = 0
         limited, empty, missed = NONE_UNUSUAL
-        # where eigenbases travel, deliver() has told all ranks about refreshes and updates, and
-        # read() adds them
+        # If eigenbases travel, deliver() has told all ranks about refreshes and updates, and read()
+        # adds these numbers.
         if update is not None and not update.travels:
             failed = [*update.outcomes.values()].count(FAILED)
             limited, empty, missed = update.unusual
@@ -107,8 +108,8 @@ class Totals:
         return [counts[name] for name in SUMMARY]
 
     def read(self, received: Arrivals, running: Running) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the sums over ranks: the rule's numbers; the counts; and the flags as bool, None
-        if the rule does not ask for flags."""
+        """Return the sums over ranks as a triple: the rule's numbers; the counts; and the flags as
+        bool, or None if the rule does not ask for flags."""
         total = self._vector.total(received)
         numbers, summary, flags = total.tensor_split(
             (self.rule.numbers, self.rule.numbers + len(SUMMARY))
@@ -116,15 +117,16 @@ class Totals:
         update = running.update
         if update is not None and update.travels:
             failed = [*update.outcomes.values()].count(FAILED)  # on all ranks
-            # add_ adds a number on the device; a tensor made of it would be copied from the host
+            # add_ adds a number on the device; a tensor made from it would be copied from the host
             summary[_NAMES.index("refresh_failures")].add_(failed)
             summary[-len(UNUSUAL) :].add_(unusual(update.scalars))
         return numbers, summary, flags > 0 if self.flag_count else None
 
 
 def _stacked(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
-    """Return an fp32 vector of scalars on the device and of numbers that the host knows. Numbers
-    are filled in on the device: a tensor made of a list would be copied from the host."""
+    """Return an fp32 vector of scalars on the device and of numbers that the host knows. The
+    numbers are filled in on the device, because a tensor made from a list would be copied from the
+    host."""
     numbers = {x for x in values if not isinstance(x, Tensor)}
     filled = {x: torch.full((), x, device=device, dtype=torch.float32) for x in numbers}
     return torch.stack(

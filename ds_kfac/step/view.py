@@ -1,4 +1,4 @@
-"""What a preconditioner knows of an engine."""
+"""What a preconditioner knows about an engine."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from ds_kfac.zero.seam import Seam
 
 @dataclass(frozen=True)
 class EngineView:
-    """A part of an engine that is preconditioned, such as its dense layers.
+    """The part of an engine that one preconditioner handles, such as its dense layers.
 
     Attributes:
         model: the engine's module.
@@ -22,9 +22,9 @@ class EngineView:
         layout: where the engine keeps the gradients of the layers' parameters.
         other_params: all other trained parameters of the domain.
         inner: the innermost optimizer, which DeepSpeed wraps.
-        rule: how layers are stepped.
-        domain: the part of the job that is preconditioned, such as one expert-parallel group's
-            experts.
+        rule: the update rule of the layers.
+        domain: the part of the job that is preconditioned, such as the experts of one
+            expert-parallel group.
         seam: calls K-FAC at the engine's steps.
     """
 

@@ -1,5 +1,5 @@
-"""Warnings about this rank's layers that are stepped otherwise than the user may think, once
-each."""
+"""Warnings about layers of this rank that are not trained as the user may expect. Each warning is
+given once."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -10,10 +10,10 @@ from ds_kfac.log import logger
 from ds_kfac.ops.host_copy import HostCopy
 
 CAPTURES_BEFORE_WARNING = 5
-"""How many captures in a row a layer may be without an eigenbasis: below a head that begins with
-zeros it needs four."""
+"""Number of consecutive captures without an eigenbasis after which a layer is reported. Layers
+below a head that is initialized with zeros need four."""
 NAMED = 3
-"""Number of layers that a warning names."""
+"""Most layers that a warning names."""
 WITHOUT = (
     "stepped without curvature, for {} updates of theirs in a row: {}; "
     "engine.kfac.explain(name) says why"
@@ -28,16 +28,16 @@ FROZEN = (
 
 @dataclass
 class LayerWarner:
-    """Warns of this rank's layers that have had no eigenbasis for many updates, or whose weights
-    were frozen at these, and of those whose gradients were left out because moments could not have
-    held them.
+    """Warns about three kinds of layers of this rank: layers that have had no eigenbasis for many
+    updates, layers whose weights were frozen at many updates, and layers whose gradients were left
+    out because they were too large for the moments.
 
     Attributes:
         names: names of the layers, in the order of :attr:`Direction.names`.
     """
 
     names: Sequence[str]
-    # warning -> layer -> its updates in a row
+    # warning -> layer -> number of its consecutive updates to which the warning applies
     _rows: dict[str, dict[str, int]] = field(default_factory=dict)
     _warned: set[str] = field(default_factory=set)
     _copy: HostCopy | None = None
@@ -49,15 +49,16 @@ class LayerWarner:
         captured: Collection[str],
         left_out: Tensor | float,
     ) -> None:
-        """Warn if something is to be said. Call it after an applied step that captured.
+        """Warn if there is a reason to. Call it after every applied step that captured.
 
         Args:
-            without: names of layers that have no eigenbasis, for a reason that was not said yet.
+            without: names of layers that have no eigenbasis, unless another warning has given the
+                reason.
             frozen: names of layers whose weights are frozen.
             captured: names of layers that this step captured.
-            left_out: fp32 [layers], how often the gradient of each layer was left out so far; 0.0
-                if the direction leaves none out. Their copy to the host is read in a later call,
-                so that the host does not wait.
+            left_out: fp32 [layers], how often the gradient of each layer was left out so far. It is
+                0.0 if the direction leaves out no gradients. The copy to the host is read in a
+                later call, so that the host does not wait.
         """
         for text, names in ((WITHOUT, without), (FROZEN, frozen)):
             before = self._rows.get(text, {})
