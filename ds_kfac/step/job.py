@@ -59,8 +59,8 @@ class Job:
 
     def step(self) -> None:
         """Replace all gradients. Collective. The update rule's numbers are summed over all domains
-        by one small all-reduce. If the step raises, K-FAC's state may be that of no step, as with a
-        torch optimizer."""
+        by one small all-reduce. If the step raises, K-FAC's state is neither the one before the
+        step nor the one after it. The same is true of a torch optimizer whose step raises."""
         running = [(kfac, kfac.precondition()) for kfac in self.preconditioners]
         sums = None
         if self.everywhere and self.preconditioners[0].rule.numbers:

@@ -23,9 +23,9 @@ EVERY = 1000
 """Most captured steps from one proof to the next. The first proofs follow each other closely, and
 the distance doubles from proof to proof, because programs change most at their start."""
 FIRST = 4
-"""Number of proofs after which layers without a gradient are captured again one step later, see
-:attr:`Proving.again`. A residual block whose last matrices are initialized with zeros needs this
-many."""
+"""After each of the first FIRST proofs, layers without a gradient are captured again one step
+later, see :attr:`Proving.again`. A residual block whose last matrices are initialized with zeros
+needs this many."""
 QUANTIZED = 1.0
 """Relative accuracy of gradients that travel in 4 bits. With such gradients, only rows that are
 missing completely are found."""
@@ -168,7 +168,7 @@ class Proving:
         unfit = {
             name: str(check) for name, check in checks.items() if check.is_finite and not check.fits
         }
-        # a shared A has the rows of a single layer: if this layer fails, so do all others
+        # a shared A has the rows of a single layer, so all layers of the factor fail together
         for factor in plan.assignment.factors:
             wrong = next((name for name in factor.layers if name in unfit and name in checks), None)
             if wrong is not None:

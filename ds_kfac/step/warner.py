@@ -11,7 +11,7 @@ from ds_kfac.ops.host_copy import HostCopy
 
 CAPTURES_BEFORE_WARNING = 5
 """Number of consecutive captures without an eigenbasis after which a layer is reported. Layers
-below a head that is initialized with zeros need four."""
+below a head that is initialized with zeros need four captures to get one."""
 NAMED = 3
 """Most layers that a warning names."""
 WITHOUT = (
