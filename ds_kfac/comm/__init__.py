@@ -1,1 +1,1 @@
-"""Messages between ranks: batch sums, eigenbases, scalars."""
+"""Messages between ranks: batch sums, eigenbases and scalars."""

@@ -1,12 +1,12 @@
-"""Names the ranks that made a collective fail: the backends' errors name neither a rank nor what
+"""Find the ranks that made a collective fail. The backends' own errors name neither a rank nor what
 was exchanged.
 
-Ranks meet in the job's store. A rank that raises in K-FAC's step leaves a note there. A rank whose
-collective fails registers as waiting and reads the notes. Ranks that do not register have died, or
-are in another part of the program.
+Ranks communicate through the job's store. A rank that raises in K-FAC's step leaves a note there. A
+rank whose collective fails registers as waiting and reads the notes. Ranks that do not register
+have died, or are in another part of the program.
 
-A rank reads the notes only after its own collective has failed: as long as the process that raised
-lives, the other ranks wait for their backend's timeout, as they do in plain DeepSpeed.
+A rank reads the notes only after its own collective has failed. As long as the process that raised
+is alive, the other ranks wait for their backend's timeout, as they do in plain DeepSpeed.
 """
 
 import time
@@ -18,7 +18,7 @@ import torch.distributed
 
 NOTE, WAITING = "ds_kfac/note", "ds_kfac/waiting"
 WAIT_SECONDS = 3.0
-"""Time that a rank whose collective failed waits for others to register."""
+"""Seconds that a rank whose collective has failed waits for other ranks to register."""
 
 
 _noted = False  # whether this rank's note is in the store
@@ -30,11 +30,11 @@ class LostRank(RuntimeError):
 
 @contextmanager
 def telling(where: Callable[[], str]) -> Iterator[None]:
-    """Wraps a step. If the step raises, this rank leaves a note for the ranks that wait for it. The
-    note is deleted after the next step that does not raise.
+    """Run a step. If the step raises, leave a note for the ranks that wait for this rank. The note
+    is deleted after the next step that does not raise.
 
     Args:
-        where: returns text that says what this rank was doing.
+        where: returns a text that says what this rank was doing.
     """
     global _noted
     try:
@@ -55,15 +55,17 @@ def telling(where: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def naming(what: str, channel: Any) -> Iterator[None]:
-    """Wraps a collective of a Channel, or the wait for it. The channel has counted the collective
-    already: ranks that fail in it at different places register under the same number.
+    """Run a collective of a Channel, or the wait for it.
+
+    The channel must already have counted the collective, so that ranks which fail at different
+    places in it register under the same number.
 
     Args:
         what: text that says what is exchanged.
 
     Raises:
-        LostRank: the backend raised an error. The text names the ranks that are to blame, if this
-            can be found out.
+        LostRank: the backend raised an error. The text names the ranks that caused it, if they can
+            be found.
     """
     try:
         yield
@@ -84,7 +86,7 @@ def _blamed(ranks: Sequence[int], number: int) -> list[str]:
 
     Args:
         ranks: members of the process group.
-        number: number of the collective, the same on all ranks that have entered it.
+        number: number of the collective. It is the same on all ranks that have entered it.
     """
     store = _store()
     prefix = f"{WAITING}/{'-'.join(map(str, ranks))}/{number}"

@@ -1,7 +1,7 @@
 """All network traffic of K-FAC, counted by kind.
 
-A message is one all-to-all of bytes. It has parts of several kinds and dtypes. Each part has a
-frozen plan of its moves. Scalars that ranks exchange are such a part, too.
+A message is one all-to-all of bytes. Its parts may differ in kind and dtype, and each part has a
+frozen plan of its moves. Scalars that ranks exchange form such a part, too.
 """
 
 from collections import Counter
@@ -25,11 +25,12 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 SHOWN = 4
-"""Problems of a rank that an error lists."""
+"""Most problems that an error lists for each rank."""
 
 
 def gathered(value: T, group: Any = None) -> list[T]:
-    """Return the objects of all ranks of a group, in rank order. Objects are pickled. Collective.
+    """Return the objects of all ranks of a group, in rank order. The objects are pickled.
+    Collective.
 
     Args:
         group: process group; None: all ranks of the job.
@@ -40,8 +41,8 @@ def gathered(value: T, group: Any = None) -> list[T]:
 
 
 def merged(entries: Mapping[K, T], group: Any) -> dict[K, T]:
-    """Return the entries of all ranks. If several ranks have a key, the last rank's value counts.
-    Collective."""
+    """Return the merged entries of all ranks. If several ranks have a key, the value of the last
+    rank is used. Collective."""
     return {key: value for each in gathered(entries, group) for key, value in each.items()}
 
 
@@ -49,13 +50,13 @@ def merged(entries: Mapping[K, T], group: Any) -> dict[K, T]:
 def failing_together(
     headline: str, group: Any, error: type[Exception] = RuntimeError
 ) -> Iterator[list[str]]:
-    """Wraps local work that may fail on some ranks only. The work appends problems to the yielded
-    list, or raises. If any rank had a problem, every rank raises ``error``, with ``headline`` and
-    the problems of all ranks. Collective."""
+    """Run local work that may fail on some ranks only. The work reports a problem when it raises,
+    or when it appends a text to the yielded list. If any rank has a problem, every rank raises
+    ``error`` with ``headline`` and the problems of all ranks. Collective."""
     problems: list[str] = []
     try:
         yield problems
-    except Exception as problem:  # not swallowed: raised below on every rank
+    except Exception as problem:  # not swallowed: every rank raises it below
         problems.append(f"{type(problem).__name__}: {problem}")
     lines = []
     for rank, texts in enumerate(gathered(problems, group)):
@@ -67,14 +68,15 @@ def failing_together(
 
 
 class Channel:
-    """A process group of K-FAC's own, with counters of its traffic. In a group of its own, this
-    traffic is not ordered against DeepSpeed's reductions and prefetches.
+    """A process group that only K-FAC uses, with counters of its traffic. Because the group is
+    separate, this traffic is not ordered relative to DeepSpeed's reductions and prefetches.
 
-    Collective: every rank of the job makes a channel, each with the group whose ranks it connects.
+    Collective: every rank of the job creates a channel at the same time, each with the group whose
+    ranks the channel connects.
 
     Attributes:
         calls: kind -> number of collectives entered. A collective that carries several kinds counts
-            for the first.
+            for the first of them.
         sent: kind -> payload bytes to other ranks.
         received: kind -> payload bytes from other ranks.
     """
@@ -88,8 +90,8 @@ class Channel:
         self.received: Counter[str] = Counter()
 
     def close(self) -> None:
-        """Leave the group. The last channel that uses it ends it. May be called twice. Local: other
-        ranks may be gone."""
+        """Leave the group. The last channel that uses the group destroys it. May be called twice.
+        Local, because other ranks may no longer exist."""
         own = self._own
         self._own = None
         self.group = None
@@ -113,19 +115,20 @@ class Channel:
         incoming: list[int],
         bytes_by_kind: Mapping[str, tuple[int, int]],
     ) -> tuple[Tensor, Any]:
-        """Send ``outgoing[r]`` elements to each rank r, and receive ``incoming[r]`` from it.
+        """Send ``outgoing[r]`` elements to each rank r, and receive ``incoming[r]`` elements from
+        it.
 
         Args:
-            sent: flat tensor: the elements for each rank, in rank order.
-            bytes_by_kind: kind -> payload bytes to and from other ranks.
+            sent: flat tensor with the elements for all ranks, in rank order.
+            bytes_by_kind: kind -> payload bytes to other ranks, and from them.
 
-        Returns the received tensor, and a handle to wait for before it is read.
+        Returns the received tensor, and a handle to wait for before the tensor is read.
         """
         received = sent.new_empty(sum(incoming))
         self.calls[next(iter(bytes_by_kind))] += 1
         with naming(", ".join(bytes_by_kind), self):
-            # not deepspeed.comm's: its log of stragglers assumes that sizes are the same on all
-            # ranks, and adds them up
+            # This is not deepspeed.comm's function: its log of stragglers adds up sizes and assumes
+            # that they are the same on all ranks.
             handle = torch.distributed.all_to_all_single(
                 output=received,
                 input=sent,
@@ -145,15 +148,15 @@ class OwnGroup:
     """A process group that DeepSpeed does not use.
 
     Channels with the same ranks share one group. A ZeRO engine that is not destroyed lives as long
-    as its process, so with a group for each channel, groups would pile up. Channels enter a shared
-    group's collectives in the program's order, as engines do with DeepSpeed's groups.
+    as its process, so if each channel had its own group, groups would accumulate. Channels enter
+    the collectives of a shared group in the program's order, as engines do with DeepSpeed's groups.
 
     Attributes:
         ranks: members, as ranks of the job.
-        number: number of the call of :func:`own_group` that made this group, the same on all its
-            ranks.
+        number: number of the call of :func:`own_group` that created this group. It is the same on
+            all ranks of the group.
         timeout: timeout of its collectives; None: the backend's default.
-        channels: number of open channels. The last one to close ends the group.
+        channels: number of open channels. The last one to close destroys the group.
     """
 
     group: Any
@@ -164,11 +167,12 @@ class OwnGroup:
 
     @property
     def is_alive(self) -> bool:
-        """False once the job's default group has been destroyed, which ends all groups."""
+        """Whether the group still exists. Destroying the job's default group destroys all
+        groups."""
         return self.group in torch.distributed.distributed_c10d._world.pg_map
 
     def close(self) -> None:
-        """Close one channel."""
+        """Close one channel of the group."""
         self.channels -= 1
         if not self.channels:
             if _own_groups.get(self.ranks) is self:
@@ -182,28 +186,28 @@ _calls = count()
 
 
 def own_group(group: Any) -> OwnGroup:
-    """Return a group with the same ranks as ``group`` and with the job's timeout, which DeepSpeed's
-    own groups do not inherit.
+    """Return a group with the same ranks as ``group`` and with the job's timeout. DeepSpeed's own
+    groups do not inherit that timeout.
 
-    The group is new, unless all its ranks still have the last one. Collective over the job; other
-    ranks may pass other groups.
+    The last group with these ranks is returned again if all of its ranks still have it, otherwise a
+    new one is created. Collective over the job, where ranks may pass different groups.
     """
     world = torch.distributed.distributed_c10d._get_default_group()
     options = [
         getattr(world._get_backend(device), "options", None) for device in world._device_types
     ]
-    # a backend may hide its options
+    # a backend may not expose its options
     timeout = next((option._timeout for option in options if option is not None), None)
     ranks = tuple(torch.distributed.get_process_group_ranks(group))
     call = next(_calls)
     last = _own_groups.get(ranks)
-    number = None  # of the group that this rank could go on using
+    number = None  # number of the group that this rank could reuse
     if last is not None and last.is_alive and last.timeout == timeout:
         number = last.number
     numbers: dict[tuple[int, ...], set[int | None]] = {}
     for members, its_number in gathered((ranks, number)):
         numbers.setdefault(members, set()).add(its_number)
-    for members in sorted(numbers):  # torch: every rank of the job takes part in making every group
+    for members in sorted(numbers):  # every rank takes part in creating every group
         if None in numbers[members] or len(numbers[members]) > 1:
             made = torch.distributed.new_group(list(members), timeout=timeout)
             if members == ranks:
@@ -215,11 +219,11 @@ def own_group(group: Any) -> OwnGroup:
 
 @dataclass(frozen=True)
 class Move:
-    """Elements start .. start + numel of a flattened parameter travel from rank ``source`` to rank
-    ``target``.
+    """Elements start .. start + numel of a flattened parameter, which travel from rank ``source``
+    to rank ``target``.
 
     Attributes:
-        param: index of the parameter, or of whatever else the message part consists of.
+        param: index of the parameter. In other message parts it is the index of something else.
     """
 
     param: int
@@ -231,17 +235,20 @@ class Move:
 
 @dataclass(frozen=True)
 class RelayoutPlan:
-    """Moves between ranks. Elements that are in place are not listed. Either all moves, the same on
-    every rank, or those of one rank: a message needs no others."""
+    """Moves between ranks. Elements that are already in place are not listed.
+
+    The moves may be those of all ranks, the same on every rank. They may also be only those that
+    start or end at one rank, because a message needs no others.
+    """
 
     world: int
     moves: tuple[Move, ...]
 
     @cached_property
     def moved(self) -> Mapping[tuple[int, int], tuple[Move, ...]]:
-        """(source, target) -> moves in the order in which they lie in a message."""
+        """(source, target) -> moves, in the order of their elements in a message."""
         by_pair: dict[tuple[int, int], list[Move]] = {}
-        # there may be millions of moves, and dataclasses are slow to compare
+        # there may be millions of moves, and comparing dataclasses is slow
         order = attrgetter("param", "start", "numel", "source", "target")
         for move in sorted(self.moves, key=order):
             by_pair.setdefault((move.source, move.target), []).append(move)
@@ -254,13 +261,13 @@ class RelayoutPlan:
 
     @property
     def total_numel(self) -> int:
-        """Number of elements that all moves have together."""
+        """Number of elements of all moves together."""
         return sum(move.numel for move in self.moves)
 
 
 ALIGNMENT = 16
-"""A part of a message starts at a multiple of this many bytes, so that it can be viewed in its own
-dtype."""
+"""Each part of a message starts at a multiple of this many bytes, so that it can be viewed in its
+own dtype."""
 
 Arrivals = list[tuple[Move, Tensor]]
 """The moves of a message part to this rank, each with its flat elements."""
@@ -268,12 +275,12 @@ Arrivals = list[tuple[Move, Tensor]]
 
 @dataclass(frozen=True)
 class MessagePart:
-    """One kind of content of a message.
+    """The content of a message that is of one kind.
 
     Attributes:
-        kind: name under which the part's bytes are counted.
-        plan: its moves. Moves between two other ranks may be missing. All other moves are the same
-            on the two ranks.
+        kind: name under which the bytes of the part are counted.
+        plan: its moves. Moves between two other ranks may be missing. All other moves must be the
+            same on both of their ranks.
         piece: returns the flat elements of a move whose source is this rank.
         dtype: dtype on the wire, the same on every rank.
     """
@@ -285,11 +292,11 @@ class MessagePart:
 
 
 class Message:
-    """A message on its way. Collective: every rank makes its messages in the same order.
+    """A message in flight. Collective: every rank creates its messages in the same order.
 
     Args:
         parts: at least one part.
-        packed: called when the pieces have been copied to the send buffer, before the receive
+        packed: called after the pieces have been copied to the send buffer, and before the receive
             buffer is allocated.
     """
 
@@ -306,7 +313,7 @@ class Message:
         self._channel = channel
         outgoing = BufferLayout(parts, [(rank, target) for target in ranks])
         self._incoming = BufferLayout(parts, [(source, rank) for source in ranks])
-        # kept alive until it is sent
+        # kept alive until the message has been sent
         self._sent = torch.empty(sum(outgoing.sizes), dtype=torch.uint8, device=device)
         for slot in outgoing.slots:
             for move, place in slot.pieces(self._sent):
@@ -341,12 +348,12 @@ class Message:
 
 @dataclass(frozen=True)
 class BufferSlot:
-    """The bytes of a buffer in which one part's moves between two ranks lie.
+    """The bytes of a buffer that one part's moves between two ranks occupy.
 
     Attributes:
         pair: (source, target).
         start: first byte.
-        nbytes: number of bytes, without the padding behind them.
+        nbytes: number of bytes, without the padding that follows them.
     """
 
     part: MessagePart
@@ -355,20 +362,21 @@ class BufferSlot:
     nbytes: int
 
     def pieces(self, buffer: Tensor) -> Arrivals:
-        """Return the moves, each with the view of ``buffer`` in which its elements lie."""
+        """Return the moves, each with the view of ``buffer`` that has its elements."""
         elements = buffer.narrow(0, self.start, self.nbytes).view(self.part.dtype)
         plan = self.part.plan
         return [*zip(plan.moved[self.pair], elements.split(plan.sizes[self.pair]), strict=True)]
 
 
 class BufferLayout:
-    """Where the parts of a message lie in its send buffer or in its receive buffer.
+    """Positions of the parts of a message in its send buffer or in its receive buffer.
 
     Args:
-        pairs: (source, target) of what the buffer contains, in its order.
+        pairs: (source, target) pairs whose elements the buffer contains, in the order of the
+            buffer.
 
     Attributes:
-        sizes: bytes of each pair, padding included.
+        sizes: number of bytes for each pair, including padding.
         slots: slots of all parts and pairs, in the order of the buffer.
     """
 
@@ -386,7 +394,7 @@ class BufferLayout:
             self.sizes.append(start - first)
 
     def payload(self, rank: int) -> Counter[str]:
-        """Return kind -> bytes to or from other ranks than ``rank``, without padding."""
+        """Return kind -> bytes to or from ranks other than ``rank``, without padding."""
         payload = Counter[str]()
         for slot in self.slots:
             if slot.pair != (rank, rank):
@@ -400,9 +408,14 @@ def deliver(
     device: torch.device,
     packed: Callable[[], None] | None = None,
 ) -> list[Arrivals]:
-    """Send this rank's pieces of all parts, and return those that it received, a list for each
-    part. One collective; none if no part has a move, which must be so on every rank or on none.
-    ``packed``: see :class:`Message`."""
+    """Send this rank's pieces of all parts, and return what it received as a list for each part.
+
+    This is one collective. If no part has a move, there is no collective, so either all ranks or
+    none must have moves.
+
+    Args:
+        packed: see :class:`Message`.
+    """
     if any(part.plan.moves for part in parts):
         return Message(parts, channel, device, packed).wait()
     if packed is not None:
@@ -411,8 +424,9 @@ def deliver(
 
 
 class SummedVector:
-    """Adds up one vector of each rank. Ranks send their vectors to all other ranks of their row,
-    and add up what they have in rank order, so that a row has the same sum to the bit.
+    """Adds up one vector from each rank. Each rank sends its vector to all other ranks of its row,
+    and adds up the vectors of the row in rank order. The sum is therefore bitwise identical on all
+    ranks of a row.
 
     Args:
         numel: number of elements of a vector.
@@ -435,7 +449,7 @@ class SummedVector:
         return MessagePart("numbers", self.plan, lambda move: own, torch.float32)
 
     def total(self, received: Arrivals) -> Tensor:
-        """Return the sum of this rank's vector and the received ones."""
+        """Return the sum of this rank's vector and the received vectors."""
         assert self._own is not None
         vectors = {move.source: vector for move, vector in received} | {self.rank: self._own}
         self._own = None
@@ -443,11 +457,11 @@ class SummedVector:
 
 
 class Scalars:
-    """Scalars that each rank sends to all others in this step.
+    """Scalars that each rank sends to all other ranks in a step.
 
     Args:
-        names: for each rank, the names of the scalars that it sends. The same on every rank; no two
-            ranks send the same name.
+        names: for each rank, the names of the scalars that it sends. This is the same on every
+            rank, and no two ranks send the same name.
     """
 
     def __init__(self, names: Sequence[Sequence[Hashable]], rank: int) -> None:
@@ -455,8 +469,8 @@ class Scalars:
 
     @cached_property
     def plan(self) -> RelayoutPlan:
-        """This rank's moves: of its scalars to all other ranks, and of theirs to this rank. Moves
-        between two other ranks would make a step's host time quadratic in the number of ranks."""
+        """The moves from this rank to all other ranks, and from them to this rank. With the moves
+        between other ranks, a step's time on the host would be quadratic in the number of ranks."""
         others = [rank for rank in range(len(self.names)) if rank != self.rank]
         mine = len(self.names[self.rank])
         moves = []
@@ -475,7 +489,7 @@ class Scalars:
             values: name -> scalar tensor on the device, or a number that the host knows.
         """
         mine = [values[name] for name in self.names[self.rank]]
-        # filled in on the device: a tensor made of a list would be copied from the host
+        # filled in on the device, because a tensor made from a list would be copied from the host
         numbers = {x for x in mine if not isinstance(x, Tensor)}
         filled = {x: torch.full((), x, device=device, dtype=torch.float32) for x in numbers}
         scalars = [x.float().reshape(()) if isinstance(x, Tensor) else filled[x] for x in mine]
@@ -486,7 +500,7 @@ class Scalars:
 
     def read(self, received: Arrivals) -> dict[Hashable, Tensor]:
         """Return name -> scalar for the scalars of all ranks."""
-        # copies: a view would keep the whole message
+        # copied, because a view would keep the whole message in memory
         sent = {move.param: piece.clone() for move, piece in received} | {self.rank: self._sent}
         return {
             name: number

@@ -1,9 +1,10 @@
-"""Reduces a step's batch sums to the factors' owners, in messages of 32 or 16 bits.
+"""Reduces a step's batch sums to the owners of the factors, in messages of 32 or 16 bits.
 
-A sum travels from each of its contributors to its owner, the rank that averages the factor. A
-message has a bound in bytes, so a long sum may travel in several pieces. Each message is an
-all-to-all, followed by a local fp32 sum in rank order: the result does not depend on the order of
-arrival. A :class:`ReductionPlan`, which is pure, says which message has which sums.
+The owner of a factor is the rank that averages it. Each contributor sends its sum to the owner.
+Messages are limited in bytes, so a long sum may be sent in several pieces. Each message is an
+all-to-all. The owner then adds up the received sums in fp32 and in rank order, so the result does
+not depend on the order of arrival. A :class:`ReductionPlan`, which is pure, defines which message
+contains which sums.
 """
 
 from collections import Counter
@@ -21,18 +22,19 @@ from ds_kfac.comm.message import Arrivals, Channel, Message, MessagePart, Move, 
 from ds_kfac.model.rows import TERMS, BatchSum
 
 ALIGNMENT = 32
-"""A piece of a sum starts at a multiple of this many elements, for vectorised kernels."""
+"""Each piece of a sum starts at a multiple of this many elements, so that kernels can be
+vectorised."""
 COUNTS = TERMS + 1
-"""How many counts travel with a sum, in fp32."""
+"""Number of fp32 counts that are sent with a sum."""
 PIECES = 4
 """A piece takes at most 1/PIECES of its message."""
 CACHED = 64
-"""Size of the caches of buckets and of their plans. Contributors repeat after as many updates as a
-node has ranks."""
+"""Size of the caches of buckets and of their plans. The contributors repeat after as many updates
+as a node has ranks."""
 IN_FLIGHT = 2
-"""Number of messages at a time. Each has a send buffer and a receive buffer."""
+"""Number of messages in flight at a time. Each has a send buffer and a receive buffer."""
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Values of the config -> dtype of sums on the wire."""
+"""Value in the config -> dtype of sums on the wire."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Slot:
         factor: key of the factor.
         numel: number of elements of the packed sum.
         owner: rank that averages the factor.
-        contributors: ranks that have rows of the factor, ascending.
+        contributors: ranks that have rows of the factor, in ascending order.
     """
 
     factor: str
@@ -53,13 +55,13 @@ class Slot:
 
     @property
     def senders(self) -> list[int]:
-        """Contributors that send their sum to the owner."""
+        """The contributors that send their sum to the owner."""
         return [rank for rank in self.contributors if rank != self.owner]
 
 
 @dataclass(frozen=True)
 class SumPiece:
-    """Elements ``start .. start + numel`` of a sum. The counts travel with the first piece."""
+    """Elements ``start .. start + numel`` of a sum. The counts are sent with the first piece."""
 
     slot: Slot
     start: int
@@ -74,15 +76,15 @@ Bucket = tuple[SumPiece, ...]
 def buckets(
     slots: tuple[Slot, ...], *, world: int, itemsize: int, nbytes: int
 ) -> tuple[Bucket, ...]:
-    """Return the buckets in which these sums travel, in the order in which they are sent.
+    """Divide sums into buckets, and return these in the order in which they are sent.
 
     Args:
-        itemsize: bytes of an element on the wire.
+        itemsize: number of bytes of an element on the wire.
         nbytes: most bytes that a rank sends, or receives, in one message.
     """
     made: list[Bucket] = []
     pieces: list[SumPiece] = []
-    load = np.zeros((2, world))  # bytes that each rank sends, and that it receives
+    load = np.zeros((2, world))  # bytes that each rank sends, and bytes that it receives
     for slot in slots:
         senders = slot.senders
         if not senders:
@@ -105,7 +107,7 @@ def buckets(
 
 @dataclass(frozen=True)
 class ReductionPlan:
-    """Which sums travel in a step, and in which messages. The same on every rank.
+    """Defines which sums are sent in a step, and in which messages. It is the same on every rank.
 
     Attributes:
         eigen_workers: factor key -> rank that averages and decomposes the factor.
@@ -121,7 +123,7 @@ class ReductionPlan:
     nbytes: int
 
     def of(self, keys: frozenset[str], step: int) -> tuple[tuple[Slot, ...], tuple[Bucket, ...]]:
-        """Return the sums of these factors at a step, and the buckets in which they travel."""
+        """Return the sums of these factors at a step, and the buckets in which they are sent."""
         slots = []
         for factor in self.factors:
             if factor.key in keys:
@@ -139,8 +141,8 @@ class ReductionPlan:
 def payloads(
     bucket: Bucket, itemsize: int
 ) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:
-    """Return two counters with keys (source, target): bytes of a message's counts, which are fp32,
-    and bytes of its elements. Both are without padding."""
+    """Return the sizes of a message as two counters with keys (source, target). The first has the
+    bytes of the fp32 counts, the second the bytes of the elements. Neither includes padding."""
     counts = Counter[tuple[int, int]]()
     elements = Counter[tuple[int, int]]()
     for piece in bucket:
@@ -152,8 +154,8 @@ def payloads(
 
 @lru_cache(maxsize=CACHED)
 def plans(bucket: Bucket, rank: int, world: int) -> tuple[RelayoutPlan, RelayoutPlan]:
-    """Return two plans with the moves of ``rank`` in a message: of counts, and of elements.
-    ``Move.param`` is the place of a piece in the bucket."""
+    """Return the moves of ``rank`` in a message as two plans. The first has the counts, the second
+    the elements. ``Move.param`` is the index of a piece in the bucket."""
     counts = []
     elements = []
     for index, piece in enumerate(bucket):
@@ -170,9 +172,9 @@ def plans(bucket: Bucket, rank: int, world: int) -> tuple[RelayoutPlan, Relayout
 class Reducer:
     """Reduces the batch sums of the factors that are due.
 
-    The messages are the same on every rank, in number and order. A reduction needs memory for this
+    All ranks send the same number of messages in the same order. A reduction needs memory for this
     rank's sums, for the sums of the factors that it averages, and for :data:`IN_FLIGHT` messages,
-    each of at most twice the plan's ``nbytes``.
+    each of which takes at most twice the plan's ``nbytes``.
     """
 
     def __init__(self, plan: ReductionPlan, channel: Channel, device: torch.device) -> None:
@@ -182,8 +184,8 @@ class Reducer:
         self._slots, self._buckets = plan.of(frozenset(), 0)
 
     def begin(self, keys: frozenset[str], step: int) -> Mapping[str, int]:
-        """Prepare for the factors in ``keys`` at ``step``. Return the keys of the factors that this
-        rank contributes to, each with its stride: one row in so many counts."""
+        """Prepare for the factors in ``keys`` at ``step``. Return factor key -> stride for the
+        factors that this rank contributes to. With a stride of k, every k-th row counts."""
         self._slots, self._buckets = self.plan.of(keys, step)
         strides = self.plan.contributors.strides
         return {
@@ -197,8 +199,8 @@ class Reducer:
         Collective.
 
         Args:
-            sums: factor key -> this rank's sum. Sums are overwritten and freed. If a factor that
-                this rank contributes to is missing, zeros travel.
+            sums: factor key -> this rank's sum. The sums are overwritten and freed. If the sum of a
+                factor that this rank contributes to is missing, zeros are sent.
         """
         rank = self.channel.rank
         running: list[tuple[Bucket, Message]] = []
@@ -225,7 +227,8 @@ class Reducer:
         """Send the pieces of a bucket. Collective.
 
         Args:
-            sums: factor key -> this rank's sum, for the slots that it contributes to or owns.
+            sums: factor key -> this rank's sum, for the slots that this rank contributes to or
+                owns.
         """
 
         def counts_of(move: Move) -> Tensor:
@@ -242,8 +245,8 @@ class Reducer:
         return Message(parts, self.channel, self.device)
 
     def add(self, bucket: Bucket, message: Message, sums: Mapping[str, BatchSum]) -> None:
-        """Wait for a bucket's message. Replace this rank's sums of the slots that it owns by the
-        sums over all contributors."""
+        """Wait for a bucket's message. For the slots that this rank owns, replace its own sums by
+        the sums over all contributors."""
         counts, elements = message.wait()
         self._add(bucket, counts, partial(_counts, sums), torch.float32)
         self._add(bucket, elements, partial(_elements, sums), self.plan.dtype)
@@ -255,20 +258,21 @@ class Reducer:
         own: Callable[[SumPiece], Tensor],
         wire: torch.dtype,
     ) -> None:
-        """Add up all contributors' values of each piece that has arrived, in rank order.
+        """Add up the values of all contributors to each piece that has arrived, in rank order.
 
         Args:
             own: returns this rank's values of a piece, which are overwritten with the sum.
-            wire: dtype in which values have travelled.
+            wire: dtype in which the values were sent.
         """
-        arrived: dict[int, dict[int, Tensor]] = {}  # place of a piece -> rank -> its values
+        arrived: dict[int, dict[int, Tensor]] = {}  # index of a piece -> rank -> its values
         for move, values in arrivals:
             arrived.setdefault(move.param, {})[move.source] = values
         for place, by_rank in arrived.items():
             piece = bucket[place]
             own_values = own(piece)
             if self.channel.rank in piece.slot.contributors:
-                # rounded as other ranks' values are, or the sum would depend on which rank owns it
+                # Rounded like the values of other ranks. Otherwise the sum would depend on which
+                # rank owns it.
                 by_rank[self.channel.rank] = own_values.to(wire)
             total, *others = (by_rank[rank].float() for rank in sorted(by_rank))
             for values in others:
