@@ -1,6 +1,7 @@
-"""Groups of layers of one shape, which are stepped in one batch because launching the kernels of
-one layer takes longer than its products: which layers form a group, in which order the groups are
-stepped, and the tensors that the layers of a group share.
+"""Groups of layers of one shape. The layers of a group are stepped in one batch, because launching
+the kernels of one layer takes longer than its products. This module decides which layers form a
+group and in which order groups are stepped, and it owns the tensors that the layers of a group
+share.
 
 Shape suffixes: O, I the sides of a layer's matrix; nOI stands for [n, O, I], the matrices of all
 layers of a group.
@@ -24,20 +25,21 @@ from ds_kfac.update.state import LayerState, Moments
 S = TypeVar("S", bound=Any)
 
 BATCHED_BYTES = 1 << 28
-"""Most bytes of a rank's eigenvectors that are kept in stacked tensors. A refresh needs the same
-memory again for a moment, because new eigenvectors are copied into the stacks."""
+"""Most bytes of a rank's eigenvectors that are kept in stacked tensors. A refresh briefly needs the
+same memory again, because new eigenvectors are copied into the stacks."""
 
 
 def group_by_shape(
     layers: Sequence[LayerSpec], *, key: Callable[[LayerSpec], Hashable] | None
 ) -> tuple[tuple[LayerSpec, ...], ...]:
-    """Divide layers into groups: each layer is alone or with others of its shape. Pure.
+    """Divide layers into groups. A layer is alone in its group, or with other layers of its shape.
+    Pure.
 
-    Layers are grouped as long as their eigenvectors fit into :data:`BATCHED_BYTES`, the smallest
-    shapes first, because they gain most.
+    Layers are grouped as long as their eigenvectors fit into :data:`BATCHED_BYTES`. The smallest
+    shapes come first, because they gain most.
 
     Args:
-        key: layers may be in one group if their keys are equal; None: every layer is alone.
+        key: layers may be in one group only if their keys are equal; None: every layer is alone.
     """
     if key is None:
         return tuple((layer,) for layer in layers)
@@ -72,10 +74,11 @@ def basis_bytes(layers: Sequence[LayerSpec]) -> int:
 def chunks(
     groups: Iterable[Sequence[LayerSpec]], *, batched: bool
 ) -> list[list[Sequence[LayerSpec]]]:
-    """Divide groups into chunks, whose directions are in memory at the same time. Pure.
+    """Divide groups into chunks. The directions of one chunk are in memory at the same time. Pure.
 
-    A chunk has as many elements as :func:`chunk_budget` allows for its largest layer, or it is a
-    single group that has more. Groups and chunks are in the order of :func:`in_order`.
+    A chunk has at most as many elements as :func:`chunk_budget` allows for its largest layer,
+    unless it consists of a single larger group. Groups and chunks are in the order of
+    :func:`in_order`.
     """
     made: list[list[Sequence[LayerSpec]]] = []
     numel_left = 0
@@ -92,8 +95,8 @@ def chunks(
 def in_order(groups: Iterable[S]) -> tuple[S, ...]:
     """Sort groups into the order in which they are stepped. Pure.
 
-    The largest matrices come first, because no results are in memory yet. Matrices with the same
-    sides, as they are or transposed, are next to each other.
+    The largest matrices come first, because no results are in memory yet at that time. Matrices
+    with the same sides, even if transposed, are next to each other.
     """
 
     def size(group: Sequence[LayerSpec]) -> tuple[int, ...]:
@@ -104,28 +107,30 @@ def in_order(groups: Iterable[S]) -> tuple[S, ...]:
 
 
 class LayerGroup:
-    """Layers of one shape, and everything that their gradient worker keeps of them.
+    """Layers of one shape, and all state that their gradient worker keeps for them.
 
     Note: Stacked tensors. Several layers have one stacked tensor of each kind, and the state of one
     layer is a slice of it. Terms and moments are allocated at attach and change in place. The
-    stacked eigenvectors are allocated when the first layer gets its basis; new ones are copied into
-    them. So all tensors keep their addresses, which a recorded step needs. A layer that is alone
-    has no stacks. It keeps its decompositions without a copy, and layers that share an A keep the
-    same tensor.
+    stacked eigenvectors are allocated when the first layer gets its basis, and new eigenvectors are
+    copied into them. All tensors therefore keep their addresses, which a recorded step requires. A
+    layer that is alone has no stacks. It keeps its decompositions without a copy, and layers that
+    share an A keep the same tensor.
 
     Args:
-        moments: class of the moments; None if the update rule keeps none.
+        moments: class of the moments; None: the update rule keeps no moments.
 
     Attributes:
-        layers, names: the layers.
-        maps: number of matrices of a layer: the groups of a grouped convolution, else 1.
+        layers, names: the layers, and their names.
+        maps: number of matrices of each layer. It is the number of groups of a grouped convolution,
+            otherwise 1.
         n: number of matrices of all layers.
-        terms: fp32 [layers], loss terms of the last captured batch, see :class:`LayerState`.
-        moments: moments of all matrices, [n, O, I] and [n]; None if the update rule keeps none.
-        rotation: the eigenbases in use. None until a layer has both sides, and None with a method
-            that has no eigenbases. While some layers of a group have no basis yet, they are rotated
-            by the identity.
-        stays: whether a layer that is alone gets a stack, too, because a recorded step reads its
+        terms: fp32 [layers], number of loss terms of the last captured batch, see
+            :class:`LayerState`.
+        moments: moments of all matrices, [n, O, I] and [n]; None: the update rule keeps no moments.
+        rotation: the eigenbases in use. It is None until a layer has both sides, and always None
+            with a method that has no eigenbases. Layers of the group that have no basis yet are
+            rotated by the identity.
+        stays: whether even a layer that is alone gets a stack, because a recorded step reads its
             eigenbases. Set it before the first refresh.
     """
 
@@ -153,9 +158,9 @@ class LayerGroup:
             self.moments = moments.empty((self.n, *layers[0].shape[-2:]), device)
             self._moments_of = self._views(self.moments)
         self.rotation: Rotation | None = None
-        self._stacked: Rotation | None = None  # the stacked eigenbases, once there are any
+        self._stacked: Rotation | None = None  # the stacked eigenbases, once they exist
         self._places: list[LayerBasis] = []  # each layer's views of _stacked
-        # each layer's decompositions of A and of G
+        # decompositions of A and of G for each layer
         self._sides: list[tuple[Any, Any]] = [(None, None)] * len(layers)
         for index in range(len(layers)):
             self._keep(index, *self._at_attach(index))
@@ -170,8 +175,8 @@ class LayerGroup:
         return [type(moments)(*of_layer) for of_layer in zip(*views, strict=True)]
 
     def _at_attach(self, index: int) -> tuple[Any, Any]:
-        """Return the decompositions (A, G) that a layer has before its first refresh: None, except
-        for a side that is the identity, which is never refreshed."""
+        """Return the decompositions (A, G) that a layer has before its first refresh. They are
+        None, except for a side that is the identity, because such a side is never refreshed."""
         layer = self.layers[index]
         A = None if layer.A.block else self.method.identity(layer.A, self.device)
         G = None if layer.G.block else self.method.identity(layer.G, self.device)
@@ -179,29 +184,29 @@ class LayerGroup:
 
     @property
     def prepared(self) -> list[bool]:
-        """For each layer, whether both sides have an eigenbasis or inverse."""
+        """Whether both sides of each layer have an eigenbasis or inverse."""
         return [A is not None and G is not None for A, G in self._sides]
 
     def state(self, index: int) -> LayerState:
-        """Return what is kept of a layer.
+        """Return the state that is kept for a layer.
 
-        The state is a view: it shows what later steps change in place. It does not show a
-        decomposition that replaces another one, so get it again after a refresh.
+        The state is a view, so it shows changes that later steps make in place. It does not show
+        new decompositions that replace old ones, so call this again after a refresh.
         """
         return LayerState(
             self.terms[index], self.method, *self._sides[index], self._moments_of[index]
         )
 
     def preconditioner(self, index: int) -> Any:
-        """Return the layer's preconditioner, see ``Method.of_layer``; None while a side has no
-        decomposition."""
+        """Return the layer's preconditioner, see ``Method.of_layer``. Return None while a side has
+        no decomposition."""
         return self.state(index).preconditioner
 
     def rebase(
         self, index: int, A: Decomposition | None = None, G: Decomposition | None = None
     ) -> None:
-        """Use new decompositions of one or both sides of a layer from now on. Its moments are
-        rotated into them."""
+        """Replace the decompositions of one or both sides of a layer. The layer's moments are
+        rotated into the new eigenbasis."""
         before = self.state(index)
         after = replace(before, A=before.A if A is None else A, G=before.G if G is None else G)
         if before.moments is not None and after.basis is not None:
@@ -209,16 +214,17 @@ class LayerGroup:
         self._keep(index, after.A, after.G)
 
     def leave_basis(self, index: int) -> None:
-        """Let a layer go on without curvature. Its moments are rotated out of the eigenbasis; for a
-        second moment, of which only the diagonal is kept, this is an approximation."""
+        """Remove a layer's eigenbasis, so that it goes on without curvature. Its moments are
+        rotated out of the eigenbasis. This is an approximation for a second moment, because only
+        its diagonal is kept."""
         state = self.state(index)
         if state.basis is not None and state.moments is not None:
             _copy_(state.moments, state.moments.unrotated(state.basis))
         self._keep(index, *self._at_attach(index))
 
     def load(self, index: int, state: LayerState | None) -> None:
-        """Continue a layer from a saved state. Terms and moments are copied; moments that the state
-        lacks begin at zero.
+        """Continue a layer from a saved state. Terms and moments are copied. Moments that the state
+        lacks start at zero.
 
         Args:
             state: the saved state; None: the state that the layer had at attach.
@@ -233,7 +239,7 @@ class LayerGroup:
         self._keep(index, A if state.A is None else state.A, G if state.G is None else state.G)
 
     def _keep(self, index: int, A: Any, G: Any) -> None:
-        """Keep a layer's decompositions. Eigenbases are copied into the stack if there is one."""
+        """Store a layer's decompositions. Eigenbases are copied into the stack if there is one."""
         has_basis = self.method.rotates and A is not None and G is not None
         is_stacked = self.method.rotates and (len(self.layers) > 1 or self.stays)
         if is_stacked and has_basis:
@@ -242,7 +248,7 @@ class LayerGroup:
             _copy_basis_(place.G, G)
             A, G = place.A, place.G
         elif is_stacked and self.prepared[index]:
-            # the layer had a basis and has none now: it is rotated by the identity
+            # the layer had a basis and has lost it: from now on it is rotated by the identity
             place = self._place(index)
             _copy_basis_(place.A, None)
             _copy_basis_(place.G, None)
@@ -256,7 +262,7 @@ class LayerGroup:
             self.rotation = self._stacked if any(self.prepared) else None
 
     def _place(self, index: int) -> LayerBasis:
-        """Return a layer's views of the stacked eigenbases, which are allocated at the first
+        """Return a layer's views of the stacked eigenbases. The stacks are allocated at the first
         call."""
         if self._stacked is None:
             layer, count = self.layers[0], len(self.layers)
@@ -274,28 +280,28 @@ class LayerGroup:
         return gradient.view(self.n, *gradient.shape[-2:])
 
     def by_layer(self, x_nOI: Tensor) -> Sequence[Tensor]:
-        """Return a view for each layer, of the layer's shape."""
+        """Split a tensor of the group into one view for each layer, in the layer's shape."""
         return x_nOI.unflatten(0, (-1, self.maps)).unbind() if self.maps > 1 else x_nOI.unbind()
 
     def flags(self, of_layers: Sequence[bool], device: torch.device) -> Tensor | None:
-        """Return the layers' flags for each matrix, bool [n]; None if all are true."""
+        """Return bool [n], the flag of each matrix's layer. Return None if all flags are true."""
         if all(of_layers):
             return None
-        # stacked from scalars on the device: a copy from the host would wait for the device
+        # stacked from scalars on the device, because a copy from the host would wait for the device
         yes = torch.full((), True, dtype=torch.bool, device=device)
         no = torch.full((), False, dtype=torch.bool, device=device)
         return repeated(torch.stack([yes if flag else no for flag in of_layers]), self.maps)
 
     def any_map(self, flags_n: Tensor) -> Tensor:
-        """Return for each layer, bool [layers], whether the flag of any of its matrices is set."""
+        """Return bool [layers]: whether any matrix of the layer has its flag set."""
         return flags_n if self.maps == 1 else flags_n.view(-1, self.maps).any(dim=1)
 
 
 def evenly_spaced(parts: Sequence[Tensor]) -> Tensor | None:
-    """Stack tensors of one shape without a copy; None if that is not possible.
+    """Stack tensors of one shape without a copy, or return None if that is impossible.
 
-    It is possible if they are contiguous and begin at equal distances in one memory, like the
-    gradients of a model's equal blocks at ZeRO-2 and 3.
+    It is possible if the tensors are contiguous and begin at equal distances in one storage, like
+    the gradients of a model's equal blocks at ZeRO-2 and 3.
     """
     first = parts[0]
     starts = [x.storage_offset() for x in parts]
@@ -312,7 +318,7 @@ def evenly_spaced(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def _identity(side: Side, device: torch.device) -> Eigenbasis:
-    """Return the identity in the form of a decomposition of the side, with eigenvectors."""
+    """Return the identity as a decomposition of the side, with eigenvectors."""
     groups = side.groups if side.block > 1 else ()
     vectors = tuple(
         torch.eye(width, device=device, dtype=torch.float32).repeat(count, 1, 1)
@@ -325,8 +331,8 @@ def _copy_basis_(place: Eigenbasis, new: Eigenbasis | None) -> None:
     """Overwrite an eigenbasis.
 
     Args:
-        new: None stands for the identity. An eigenbasis without vectors stands for the identity,
-            too: the side was the identity when a checkpoint was saved.
+        new: the new eigenbasis. None stands for the identity. An eigenbasis without vectors also
+            stands for the identity: the side was the identity when a checkpoint was saved.
     """
     if new is place:
         return

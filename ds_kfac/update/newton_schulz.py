@@ -1,19 +1,20 @@
-"""The orthogonal factor of a direction: all its singular values are set to about one, as in Muon.
+"""The orthogonal factor of a direction. All of its singular values are set to about one, as in
+Muon.
 
 Note: Two forms of the iteration. Let m be the shorter and n the longer side of the matrix.
 
 - The standard form, for n < 1.75 m, multiplies the matrix in every step.
-- The Gram form, for wider matrices, iterates only the Gram matrix [m, m], and multiplies the matrix
+- The Gram form, for wider matrices, iterates only the Gram matrix [m, m] and multiplies the matrix
   by the result once. This is cheaper (gram-newton-schulz, Dao-AILab).
 
-Note: Precision. In the Gram form a rounding error is never corrected by later steps. In 16 bits the
-Gram matrix is therefore computed anew after :data:`RESTART` steps, and bf16 is too coarse even so.
-We use fp16 for both forms: a matrix of norm one needs no large exponents, and fp16 rounds eight
-times finer than bf16 at the same speed.
+Note: Precision. In the Gram form, later steps never correct a rounding error. In 16 bits the Gram
+matrix is therefore computed again after :data:`RESTART` steps. Even then, bf16 is too coarse. We
+use fp16 for both forms: a matrix of norm one needs no large exponents, and fp16 rounds eight times
+finer than bf16 at the same speed.
 
-Note: Size. The orthogonal factor has the same norm, however small the direction is. When gradients
-die out, Adam's direction dies out, too, and the layer must not keep moving along rounding errors
-and old moments. Below :data:`FULL` a step therefore shrinks with the direction.
+Note: Size. The orthogonal factor always has the same norm, however small the direction is. When
+gradients vanish, Adam's direction vanishes, too, and the layer must not keep moving along rounding
+errors and old moments. Below :data:`FULL`, a step therefore shrinks with the direction.
 
 Shape suffixes: O, I the sides of a matrix; m, n its shorter and its longer side.
 """
@@ -27,18 +28,18 @@ from ds_kfac.curvature.eigen import HIGHEST, Precision, fp32_products
 from ds_kfac.ops.functional import SMALLEST
 
 STEPS = ((3.4445, -4.7750, 2.0315),) * 5
-"""Coefficients (a, b, c) of the quintic x (a + b x^2 + c x^4), one row per step. Jordan et al. 2024
-tuned them to lift small singular values fast; all end between 0.7 and 1.2."""
+"""Coefficients (a, b, c) of the quintic x (a + b x^2 + c x^4), one row for each step. Jordan et al.
+2024 tuned them to raise small singular values fast. All singular values end between 0.7 and 1.2."""
 GRAM_FROM = 1.75
-"""n / m from which the Gram form is used. It is at least 7 % cheaper there; at 1.5 both forms cost
-the same. The ratio is below 2, so that a fused gate and up projection with a bias, [2 m, m + 1], is
-included."""
+"""Ratio n / m from which the Gram form is used. It is at least 7 % cheaper there; at a ratio of 1.5
+both forms cost the same. The limit is below 2 to include a fused gate and up projection with a
+bias, [2 m, m + 1]."""
 RESTART = 2
-"""Number of steps after which the Gram matrix is computed anew in 16 bits."""
+"""Number of steps after which the Gram matrix is computed again in 16 bits."""
 FULL = 0.03
 """Root mean square of Adam's direction from which on a step has its full size. In ordinary training
-it is 0.1 to 0.3, because Adam's steps are signal over noise. In 150 steps of gpt_small and mlm
-(benchmarks/convergence) it was never below 0.032."""
+it is 0.1 to 0.3, because Adam's direction is signal divided by noise. In 150 steps of gpt_small and
+mlm (benchmarks/convergence) it was never below 0.032."""
 
 
 def orthogonal_factors(
@@ -53,13 +54,14 @@ def orthogonal_factors(
 
     Args:
         directions: fp32 [n, O, I] each, overwritten. Rows and columns of zeros stay exactly zero.
-        whitenings: for each direction s, [2, n, I] as ``Rotation.whitening`` returns it, or None.
-            With s the direction is replaced by the orthogonal factor of x diag(s), times diag(s). A
-            column whose s is 0 becomes 0.
-        precision: with TF32 products the iteration is in fp16, which rounds as TF32 does, at twice
-            the speed.
+        whitenings: for each direction, [2, n, I] as returned by ``Rotation.whitening``, or None.
+            With whitening factors s, the direction is replaced by the orthogonal factor of x
+            diag(s), times diag(s). A column whose s is 0 becomes 0.
+        precision: with TF32 products the iteration is in fp16, which rounds like TF32 but is twice
+            as fast.
 
-    Returns for each direction the Frobenius norms [n] that it had, without columns whose s is 0.
+    Returns for each direction its Frobenius norms [n] before the call, without the columns whose s
+    is 0.
     """
     whitenings = whitenings or [None] * len(directions)
     dtype = torch.float16 if precision.products == "tf32" else directions[0].dtype
@@ -77,14 +79,14 @@ def orthogonal_factors(
             scale = norm.clamp(min=SMALLEST).reciprocal()[:, None, None]
         else:
             column_norms = torch.linalg.vector_norm(direction, dim=-2)
-            # whitening[0] is 0 or 1, so the first norm is that of the columns that are not zeroed
+            # whitening[0] is 0 or 1, so the first norm covers the columns that are not zeroed
             norm, whitened_norm = torch.linalg.vector_norm(column_norms * whitening, dim=-1)
             scale = (whitening[1] / whitened_norm.clamp(min=SMALLEST)[:, None])[:, None, :]
         norms.append(norm)
         torch.mul(rows, scale.mT if rows is not direction else scale, out=place)
     del place  # a view, which would keep the memory of x
     if len(x) == 1:
-        x = x[0]  # products of a batch of one are slower than those of a matrix
+        x = x[0]  # batched products with a batch of one are slower than products of a matrix
     m, n = x.shape[-2:]
     with fp32_products(precision.products, x.device):
         if n < GRAM_FROM * m:
@@ -106,12 +108,12 @@ def orthogonal_factors(
 
 
 def flops(O: int, I: int, *, half: bool = False) -> int:  # noqa: E741
-    """Return the FLOPs of one matrix's products.
+    """Return the FLOPs of the products for one matrix.
 
     A step takes 4 m^2 n + 2 m^3 in the standard form, and at most 8 m^3 in the Gram form.
 
     Args:
-        half: whether the iteration is in fp16, so that the Gram form restarts once.
+        half: whether the iteration is in fp16. The Gram form then restarts once.
     """
     m, n = sorted((O, I))
     steps = len(STEPS)
@@ -124,7 +126,7 @@ def flops(O: int, I: int, *, half: bool = False) -> int:  # noqa: E741
 
 
 def workspace(O: int, I: int) -> int:  # noqa: E741
-    """Return the largest number of elements that one matrix's copies and products have at a
+    """Return the largest number of elements that copies and products of one matrix have at the same
     time."""
     m, n = sorted((O, I))
     standard = 2 * m * n + m**2
@@ -133,12 +135,12 @@ def workspace(O: int, I: int) -> int:  # noqa: E741
 
 
 def _gram_steps(r_mm: Tensor, rows: Sequence[tuple[float, float, float]]) -> Tensor:
-    """Return the product q of the steps' polynomials p of the Gram matrix r.
+    """Return q, the product of the polynomials p of all steps, for the Gram matrix r.
 
-    r, q and p commute. At most four matrices [m, m] are in memory at a time.
+    r, q and p commute. At most four matrices [m, m] are in memory at the same time.
 
     Args:
-        r_mm: overwritten.
+        r_mm: the Gram matrix, overwritten.
         rows: coefficients of the steps.
     """
     q_mm = p_mm = _polynomial(r_mm, rows[0])
@@ -152,7 +154,7 @@ def _gram_steps(r_mm: Tensor, rows: Sequence[tuple[float, float, float]]) -> Ten
 
 def _polynomial(r_mm: Tensor, row: tuple[float, float, float], out: Tensor | None = None) -> Tensor:
     """Return a I + b r + c r^2. The diagonal is added at the end, because torch would copy a matrix
-    that is the addend of a product."""
+    that is added to a product."""
     a, b, c = row
     add_product = torch.addmm if r_mm.ndim == 2 else torch.baddbmm
     p_mm = add_product(r_mm, r_mm, r_mm, beta=b, alpha=c, out=out)

@@ -1,11 +1,11 @@
 """Work that is the same in every step, launched as one CUDA graph.
 
-Launching a kernel takes the host 10 microseconds, and up to 40 from Python. Most kernels of a step
-take a GPU only 2 to 10. The 600 kernels of GPT-2 small's layers took the host 40 ms and the device
-8 ms (docs/gpu.md). A graph launches all of them at once.
+Launching a kernel takes the host 10 microseconds, and up to 40 from Python, but most kernels of a
+step take a GPU only 2 to 10. The 600 kernels for GPT-2 small's layers took the host 40 ms and the
+device 8 ms (docs/gpu.md). A graph launches all of them at once.
 
-A recorded function must read and write tensors at fixed addresses and decide nothing on the host.
-Its temporaries and results are in memory that the graph keeps.
+A recorded function must read and write tensors at fixed addresses, and must not decide anything on
+the host. The graph keeps the memory of its temporaries and results.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,17 +19,17 @@ Recorder = Callable[[Callable[[], T]], tuple[Callable[[], None], T]]
 result. Recording does not execute the function, so the result is valid after the first replay."""
 
 STEADY = 2
-"""Number of calls with the same key that are executed before one is recorded. They compile kernels
-and fill caches."""
+"""Number of calls with the same key that are executed normally before one is recorded. They compile
+kernels and fill caches."""
 ATTEMPTS = 8
-"""Number of recordings after which the function is never recorded again, because its key changes
-too often. A schedule of betas, for example, changes it in every step."""
+"""Most recordings of a function. After that it is never recorded again, because its key changes too
+often. A schedule of betas, for example, changes the key in every step."""
 RECORDED_NUMEL = 1 << 27
-"""Most elements of a rank's layers whose steps are recorded. With more elements the device works
-longer than the launches take, and a graph would keep more than a GiB."""
+"""Steps are recorded if the layers of a rank have at most this many elements. With more elements
+the device works longer than the launches take, and a graph would keep more than a GiB."""
 RECORDED_LAYER = 1 << 24
-"""Largest mean number of elements of a rank's layers whose steps are recorded. With larger layers
-the device works longer than the launches take, however few layers there are."""
+"""Steps are recorded if the layers of a rank have at most this many elements on average. With
+larger layers the device works longer than the launches take, however few layers there are."""
 
 
 def cuda_graph(function: Callable[[], T]) -> tuple[Callable[[], None], T]:
@@ -37,28 +37,31 @@ def cuda_graph(function: Callable[[], T]) -> tuple[Callable[[], None], T]:
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.current_stream()
     try:
-        # thread_local, because other threads, such as NCCL's watchdog, go on querying events
+        # thread_local, because other threads, such as NCCL's watchdog, continue to query events
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             result = function()
     finally:
         # If the end of a capture raises an error, torch stays in the capture's stream. Training
-        # would go on there, not ordered with what DeepSpeed runs in the default stream.
+        # would continue in that stream, without being ordered with DeepSpeed's work in the default
+        # stream.
         torch.cuda.set_stream(stream)
     return graph.replay, result
 
 
 RECORDERS: dict[str, Recorder] = {"cuda": cuda_graph}
-"""Type of device -> its recorder."""
+"""Device type -> its recorder."""
 
 
 class Recorded(Generic[T]):
-    """Calls of a function that are replayed from a recording once they repeat each other.
+    """Calls of a function, which are replayed from a recording as soon as they repeat.
 
-    Two calls repeat each other if their key is the same: the objects whose tensors the function
-    uses, and the values that it depends on.
+    A call repeats the last one if its key is the same. The key consists of the objects whose
+    tensors the function uses, and of the values on which the function depends.
 
     Args:
-        warn: called with a text if the function cannot be recorded. It is then executed as before.
+        recorder: records a function.
+        warn: called with a text if the function cannot be recorded. The function is then executed
+            normally.
 
     Attributes:
         replays: number of calls that were replayed.
@@ -83,8 +86,8 @@ class Recorded(Generic[T]):
         """Execute or replay the function, and return its result.
 
         Args:
-            places: objects whose tensors the function uses. They are compared by identity.
-            values: everything else that the function depends on. Compared by ``==``.
+            places: objects whose tensors the function uses, compared by identity.
+            values: everything else on which the function depends, compared by ``==``.
         """
         if not self._has_key(places, values):
             self.forget()

@@ -1,8 +1,8 @@
-"""Rotation of the matrices of layers of one shape into their eigenbases and back, all in one batch
-of products.
+"""Rotation of the matrices of layers of one shape into their eigenbases and back, in one batch of
+products for all layers.
 
-Shape suffixes: n matrices of one shape, which may be those of one layer; O, I their sides; nOI
-stands for [n, O, I].
+Shape suffixes: n matrices of one shape, which may belong to one layer; O, I their sides; nOI stands
+for [n, O, I].
 """
 
 from collections.abc import Sequence
@@ -17,17 +17,17 @@ from ds_kfac.ops.functional import block_product
 
 AT_ONCE = 1 << 22
 """Number of elements of a single large matrix that are rotated, or averaged into moments, at a
-time: 16 MiB. On a CPU also the number of elements whose directions are in memory at the same
+time: 16 MiB. On a CPU it is also the number of elements whose directions are in memory at the same
 time."""
 BATCHED = 1 << 25
-"""Number of elements whose directions a GPU has in memory at the same time, unless one layer has
-more: 128 MiB, which is all layers of one shape of GPT-2 small. A layer with more than an eighth of
-it is alone, because its products take longer than their launches."""
+"""Number of elements whose directions a GPU has in memory at the same time, unless a single layer
+has more. This is 128 MiB, enough for all layers of one shape in GPT-2 small. A layer with more than
+an eighth of this number is alone, because its products take longer than their launches."""
 
 
 def chunk_budget(*, batched: bool, numel: int) -> int:
     """Return the number of elements whose directions may be in memory at the same time. A single
-    layer may have more.
+    layer may have more elements.
 
     Args:
         batched: whether layers of one shape are stepped in one batch, as on GPUs.
@@ -40,24 +40,24 @@ def chunk_budget(*, batched: bool, numel: int) -> int:
 
 
 def is_large(x_nOI: Tensor) -> bool:
-    """Whether this is a single matrix that is processed some rows at a time, to bound the memory of
-    temporaries."""
+    """Whether this is a single large matrix. Such a matrix is processed some rows at a time, to
+    limit the memory of temporaries."""
     return len(x_nOI) == 1 and x_nOI.numel() > AT_ONCE
 
 
 def row_chunks(*tensors_nOI: Tensor) -> list[tuple[Tensor, ...]]:
-    """Return views of the same rows of each tensor. A view has at most :data:`AT_ONCE` elements,
-    but at least one row."""
+    """Return views of the tensors in chunks of rows, with the same rows of each tensor in a chunk.
+    A view has at most :data:`AT_ONCE` elements, but at least one row."""
     rows = max(1, AT_ONCE // tensors_nOI[0].shape[-1])
     return list(zip(*(x.split(rows, dim=1) for x in tensors_nOI), strict=True))
 
 
 WHITEN_DAMPING = 0.01
-"""Damping of A's eigenvalues for whitening, in units of their mean."""
+"""Damping of A's eigenvalues for whitening, relative to their mean."""
 LEAST = 8.0
-"""Smallest eigenvalue that is not rounding error, in eps of the largest one. Sums over rows and
-their running average leave up to 5 eps of the largest eigenvalue in place of a zero, even if the
-factor is narrow (docs/explanation/formulas.md)."""
+"""Smallest eigenvalue that is not considered a rounding error, in eps of the largest one. Sums over
+rows and their running average leave up to 5 eps of the largest eigenvalue in place of a zero, even
+if the factor is narrow (docs/explanation/formulas.md)."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,13 @@ class Rotation:
     """The eigenbases of n matrices [O, I].
 
     Attributes:
-        G, A: eigenvectors that act on the rows and on the columns. For n matrices with dense sides
-            each is one tensor, [n, O, O] and [n, I, I]. For a single matrix they are as in
-            ``Eigenbasis.vectors``, possibly in blocks. () if Q is the identity.
+        G, A: eigenvectors that act on the rows and on the columns. For n matrices with dense sides,
+            each is a tuple of one tensor, [n, O, O] and [n, I, I]. For a single matrix they are as
+            in ``Eigenbasis.vectors``, possibly in blocks. () if Q is the identity.
         values_G, values_A: eigenvalues, fp32 [n, O] and [n, I].
         precision: precision of the products.
-        maps: number of matrices of a layer: the groups of a grouped convolution, else 1.
+        maps: number of matrices of each layer. It is the number of groups of a grouped convolution,
+            otherwise 1.
     """
 
     G: tuple[Tensor, ...]
@@ -85,10 +86,11 @@ class Rotation:
     def of(
         cls, bases: Sequence[LayerBasis], precision: Precision = HIGHEST, *, maps: int = 1
     ) -> "Rotation":
-        """Make the rotation of layers from their eigenbases.
+        """Create the rotation of layers from their eigenbases.
 
-        Several layers must have one matrix each, and their sides must be dense or without vectors.
-        Their eigenvectors and eigenvalues are copied. Those of a single layer are not.
+        If there are several layers, each must have one matrix, and its sides must be dense or
+        without vectors. Their eigenvectors and eigenvalues are copied. Those of a single layer are
+        not copied.
         """
         G, values_G = _stacked([basis.G for basis in bases])
         A, values_A = _stacked([basis.A for basis in bases])
@@ -113,9 +115,11 @@ class Rotation:
         eigenbasis. s is 0 in A's null space.
 
         Args:
-            repeats: how often each matrix's s is repeated, once for each block of its rows.
+            repeats: number of times that each matrix's s is repeated, once for each block of its
+                rows.
 
-        Returns fp32 [2, n * repeats, I]: 1 where s is above 0, else 0; and s.
+        Returns fp32 [2, n * repeats, I]. The first entry is 1 where s is above 0, else 0. The
+        second entry is s.
         """
         if (power, repeats) not in self._whitenings:
             self._whitenings[power, repeats] = self._whitening(power, repeats)
@@ -127,9 +131,9 @@ class Rotation:
         return torch.stack([repeated(self.range_A, repeats), repeated(s, repeats)])
 
     def follow(self) -> None:
-        """Compute anew, in place, what is derived from eigenvalues. Call this after the eigenvalues
-        have changed in place."""
-        cached = self.__dict__  # where cached_property keeps a value once it was asked for
+        """Update everything that is derived from the eigenvalues, in place. Call this after the
+        eigenvalues have changed in place."""
+        cached = self.__dict__  # cached_property stores a value here when it is first read
         if "range_A" in cached and self.A:
             self.range_A.copy_(range_mask(self.A, self.values_A))
         if "range_G" in cached and self.G:
@@ -141,27 +145,27 @@ class Rotation:
     def range_A(self) -> Tensor:
         """1 in A's range, 0 in its null space, fp32 like ``values_A``.
 
-        No input has a component in the null space, so no gradient has one. What is there is
-        rounding error, which Adam would scale up to a full step.
+        No input has a component in the null space, so no gradient has one either. Any nonzero
+        values there are rounding errors, which Adam would scale up to a full step.
         """
         return range_mask(self.A, self.values_A)
 
     @cached_property
     def range_G(self) -> Tensor:
-        """1 in G's range, 0 in its null space, fp32 like ``values_G``. G of a head has a null
-        space, because a softmax's gradients sum to zero over the classes."""
+        """1 in G's range, 0 in its null space, fp32 like ``values_G``. The G of a head has a null
+        space, because the gradients of a softmax sum to zero over the classes."""
         return range_mask(self.G, self.values_G)
 
     def mask_null_space_(self, x_nOI: Tensor, *, columns: bool = True) -> None:
-        """Set to 0, in place, what rotated matrices have in the null space of G and, if
-        ``columns``, of A."""
+        """Set the components of rotated matrices in the null space of G to 0, in place. With
+        ``columns``, do the same for the null space of A."""
         if self.G:
             x_nOI.mul_(self.range_G[:, :, None])
         if self.A and columns:
             x_nOI.mul_(self.range_A[:, None, :])
 
     def layer_mean(self, x_n: Tensor) -> Tensor:
-        """Return [n], where each matrix has the mean over the matrices of its layer."""
+        """Return [n], in which each matrix has the mean over all matrices of its layer."""
         return x_n if self.maps == 1 else repeated(x_n.view(-1, self.maps).mean(dim=1), self.maps)
 
     def rotate(self, x_nOI: Tensor, *, overwrite: bool = False) -> Tensor:
@@ -175,8 +179,8 @@ class Rotation:
     def restore(
         self, x_nOI: Tensor, *, rows: bool = True, columns: bool = True, overwrite: bool = False
     ) -> Tensor:
-        """Return Q_G x Q_A^T, or one of its halves: Q_G x without ``columns``, x Q_A^T without
-        ``rows``.
+        """Return Q_G x Q_A^T. Without ``columns`` return Q_G x, and without ``rows`` return x
+        Q_A^T.
 
         Args:
             overwrite: whether x may be replaced by the result, see :meth:`_product`.
@@ -190,8 +194,9 @@ class Rotation:
         """Return left x right.
 
         Args:
-            overwrite: whether a large matrix may be replaced by the result if no basis mixes its
-                rows. It is then processed some rows at a time and is not in memory twice.
+            overwrite: whether x may be replaced by the result. This is done only if x is a large
+                matrix whose rows no basis mixes. It is then processed some rows at a time, so it is
+                not in memory twice.
         """
         with fp32_products(self.precision.products, x_nOI.device):
             if left or not (overwrite and is_large(x_nOI)):
@@ -202,8 +207,8 @@ class Rotation:
 
 
 def _stacked(sides: Sequence[Eigenbasis]) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Return (vectors, values) of one side of several layers, stacked; those of a single layer
-    without a copy."""
+    """Return the stacked (vectors, values) of one side of several layers. Those of a single layer
+    are returned without a copy."""
     if len(sides) == 1:
         return sides[0].vectors, sides[0].values
     vectors: tuple[Tensor, ...] = ()
@@ -213,20 +218,21 @@ def _stacked(sides: Sequence[Eigenbasis]) -> tuple[tuple[Tensor, ...], Tensor]:
 
 
 def repeated(x_n: Tensor, times: int) -> Tensor:
-    """Return [n * times, ..] with each entry of the first dimension ``times`` times in a row. This
-    is a copy, because our kernels take no strides."""
+    """Repeat each entry of the first dimension ``times`` times in a row, and return [n * times,
+    ..]. The result is a copy, because our kernels do not support strides."""
     return x_n if times == 1 else x_n.repeat_interleave(times, dim=0)
 
 
 def range_mask(vectors: Sequence[Tensor], values: Tensor) -> Tensor:
-    """Return 0 where an eigenvalue is rounding error, else 1; fp32 of the shape of ``values``.
+    """Return 0 where an eigenvalue is a rounding error, else 1, in fp32 and in the shape of
+    ``values``.
 
-    In a block of width b an eigenvalue is rounding error if it is below max(8, sqrt(b)) eps of the
-    largest one. A block of zeros gets ones.
+    In a block of width b, an eigenvalue is a rounding error if it is below max(8, sqrt(b)) eps of
+    the largest one. All eigenvalues of a block of zeros get 1.
 
     Args:
         vectors: eigenvectors, [n, b, b] for each group of equal blocks. () for a side that is
-            diagonal: its values are exact, so all of them get ones.
+            diagonal. Its values are exact, so all of them get 1.
     """
     if not vectors:
         return torch.ones_like(values)
@@ -240,7 +246,7 @@ def range_mask(vectors: Sequence[Tensor], values: Tensor) -> Tensor:
 
 
 def mask_null_space(x_OI: Tensor, basis: LayerBasis) -> Tensor:
-    """Return one layer's rotated matrix with 0 in the null spaces of its G and A, see
+    """Return one layer's rotated matrix with zeros in the null spaces of its G and A, see
     :attr:`Rotation.range_A`.
 
     Args:
@@ -256,16 +262,16 @@ def mask_null_space(x_OI: Tensor, basis: LayerBasis) -> Tensor:
 def change_basis_(x_nOI: Tensor, old: LayerBasis | None, new: LayerBasis) -> None:
     """Rotate one layer's matrix from one eigenbasis into another, in place.
 
-    The products are in fp32, whatever the precision of steps is, because an error would stay in the
-    moments. A large matrix is processed some rows at a time.
+    The products are always in fp32, even if steps use a lower precision, because an error would
+    stay in the moments. A large matrix is processed some rows at a time.
 
     Args:
         x_nOI: fp32 [O, I], or [groups, O, I] for a layer in groups; contiguous.
-        old: the basis that the matrix is in; None: the layer's own coordinates.
+        old: current basis of the matrix; None: the layer's own coordinates.
     """
     x_nOI = x_nOI.view(-1, *x_nOI.shape[-2:])
     with torch.autocast(x_nOI.device.type, enabled=False), fp32_products("ieee", x_nOI.device):
-        # Q_G'^T Q_G and Q_A^T Q_A' for the new Q'; () for a side that stays
+        # Q_G'^T Q_G and Q_A^T Q_A' for the new Q', or () for a side that does not change
         left = [vectors.mT for vectors in _overlap(None if old is None else old.G, new.G)]
         right = _overlap(None if old is None else old.A, new.A)
         if not is_large(x_nOI):
@@ -278,8 +284,8 @@ def change_basis_(x_nOI: Tensor, old: LayerBasis | None, new: LayerBasis) -> Non
 
 
 def _overlap(old: Eigenbasis | None, new: Eigenbasis) -> Sequence[Tensor]:
-    """Return Q^T Q' for an old Q and a new Q', in groups of blocks; () if both are the same. An
-    identity has no vectors."""
+    """Return Q^T Q' for an old Q and a new Q', in groups of blocks. Return () if both are the same.
+    An identity has no vectors."""
     vectors = () if new is old else new.vectors
     if old is None or not old.vectors or not vectors:
         return vectors
@@ -287,14 +293,14 @@ def _overlap(old: Eigenbasis | None, new: Eigenbasis) -> Sequence[Tensor]:
 
 
 PIECE = 1 << 22
-"""Number of elements, 32 MiB in float64."""
+"""Number of elements of a piece, 32 MiB in float64."""
 
 
 def norms(x: Tensor) -> Tensor:
-    """Return the norms of vectors [.., n], float64 [..].
+    """Return the norms of vectors [.., n] as float64 [..].
 
     In fp32 the square of a finite number may be infinite. The vectors are processed in pieces,
-    because torch may make a copy of each piece in float64.
+    because torch may copy each piece to float64.
     """
     parts = [
         torch.linalg.vector_norm(piece, dim=-1, dtype=torch.float64)

@@ -1,5 +1,5 @@
-"""What a gradient worker keeps of a layer between steps: eigenbases or inverses, and moments of the
-rotated gradient.
+"""The state that a gradient worker keeps for a layer between steps: eigenbases or inverses, and
+moments of the rotated gradient.
 
 Shape suffixes: O, I the sides of a layer's matrix; nOI stands for [n, O, I], n matrices of one
 shape.
@@ -20,9 +20,10 @@ from ds_kfac.update.rotation import change_basis_, is_large, row_chunks
 
 
 class Moments:
-    """What an update rule keeps of gradients. A subclass is a frozen dataclass of fp32 tensors.
+    """State that an update rule accumulates from gradients. A subclass is a frozen dataclass of
+    fp32 tensors.
 
-    A tensor whose name contains ``_OI`` has the shape of a gradient, all others are scalars. The
+    A tensor whose name contains ``_OI`` has the shape of a gradient. All others are scalars. The
     shapes depend on whose moments they are:
 
     - one layer: [O, I] and [];
@@ -30,8 +31,8 @@ class Moments:
     - a group of layers (``groups.py``): [n, O, I] and [n].
 
     Note: A second moment in another basis. Only the diagonal of the second moment is kept. In
-    another basis the matrix is not diagonal, so its diagonal there is an approximation: it is
-    computed with the squares of the entries of Q in place of Q (:meth:`LayerBasis.squared`).
+    another basis the second moment is not diagonal, so its diagonal there can only be approximated:
+    it is computed with the squares of the entries of Q in place of Q (:meth:`LayerBasis.squared`).
 
     Attributes:
         NAME: name in checkpoints.
@@ -55,19 +56,19 @@ class Moments:
         """Rotate one layer's moments into a new eigenbasis, in place.
 
         Args:
-            old: the basis that the moments are in; None: the layer's own coordinates.
+            old: current basis of the moments; None: the layer's own coordinates.
         """
 
     def unrotated(self, basis: LayerBasis) -> Any:
-        """Return one layer's moments in the layer's own coordinates, because it gives up its
+        """Return one layer's moments in the layer's own coordinates, for a layer that gives up its
         eigenbasis."""
         return self
 
 
 @dataclass(frozen=True)
 class CorrectedEigenvalues(Moments):
-    """EKFAC's eigenvalues, which replace beta alpha^T (George et al. 2018, arXiv:1806.03884), in
-    their running-average form.
+    """Running average of EKFAC's eigenvalues, which replace beta alpha^T (George et al. 2018,
+    arXiv:1806.03884).
 
     Attributes:
         second_OI: running average of the squared rotated gradient.
@@ -93,20 +94,20 @@ class CorrectedEigenvalues(Moments):
 
             S <- r S + (1 - r) terms rotated^2,   r = min(1 - 1/updates, decay)
 
-        The window grows as that of factors does. A gradient counts in S for at most
-        :data:`ds_kfac.curvature.factor.SPIKE` times the average, like a batch in a factor.
+        The averaging window grows in the same way as that of factors. A gradient counts in S for at
+        most :data:`ds_kfac.curvature.factor.SPIKE` times the average, like a batch in a factor.
 
         Args:
             rotated_nOI: the rotated gradients. A large matrix is overwritten by the quotient.
-            norm_n: norms of the gradients, rotated or not. Where the norm's square times ``terms``
-                is not finite, S stays as it is.
-            terms_n: factors that bring squared gradients to the units of the Fisher.
-            damping: what is added to all eigenvalues.
+            norm_n: norms of the gradients, which rotation does not change. Where ``terms_n`` times
+                the squared norm is not finite, S does not change.
+            terms_n: factors that convert squared gradients to the units of the Fisher.
+            damping: number that is added to all eigenvalues.
             layer_mean: maps the matrices' mean eigenvalues [n] to those of their layers, which are
                 the unit of ``damping``. None: ``damping`` is in units of the Fisher.
 
-        Returns the quotient [n, O, I]; its inner product with ``rotated_nOI`` [n]; and bool [n],
-        whether the gradient was scaled down before it entered S.
+        Returns three values: the quotient [n, O, I]; its inner product with ``rotated_nOI``, [n];
+        and bool [n], whether the gradient was scaled down before it was averaged into S.
         """
         size = terms_n * norm_n.square()
         usable = torch.isfinite(size)
@@ -131,7 +132,7 @@ class CorrectedEigenvalues(Moments):
         dots: list[Tensor] = []
         for out, x, second in row_chunks(*tensors) if in_chunks else [tensors]:
             averaged = x.square().mul_(weight).add_(second * keep)
-            # a weight of 0 would not do: 0 times infinity is NaN
+            # a weight of 0 is not enough, because 0 times infinity is NaN
             torch.where(usable[:, None, None], averaged, second, out=second)
             divided = torch.div(x, torch.add(second, damping, out=averaged), out=averaged)
             dots.append((x * divided).sum(dim=(-2, -1)))
@@ -139,8 +140,8 @@ class CorrectedEigenvalues(Moments):
         return quotient, torch.stack(dots).sum(dim=0), (over > 1) & usable
 
     def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> None:
-        """Rotate S into a layer's first eigenbasis, approximately: S may come from another basis,
-        which the layer has left. At all later refreshes S stays as it is."""
+        """Rotate S into a layer's first eigenbasis, approximately. S may come from another basis
+        that the layer has left. Later refreshes do not change S."""
         if old is None:
             change_basis_(self.second_OI, None, new.squared())
 
@@ -166,14 +167,15 @@ class AdamMoments(Moments):
     updates: Tensor
 
     def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> None:
-        """Rotate the first moment. The second moment is rotated, approximately, into a layer's
-        first eigenbasis only; at all later refreshes it stays as it is."""
+        """Rotate the first moment. The second moment is rotated, approximately, only into a layer's
+        first eigenbasis. Later refreshes do not change it."""
         change_basis_(self.first_OI, old, new)
         if old is None:
             change_basis_(self.second_OI, None, new.squared())
 
     def unrotated(self, basis: LayerBasis) -> "AdamMoments":
-        """Return the moments in the layer's own coordinates; the second one approximately."""
+        """Return the moments in the layer's own coordinates. For the second moment this is an
+        approximation."""
         first = basis.restore(self.first_OI)
         second = basis.squared().restore(self.second_OI)
         return replace(self, first_OI=first.contiguous(), second_OI=second.contiguous())
@@ -181,15 +183,15 @@ class AdamMoments(Moments):
 
 @dataclass(frozen=True)
 class LayerState:
-    """What is kept of one layer: slices of its group's tensors (``groups.py``), or the contents of
-    a checkpoint.
+    """The state of one layer: slices of its group's tensors (``groups.py``), or the contents of a
+    checkpoint.
 
     Attributes:
         terms: fp32 scalar, number of loss terms of the last captured batch. A mean gradient times
-            its square root has the size of a single term's gradient.
+            the square root of this number has the size of a single term's gradient.
         method: how ``A`` and ``G`` were decomposed.
         A, G: eigenbases or damped inverses; None until the first refresh. Gradients are
-            preconditioned once both are there.
+            preconditioned once both exist.
         moments: moments of the rotated gradient; None if the update rule keeps none.
     """
 
@@ -201,20 +203,20 @@ class LayerState:
 
     @cached_property
     def preconditioner(self) -> Any:
-        """The layer's preconditioner, see ``Method.of_layer``; None while a side has no
-        decomposition, when gradients pass as they are."""
+        """The layer's preconditioner, see ``Method.of_layer``. It is None while a side has no
+        decomposition; gradients are then not preconditioned."""
         if self.A is None or self.G is None:
             return None
         return self.method.of_layer(self.G, self.A)
 
     @cached_property
     def basis(self) -> LayerBasis | None:
-        """The eigenbasis of the layer's Fisher; None while a side has no decomposition, and with a
-        method that has no eigenbases."""
+        """The eigenbasis of the layer's Fisher. It is None while a side has no decomposition, and
+        always None with a method that has no eigenbases."""
         return self.preconditioner if self.method.rotates else None
 
     def without(self, *, A: Decomposition | None, G: Decomposition | None) -> "LayerState":
-        """Return this state with its moments rotated out of the bases of some sides.
+        """Return this state with its moments rotated out of the bases of the given sides.
 
         Args:
             A, G: old bases of sides that are identities from now on; None for a side that keeps its
