@@ -414,7 +414,7 @@ class Estimate:
 
         1. gathered gradients;
         2. the peak, while layers are stepped, of the remaining gradients, the results that wait to
-          be sent, and the workspace of a chunk of layers;
+           be sent, and the workspace of a chunk of layers;
         3. all results that wait to be sent, with their copies in the message.
         """
         plan = self.plan

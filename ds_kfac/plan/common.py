@@ -2,11 +2,11 @@
 agreed on after the first captured batch.
 
 Note: Experts of a stack. The model scan gives all experts of a stack one common A for the tokens
-that enter. For the inputs that an expert computes itself, it gives each expert its own A, unless
-that A would be wider than the weight. An own A for each of the other experts, too, is closer to the
-tokens that the expert gets. :func:`own_inputs` decides where this is worth its memory. Stacks of
-one mixture that get the same rows, such as w1 and w3, share their As in either case. If the experts
-have own As, these are shared expert by expert.
+that enter. For inputs that the experts compute themselves, it gives each expert its own A, unless
+the weight has more inputs than outputs. Where all experts have a common A, an own A for each expert
+would be closer to the tokens that the expert gets. :func:`own_inputs` decides where this is worth
+its memory. Stacks of one mixture that get the same rows, such as w1 and w3, share their As in
+either case. If the experts have own As, these are shared expert by expert.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
