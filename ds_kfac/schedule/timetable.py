@@ -413,15 +413,16 @@ class Timetable:
         )
 
     def next_due(self, key: str, step: int) -> tuple[int, int]:
-        """Return the first steps, ``step`` or later, at which the factor is captured and refreshed.
-        With an adaptive rule they hold as long as the factor's interval stays. Waits for the device
-        like :meth:`settle`."""
+        """Return the next step at which the factor is captured, and the next at which it is
+        refreshed; both are ``step`` or later. With an adaptive rule, the answers are right as long
+        as the factor's interval does not change. Synchronises with the device like
+        :meth:`settle`."""
         self.settle()
         schedule = self._schedules[key]
         clock = self.clocks[key]
         if not self.adaptive or step < self._adaptive_from:
             clock = _Clock(captured=step - 1, refreshed=step - 1)
-        # number of the schedule's captures before the one that the factor takes part in
+        # number of captures in the schedule before the one in which the factor takes part
         skipped_until = schedule.captures(clock.captured) + clock.interval - 1
         before = max(schedule.captures(step - 1), skipped_until)
         capture = _first(lambda later: schedule.captures(later) > before, step)
