@@ -1,4 +1,4 @@
-"""Reads in a module's source code, before training, what the module does with its parameters.
+"""Find out what a module does with its parameters by reading its source code, before training.
 
 :func:`multiplied` finds the parameters that the code multiplies something by, and the layout of the
 matrix in each of them. The matrix is [O, I] in ``linear(x, self.w)``, ``x @ self.w.T`` and
@@ -38,7 +38,7 @@ MAKES = (
     "extra_repr",
     "__repr__",
 )
-"""Beginnings of the names of functions that set up a module and do not run it."""
+"""Prefixes of the names of functions that set up a module and do not run it."""
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 LINEAR = {"linear"}
 """Functions that multiply by their transposed right operand."""
