@@ -60,8 +60,8 @@ class Method:
         solver_flops: FLOPs to decompose a dense side of width D, over D^3.
         solver_seconds: name of the cost model's table of the solver's seconds.
         step_flops: FLOPs of one iteration step from the last decomposition, over D^3. If 0, every
-            refresh uses the solver. Otherwise, on devices for which the cost model has the speed of
-            such steps, only the burn-in and one refresh in ``exact_every`` use the solver.
+            refresh uses the solver. Otherwise, on a GPU, only the burn-in and one refresh in
+            ``exact_every`` use the solver.
         product_flops: FLOPs to precondition a gradient [O, I], over O I (O + I).
         passes: number of passes over a gradient to precondition it.
         calls: number of kernels to precondition a gradient.
