@@ -191,8 +191,8 @@ class _Scanner:
     Attributes:
         modules: name -> module, for all modules that hold parameters themselves.
         names: parameter -> its name.
-        users: parameter -> names of the modules that hold it. None, in place of a missing bias, has
-            no users.
+        users: parameter -> names of the modules that hold it. The key None, which stands for a
+            missing bias, has no users.
         trained: the parameters that are trained.
         tied_stages: the parameters that a PipelineModule ties over its stages.
         borrowed: module whose weight is multiplied by other code, as torch's attention multiplies
