@@ -1,10 +1,11 @@
-"""What ``DS_KFAC=1`` in the environment does, by ``ds_kfac.pth``, in every Python process: wait for
-deepspeed, and say at the end if a program has trained without K-FAC. The variable is read when
-deepspeed has been imported, so a script may set it itself before. Where it does not ask for K-FAC,
-``deepspeed.initialize`` says if its config does.
+"""The code that implements ``DS_KFAC=1``. ``ds_kfac.pth`` runs it in every Python process.
 
-Imports nothing of weight: a process that never imports deepspeed pays for this file and a finder,
-0.1 ms. ``ds_kfac`` itself sees the variable, too, and enables K-FAC.
+If ``DS_KFAC`` asks for K-FAC, ds_kfac is imported as soon as deepspeed has been imported, and sees
+the variable itself and enables K-FAC. At the end, a message appears if a program has trained
+without K-FAC. The variable is read after the import of deepspeed, so a script may set it before
+that. If the variable does not ask for K-FAC, ``deepspeed.initialize`` warns if its config does.
+
+This file imports only small modules. In a process that never imports deepspeed, it costs 0.1 ms.
 """
 
 import atexit
@@ -12,7 +13,7 @@ import os
 import sys
 
 NO = ("", "0", "false", "no", "off")
-"""What DS_KFAC may be without asking for anything."""
+"""Values of ``DS_KFAC`` that do not ask for K-FAC."""
 NEVER_IMPORTED = (
     "deepspeed was never imported, and K-FAC works in DeepSpeed's engines only. Give the launcher "
     "or the trainer a DeepSpeed config: "
@@ -41,11 +42,11 @@ MISSPELT = (
 
 
 def is_misspelt(name: str) -> bool:
-    """Return whether a name of an optimizer that does not exist is probably meant to be KFACAdamW.
+    """Return whether a nonexistent optimizer name is probably a misspelling of KFACAdamW.
 
-    "KFAC", "K-FAC" and "KFAdamW" are; "AdamW" is not.
+    True for "KFAC", "K-FAC" and "KFAdamW"; False for "AdamW".
     """
-    import difflib  # here, because every process that starts runs this file
+    import difflib  # imported here because every Python process runs this file
 
     letters = name.lower().replace("-", "").replace("_", "")
     is_close = difflib.SequenceMatcher(None, letters, "kfacadamw").ratio() >= 0.8
@@ -53,11 +54,13 @@ def is_misspelt(name: str) -> bool:
 
 
 class Finder:
-    """Imports ds_kfac as soon as deepspeed has been executed, where the variable asks for it then.
-    It stays in ``sys.meta_path``: transformers and others look for deepspeed (``find_spec``) long
-    before they import it."""
+    """Import finder that imports ds_kfac right after deepspeed, if ``DS_KFAC`` then asks for K-FAC.
 
-    # another finder that asks all others, as this one does, must not be asked without end
+    The finder stays in ``sys.meta_path``, because transformers and other packages look for
+    deepspeed (``find_spec``) long before they import it.
+    """
+
+    # prevents endless recursion if another finder, like this one, asks all other finders
     asking = False
 
     def find_spec(self, name, path=None, target=None):
@@ -73,13 +76,13 @@ class Finder:
         finally:
             self.asking = False
         if spec is not None and spec.loader is not None:
-            # of this loader only, so that its class stays what others ask for
+            # patch this loader only: other code may check the loader's class
             execute = spec.loader.exec_module
 
             def exec_module(module):
                 execute(module)
                 if asked():
-                    __import__("ds_kfac")  # does nothing where ds_kfac is what imports deepspeed
+                    __import__("ds_kfac")  # does nothing if ds_kfac itself imports deepspeed
                 else:
                     watch_initialize(module)
 
@@ -88,12 +91,13 @@ class Finder:
 
 
 def asked():
-    """Whether the variable is there and no no; ds_kfac refuses what is no yes either."""
+    """Return whether ``DS_KFAC`` is set to anything but a word for no. ds_kfac later refuses words
+    that mean neither yes nor no."""
     return os.environ.get("DS_KFAC", "").strip().lower() not in NO
 
 
 def install():
-    """In front of all other finders; once."""
+    """Install the finder in front of all other finders. Further calls change nothing."""
     if "deepspeed" not in sys.modules and not any(
         isinstance(finder, Finder) for finder in sys.meta_path
     ):
@@ -102,10 +106,11 @@ def install():
 
 
 def watch_initialize(deepspeed):
-    """Have ``deepspeed.initialize`` say what it means that a config asks for K-FAC and nobody reads
-    that. Where ds_kfac is imported it does read it, and its own call goes through this
-    unchanged."""
-    from functools import wraps  # deepspeed has imported it
+    """Make ``deepspeed.initialize`` warn if its config asks for K-FAC and nothing reads that block.
+
+    If ds_kfac is imported, it reads the block. Its own call of this function causes no warning.
+    """
+    from functools import wraps  # costs nothing here, because deepspeed has imported it
 
     plain = deepspeed.initialize
 
@@ -124,12 +129,12 @@ def watch_initialize(deepspeed):
 
 
 class InitializeCall:
-    """Wraps a call of DeepSpeed's own ``initialize``: if that refuses an optimizer that is ours, or
-    nearly, its error says so.
+    """Context for a call of DeepSpeed's own ``initialize``. If DeepSpeed refuses an optimizer named
+    KFACAdamW, or a misspelling of it, a note on what to do is added to the error.
 
     Attributes:
-        is_outermost: whether no other one is around this one, as ds_kfac's is around what
-            ``watch_initialize`` makes.
+        is_outermost: whether this context is not inside another one. The context of
+            ``watch_initialize`` may be inside the one of ds_kfac.
     """
 
     depth = 0
@@ -153,8 +158,8 @@ class InitializeCall:
 
 
 def watch():
-    """Warn at exit, on rank 0, where K-FAC was asked for and no engine got it; once, however often
-    it is called."""
+    """Warn at exit, on rank 0, if K-FAC was asked for and no engine got it. The warning appears
+    once, however often this function is called."""
     atexit.unregister(_say)
     atexit.register(_say)
 
@@ -165,20 +170,20 @@ def _say():
         why = entry.unattached()
     else:
         why = asked() and (TOO_LATE if "deepspeed" in sys.modules else NEVER_IMPORTED)
-    failed = getattr(sys, "last_value", None) is not None  # which says enough
+    failed = getattr(sys, "last_value", None) is not None  # the error message is enough
     if why and not failed and _optimizers():
         _warn(f"K-FAC was asked for, but this program has trained without it: {why}")
 
 
 def _warn(text):
-    """On rank 0, as far as the environment says which that is."""
+    """Print a warning on rank 0. The environment says which rank this is."""
     if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":
         print(f"ds_kfac: WARNING: {text}", file=sys.stderr, flush=True)
 
 
 def _optimizers():
-    """Whether an optimizer of torch's was made here, as launchers and programs that do not train
-    make none: torch marks the step of its class then."""
+    """Return whether a torch optimizer was created in this process. Launchers and programs that do
+    not train create none. When an optimizer is created, torch marks the ``step`` of its class."""
     kinds = [sys.modules["torch"].optim.Optimizer] if "torch.optim" in sys.modules else []
     while kinds:
         kind = kinds.pop()

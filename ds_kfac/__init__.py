@@ -1,14 +1,17 @@
 """K-FAC for DeepSpeed: add a "kfac" block to the DeepSpeed config and train in fewer steps.
 
-    import ds_kfac engine, optimizer, _, _ = ds_kfac.initialize(model=model,
-    model_parameters=params, config="ds_config.json")
+    import ds_kfac
 
-or, where a framework calls ``deepspeed.initialize`` itself, ``ds_kfac.enable()`` before it does.
-With DS_KFAC=1 in the environment importing deepspeed or ds_kfac is enough.
+    engine, optimizer, _, _ = ds_kfac.initialize(
+        model=model, model_parameters=params, config="ds_config.json"
+    )
+
+If a framework calls ``deepspeed.initialize`` for you, call ``ds_kfac.enable()`` before it does.
+With DS_KFAC=1 in the environment, it is enough to import deepspeed or ds_kfac.
 
 Raises:
-    ImportError: DeepSpeed is older than 0.17; it says what to install.
-    ValueError: DS_KFAC is neither yes nor no.
+    ImportError: DeepSpeed is older than 0.17. The message says what to install.
+    ValueError: DS_KFAC is set to a word that means neither yes nor no.
 """
 
 import importlib
@@ -21,9 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 @contextmanager
 def only_for_data() -> Iterator[None]:
-    """What is written to standard output meanwhile, by Python, C or children, goes to standard
-    error: DeepSpeed logs to it as soon as it is imported, and so do compilers and models, but
-    ``python -m ds_kfac schema > file`` needs it."""
+    """Redirect standard output to standard error inside the ``with`` block, also for C code and
+    child processes.
+
+    DeepSpeed writes to standard output as soon as it is imported, and compilers and models may do
+    so, too. A command such as ``python -m ds_kfac schema > file`` must not mix this with its data.
+    """
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -38,23 +44,24 @@ def only_for_data() -> Iterator[None]:
 _is_command = (
     sys.argv[0] == "-m" and sys.orig_argv[-len(sys.argv)].removeprefix("-m") == __name__
 ) or os.path.basename(sys.argv[0]) == __name__
-"""Whether this package is being imported for ``python -m ds_kfac`` or the script ``ds_kfac``, of
-which some commands need neither torch nor DeepSpeed."""
+"""Whether this package is being imported for ``python -m ds_kfac`` or the script ``ds_kfac``. Some
+of their commands need neither torch nor DeepSpeed."""
 
 if TYPE_CHECKING or not _is_command:
     from ds_kfac.zero.deepspeed_versions import check
 
-    check()  # before what an old one lacks is imported
+    check()  # before the imports below, which fail with an old DeepSpeed
     from ds_kfac.public import *  # noqa: F403
     from ds_kfac.public import __all__ as __all__
 
 __version__ = "0.2.0"
 
 
-if not TYPE_CHECKING:  # where any name would be known
+if not TYPE_CHECKING:  # a type checker would accept any name of a module with __getattr__
 
     def __getattr__(name: str) -> Any:
-        """Of a command: a model that it imports may use all that ``public.py`` lists."""
+        """Return a name of ``public.py`` if a command is running. A user's model that the command
+        imports may use all of these names."""
         if _is_command and not name.startswith("__"):
             with only_for_data():
                 public = importlib.import_module("ds_kfac.public")

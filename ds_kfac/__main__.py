@@ -1,7 +1,7 @@
-"""``python -m ds_kfac``, or ``ds_kfac``: the commands of :data:`COMMANDS`, and ``run``.
+"""``python -m ds_kfac``, or ``ds_kfac``: the commands in :data:`COMMANDS`, and ``run``.
 
-A command's modules are imported when it runs, so that help, keys and missing files do not wait for
-torch and DeepSpeed.
+A command's modules are imported when the command runs. So help, the list of config keys and errors
+about missing files appear without the import of torch and DeepSpeed.
 """
 
 import argparse
@@ -187,13 +187,13 @@ arguments."""
 FOR_PROGRAMS = ("config", "schema")
 """Commands whose text is not wrapped, because it goes to files."""
 GONE = {"report": "doctor"}
-"""Command of an earlier version -> the one that says what it said."""
+"""Command of an earlier version -> the command that replaces it."""
 
 
 def _misspelt(argv: Sequence[str], commands: Sequence[str]) -> str | None:
-    """An error for a command that does not exist, with the nearest one; None: it exists, or none is
-    given."""
-    # a number is --local_rank's
+    """Return an error message for a command that does not exist, with the most similar command.
+    None if the command exists or none is given."""
+    # a number is the value of --local_rank
     words = (word for word in argv if not word.startswith("-") and not word.isdigit())
     word = next(words, None)
     if word is None or word in commands:
@@ -209,8 +209,8 @@ def _misspelt(argv: Sequence[str], commands: Sequence[str]) -> str | None:
 
 
 def must_exist(option: str, path: str | os.PathLike, what: str) -> None:
-    """Raise ValueError if there is nothing at a path. ``option``: text before the path; ``what``:
-    what it takes."""
+    """Raise ValueError if there is nothing at a path. ``option``: text before the path in the
+    message; ``what``: the kind of file that the option takes."""
     if not os.path.exists(path):
         raise ValueError(f"{option}{path}: no such file or folder in {os.getcwd()}; give {what}")
 
@@ -255,8 +255,8 @@ def _check_files(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command. Returns 0; 1, with a line on stderr, for a wrong config or model, and if
-    ``doctor`` finds a fault; 2 for wrong arguments."""
+    """Run a command and return its exit status: 0 on success, 1 with a line on stderr for a wrong
+    config or model, 1 if ``doctor`` finds a fault, and 2 for wrong arguments."""
     script = os.path.basename(sys.argv[0]) == "ds_kfac"
     program = "ds_kfac" if script else "python -m ds_kfac"
     if script and os.getcwd() not in sys.path:
@@ -279,7 +279,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace, rest: list[str], program: str) -> int:
-    """Run a command and print its answer. Returns the exit status.
+    """Run a command and print its answer. Return the exit status.
 
     Args:
         rest: arguments after the command, for DeepSpeed's launcher.
@@ -304,7 +304,7 @@ def _parser(program: str) -> tuple[argparse.ArgumentParser, list[str]]:
     """Return the parser of the command line, and the names of the commands."""
     parser = argparse.ArgumentParser(program, description="K-FAC for DeepSpeed")
     parser.add_argument("--version", action="version", version=f"ds_kfac {__version__}")
-    # passed by DeepSpeed's launcher
+    # DeepSpeed's launcher passes this option
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True)
     what = "memory, bytes, FLOPs and overhead of every strategy, before a run"

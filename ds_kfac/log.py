@@ -1,8 +1,8 @@
-"""What ds_kfac says while a program runs, all of it by one logger, "ds_kfac", to standard error.
+"""The logger "ds_kfac", with which ds_kfac writes all its messages to standard error.
 
-The logger has a handler of its own and hands nothing on: DeepSpeed's stands at WARNING, and
-frameworks mute it and others. What a rank has to say of itself goes to :data:`logger` as to any; a
-program may change it as any.
+The logger has its own handler and does not propagate messages to other loggers: DeepSpeed's logger
+is set to WARNING, and frameworks mute it and other loggers. Messages that every rank should print
+go to :data:`logger` directly. A program may configure it like any other logger.
 """
 
 import logging
@@ -11,7 +11,7 @@ import sys
 
 
 class _StandardError(logging.Handler):
-    """Writes to what ``sys.stderr`` is at that time: notebooks replace it."""
+    """Writes to the current ``sys.stderr``, which notebooks replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(record.getMessage(), file=sys.stderr, flush=True)
@@ -24,7 +24,8 @@ logger.addHandler(_StandardError())
 
 
 def _is_first() -> bool:
-    """Whether this is rank 0, by the process group, else by what launchers set."""
+    """Return whether this is rank 0, according to the process group if there is one, else to the
+    environment that launchers set."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank() == 0
@@ -32,13 +33,13 @@ def _is_first() -> bool:
 
 
 def say(text: str, level: int = logging.INFO, *, here: bool | None = None) -> None:
-    """Say something on rank 0 alone. ``here``: whether this rank says it; None: if it is rank 0."""
+    """Log a message on rank 0 only. ``here``: whether this rank logs it; None: only on rank 0."""
     if _is_first() if here is None else here:
-        # logging.config disables all loggers that there are, unless it is told not to
+        # logging.config disables all existing loggers by default
         logger.disabled = False
         logger.log(level, text)
 
 
 def warn(text: str, *, here: bool | None = None) -> None:
-    """Warn on rank 0, or as :func:`say` does."""
+    """Log a warning on rank 0 only, or where ``here`` says, as :func:`say` does."""
     say(f"ds_kfac: WARNING: {text}", logging.WARNING, here=here)

@@ -11,35 +11,37 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 STAGES = ("capture", "reduce", "refresh", "relayout", "precondition")
-"""Stages of a K-FAC step: "capture" runs in the model's forward and backward, others before the
-optimizer's step."""
+"""Stages of a K-FAC step. The stage "capture" runs in the model's forward and backward pass, the
+others run before the optimizer's step."""
 TIMER = "kfac_"
 """Prefix of the stages' names in DeepSpeed's wall_clock_breakdown."""
 
 SUMMARY = {
-    # the layer stood still, as its gradient or its result was not finite
+    # the layer was not changed, because its gradient or its result was not finite
     "not_finite_layers": True,
-    # the layer has no eigenbases or inverses, and is stepped without
+    # the layer has no eigenbases or inverses yet, and is stepped without them
     "unpreconditioned_layers": False,
     "refresh_failures": True,  # a decomposition failed
-    "unused_layers": False,  # KFACAdamW: no step, as the gradient was exactly zero
-    "left_out_gradients": True,  # KFACAdamW: no step, as the gradient was too large for the moments
-    # a factor's batch was scaled down: its trace was far above the average's
+    # KFACAdamW: no step, because the gradient was exactly zero
+    "unused_layers": False,
+    # KFACAdamW: no step, because the gradient was too large for the moments
+    "left_out_gradients": True,
+    # a factor's batch was scaled down, because its trace was far above that of the average
     "limited_factors": True,
-    # a factor's batch had no row, or a value that is not finite: the factor stays as it was
+    # a factor's batch had no row, or had a value that is not finite: the factor was not changed
     "empty_updates": True,
     "missed_updates": True,  # a factor's batch had no row, and not all ranks contributed
 }
-"""Counters on the device, over all layers -> whether they count all steps so far (True) or the last
-step."""
+"""Counter on the device, summed over all layers -> True if it counts all steps so far, False if it
+counts only the last step."""
 
 
 class Metrics:
     """Counters and timings.
 
     Args:
-        timers: the engine's DeepSpeed timers if it prints a breakdown, else None; stages are then
-            timed there as well, without synchronising.
+        timers: the engine's DeepSpeed timers if the engine prints a breakdown, else None. The
+            timers also measure K-FAC's stages, without synchronising.
 
     Attributes:
         counts: this rank's counters: "steps"; "skipped_steps"; "factor_updates" (steps that
@@ -47,13 +49,15 @@ class Metrics:
             decomposed here); "refreshes_<how>" (eigh, iteration, cholesky, diagonal, failed);
             "refresh_retries" (failed attempts at a decomposition).
         current: the stage that began last.
-        timings: True fills ``seconds``, and synchronises the device around every stage.
+        timings: set this to True to measure ``seconds``. It synchronises the device before and
+            after every stage.
         seconds: stage -> seconds so far.
         nu: last kl-clip factor, a device scalar, equal on all ranks; None while kl-clip is off.
-        kl: nu^2 lr^2 <V, gradient> / 2, a device scalar like ``nu``: how far a step, before
-            momentum, moves the model's distribution by the damped curvature; at most kl_clip / 2.
-            With ``fisher`` monte_carlo it is in nats per row of the loss.
-        summary: fp32 on the device, summed over ranks, in the order of :data:`SUMMARY`.
+        kl: nu^2 lr^2 <V, gradient> / 2, a device scalar like ``nu``. It estimates, with the damped
+            curvature, how far a step moves the model's distribution, without momentum. It is at
+            most kl_clip / 2. With ``fisher`` monte_carlo its unit is nats per row of the loss.
+        summary: fp32 tensor on the device with values summed over ranks, in the order of
+            :data:`SUMMARY`.
     """
 
     def __init__(self, device: torch.device, timers: Any = None) -> None:
@@ -73,8 +77,8 @@ class Metrics:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """A named range in torch.profiler's trace, timed if timings are on; ``name`` is one of
-        :data:`STAGES`."""
+        """Mark the ``with`` block as a named range in torch.profiler's trace, and time it if
+        ``timings`` is on. ``name`` is one of :data:`STAGES`."""
         self.current = name
         with torch.profiler.record_function(f"ds_kfac::{name}"):
             if not self.timings and self.timers is None:
@@ -96,7 +100,7 @@ class Metrics:
                     self.seconds[name] += time.perf_counter() - start
 
     def values(self) -> dict[str, float]:
-        """All metrics by name. Waits for the device, so call it rarely."""
+        """Return all metrics by name. Synchronises with the device, so call it rarely."""
         values: dict[str, float] = {name: float(count) for name, count in self.counts.items()}
         values |= dict(zip(SUMMARY, self.summary.tolist(), strict=True))
         if self.nu is not None and self.kl is not None:

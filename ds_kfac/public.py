@@ -1,5 +1,5 @@
-"""All that ``import ds_kfac`` gives, and what it does: ``deepspeed.initialize`` is ours from then
-on, and K-FAC is enabled where DS_KFAC says so."""
+"""All public names of ``import ds_kfac``. The import also replaces ``deepspeed.initialize`` by our
+function, and enables K-FAC if DS_KFAC asks for it."""
 
 import os
 

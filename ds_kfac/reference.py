@@ -23,8 +23,8 @@ After ``loss.backward()`` of a batch that went through every layer once, call on
     kfac.precondition(lr); optimizer.step()           # .grad becomes the K-FAC gradient
     kfac.adamw(lr); optimizer_of_other_params.step()  # updates the nn.Linear layers itself
 
-``tests/oracle.py`` is the algorithm with every option, ``tests/oracle_images.py`` with convolutions
-and norms of images; tests hold them equal.
+``tests/oracle.py`` implements the algorithm with every option, and ``tests/oracle_images.py`` adds
+convolutions and the norms of image models. Tests check that all of them agree.
 """
 
 from typing import Any
@@ -48,29 +48,29 @@ class Layer:
     def forward_hook(self, module: nn.Module, inputs: tuple, y: Tensor) -> None:
         a = inputs[0].detach().flatten(0, -2)  # [N, I]
         self.a = a if self.module.bias is None else torch.cat([a, torch.ones_like(a[:, :1])], 1)
-        # the product's node, even if y is changed in place
+        # the matrix product's autograd node, even if y is changed in place
         node: Any = (y if y._base is None else y._base).grad_fn
         node.register_prehook(self.backward_hook)
 
     def backward_hook(self, gradients: tuple) -> None:
         self.g = gradients[0].flatten(0, -2)  # [N, O]
-        # the first gradient that arrives is that of the nearest layer
+        # the first gradient that arrives belongs to the layer nearest to the loss
         self.kfac.R = self.kfac.R or len(self.g)
 
     def gradient(self) -> Tensor:
-        """dW [O, I], the bias as last column."""
+        """Return dW [O, I] with the bias gradient as its last column."""
         grads: list[Any] = [p.grad for p in self.module.parameters()]
         return torch.cat([g.view(len(g), -1) for g in grads], 1)
 
     def parts(self, W: Tensor) -> zip:
-        """(weight, its part of W [O, I]), (bias, its part)."""
+        """Return the pairs (weight, its part of W [O, I]) and (bias, its part)."""
         return zip(
             self.module.parameters(), (W[:, : self.module.in_features], W[:, -1]), strict=False
         )
 
     def update_factors(self, batches: int, decay: float, identity_G: bool) -> None:
-        """Fold a batch into the averages. From the eleventh on its trace is limited to ten times
-        the average's."""
+        """Fold a batch into the running averages. From the eleventh batch on, a batch is scaled
+        down if its trace exceeds ten times the trace of the average."""
         G = torch.eye(self.g.shape[1]).to(self.g) if identity_G else self.kfac.R * self.g.T @ self.g
         new = [self.a.T @ self.a / len(self.a), G]
         keep = min(1 - 1 / batches, decay)
@@ -84,8 +84,8 @@ class Layer:
         self.factors = new
 
     def refresh(self, iterate: bool) -> None:
-        """Decompose both factors. Adam's first moment is rotated into the new bases, the second
-        stays (SOAP)."""
+        """Decompose both factors. Adam's first moment is rotated into the new bases, and the second
+        moment stays as it is (SOAP)."""
         old, Cs = self.bases, self.factors
         last = zip(Cs, [Q for _, Q in old], strict=True) if old and iterate else ()
         self.bases = [one_step(C, Q) for C, Q in last] or [torch.linalg.eigh(C) for C in Cs]
@@ -107,10 +107,11 @@ class KFAC:
         }
         self.update_interval, self.refresh_interval = update_interval, refresh_interval
         self.decay, self.identity_G, self.steps = decay, identity_G, 0
-        self.R = 0  # of this step's batch; 0 until a gradient arrives
+        self.R = 0  # R of this step's batch; 0 until a gradient arrives
 
     def update(self) -> None:
-        """Update the factors, then refresh the eigenbases, where due. The first step does both."""
+        """Update the factors if this is due, then refresh the eigenbases if this is due. Both are
+        due in the first step."""
         refreshes, off = divmod(self.steps, self.refresh_interval)
         for layer in self.layers.values():
             if self.steps % self.update_interval == 0:
@@ -151,8 +152,8 @@ class KFAC:
         ratio=8,
         heads=(),
     ):
-        """KFACAdamW's step. ``heads`` keep Adam's direction, at the rate lr max(``ratio`` 128 /
-        inputs, 1)."""
+        """Take a step of KFACAdamW. The layers named in ``heads`` keep Adam's direction, at the
+        learning rate lr max(``ratio`` 128 / inputs, 1)."""
         self.update()
         (b1, b2), k = betas, self.steps
         for name, layer in self.layers.items():
@@ -161,7 +162,7 @@ class KFAC:
             R = QG.T @ layer.gradient() @ QA
             layer.m, layer.v = b1 * layer.m + (1 - b1) * R, b2 * layer.v + (1 - b2) * R**2
             m = b1 * layer.m / (1 - b1 ** (k + 1)) + (1 - b1) * R / (1 - b1**k)  # Nesterov's
-            # elsewhere R is rounding
+            # where an eigenvalue is smaller than this, R is only rounding error
             ranges = [e >= max(64, len(e)) ** 0.5 * 2**-23 * e.max() for e in (beta, alpha)]
             U = torch.outer(*ranges) * m / ((layer.v / (1 - b2**k)).sqrt() + eps)
             U = U * max(ratio * 128 / U.shape[1], 1) if name in heads else orthogonal(U, S, size)
@@ -170,10 +171,10 @@ class KFAC:
 
 
 def one_step(C: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
-    """(eigenvalues, eigenvectors) of C by orthogonal iteration from the last vectors
-    (``curvature/iteration.py``)."""
+    """Return (eigenvalues, eigenvectors) of C after one step of orthogonal iteration, starting from
+    the last eigenvectors Q (``curvature/iteration.py``)."""
     sizes = (Q * (C @ Q)).sum(0)
-    # vectors of C's rounding errors stay as they are
+    # the added term keeps vectors in place whose eigenvalues are rounding errors of C
     Z = C @ Q / sizes.max() + max(64, len(C)) ** 0.5 * 2**-23 * Q
     Q, R = torch.linalg.qr(Z[:, sizes.argsort(descending=True, stable=True)])
     Q = Q * R.diagonal().sign()
@@ -182,11 +183,11 @@ def one_step(C: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def orthogonal(U: Tensor, S: Tensor, size: float) -> Tensor:
-    """U S's orthogonal factor (Newton-Schulz, as in Muon) times S."""
+    """Return the orthogonal factor of U S (by Newton-Schulz, as in Muon) times S, scaled."""
     X = U @ S / (U @ S).norm()
     for _ in range(5):
         X = 3.4445 * X - 4.7750 * X @ X.T @ X + 2.0315 * X @ X.T @ X @ X.T @ X
-    # is then scaled to the norm size sqrt(max(O, I)), or less where the entries of U vanish
+    # scale to the norm size sqrt(max(O, I)), or to less if the entries of U vanish
     X = X @ S
     return (
         size * max(X.shape) ** 0.5 * X / X.norm() * (U.square().mean().sqrt() / 0.03).clamp(max=1)

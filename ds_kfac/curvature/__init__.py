@@ -1,2 +1,2 @@
-"""One factor: the structure of its side, its running average, its decomposition, damping and
-precision."""
+"""The mathematics of a single factor: the structure of its side, its running average, its
+decomposition, damping and precision."""

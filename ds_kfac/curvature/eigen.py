@@ -1,8 +1,8 @@
 """Eigenbases of sides and layers, exact decomposition with fallbacks, and the precision of a step's
 products.
 
-torch cannot set the precision of a single fp32 product, only a switch of the process. Ours is set
-around a few products and reset after them, also after an error.
+torch cannot set the precision of a single fp32 matrix product. It has only a switch for the whole
+process. We set this switch for a few products and restore it after them, also after an error.
 
 Shape suffixes: D a side's width, O and I the sides of a layer's matrix, n blocks of width b.
 """
@@ -21,17 +21,19 @@ from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.ops.functional import block_product
 
 GROUPED = frozenset({"cuda"})
-"""Device types where matrices of one width are decomposed in one call: a small matrix alone leaves
-them idle."""
+"""Device types on which matrices of one width are decomposed in one call, because a single small
+matrix does not keep the device busy."""
 BATCHED_UP_TO = 512
-"""Widest matrices that share a call; wider ones fill the device. A batched call was 110 times as
-fast as one by one for 500 x [100, 100] in fp32, 32 to 75 times for b = 33..128 in fp64 (pytorch
-issues 174674, 175585). Not measured by us."""
+"""Width of the widest matrices that share a call. Wider matrices keep the device busy alone.
+According to pytorch issues 174674 and 175585, a batched call was 110 times as fast as single calls
+for 500 x [100, 100] in fp32, and 32 to 75 times as fast for b = 33..128 in fp64. We have not
+measured this."""
 BATCH_NUMEL = 1 << 26
-"""Most elements of a batch (256 MB in fp32); the solver's workspace is a multiple of it."""
+"""Largest number of elements in a batch (256 MB in fp32). The solver's workspace is a multiple of
+the batch."""
 TOLERANCE = 1e-3
-"""Relative residual up to which a GPU's decomposition is accepted: well above fp32 rounding, well
-below a wrong one."""
+"""Largest relative residual at which a GPU's decomposition is accepted. It is well above fp32
+rounding errors, and well below the residual of a wrong decomposition."""
 
 Place = tuple[int, int]
 """(index of a request, index of a group of equal blocks in its factor)"""
@@ -45,18 +47,18 @@ class Eigenbasis:
     """factor = Q diag(values) Q^T with an orthogonal, block-diagonal Q.
 
     Attributes:
-        vectors: fp32 [n, b, b] per group of equal blocks, eigenvectors in columns; empty for a
-            diagonal factor: Q is I.
-        values: fp32 [D], ascending in each block, clamped at 0: a second moment has no negative
-            ones but by rounding.
+        vectors: fp32 [n, b, b] for each group of equal blocks, with eigenvectors in columns. Empty
+            for a diagonal factor, whose Q is I.
+        values: fp32 [D], ascending in each block. Negative values, which only rounding can produce
+            in a second moment, are clamped to 0.
     """
 
     vectors: tuple[Tensor, ...]
     values: Tensor
 
     def rounded(self, dtype: torch.dtype) -> "Eigenbasis":
-        """This eigenbasis with vectors rounded as by travelling in ``dtype``; itself if that is
-        fp32."""
+        """Return this eigenbasis with its vectors rounded as if they had been sent in ``dtype``.
+        Returns the same object if ``dtype`` is fp32."""
         if dtype is torch.float32:
             return self
         return Eigenbasis(tuple(vectors.to(dtype).float() for vectors in self.vectors), self.values)
@@ -64,23 +66,24 @@ class Eigenbasis:
 
 @dataclass(frozen=True)
 class LayerBasis:
-    """The eigenbasis of a layer's Fisher G kron A: G's vectors act on the rows of dW, A's on its
-    columns. Of a layer in groups, see :func:`ds_kfac.ops.functional.block_product`."""
+    """The eigenbasis of a layer's Fisher G kron A. The vectors of G act on the rows of dW, those of
+    A on its columns. :func:`ds_kfac.ops.functional.block_product` explains layers in groups."""
 
     G: Eigenbasis
     A: Eigenbasis
 
     def rotate(self, x_OI: Tensor) -> Tensor:
-        """Q_G^T x Q_A."""
+        """Return Q_G^T x Q_A."""
         return block_product([vectors.mT for vectors in self.G.vectors], x_OI, self.A.vectors)
 
     def restore(self, x_OI: Tensor) -> Tensor:
-        """Q_G x Q_A^T."""
+        """Return Q_G x Q_A^T."""
         return block_product(self.G.vectors, x_OI, [vectors.mT for vectors in self.A.vectors])
 
     def squared(self) -> "LayerBasis":
-        """Both Q with every entry squared. Its :meth:`restore` takes second moments, which are
-        diagonal in this basis, to the diagonal in the layer's own coordinates."""
+        """Return this basis with every entry of both Q squared. The result's :meth:`restore` turns
+        second moments that are diagonal in this basis into the diagonal in the layer's own
+        coordinates."""
 
         def squared(side: Eigenbasis) -> Eigenbasis:
             return Eigenbasis(tuple(v.square() for v in side.vectors), side.values)
@@ -89,8 +92,8 @@ class LayerBasis:
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Exact decomposition of [n, b, b], computed in its dtype and on its device; (values, vectors)
-    in fp32."""
+    """Decompose matrices [n, b, b] exactly, in their dtype and on their device. Return (values,
+    vectors) in fp32."""
     values, vectors = torch.linalg.eigh(matrix)
     return values.float().clamp(min=0), vectors.float().contiguous()
 
@@ -128,7 +131,7 @@ class Request:
     alone: bool = False
 
     def to(self, device: torch.device) -> "Request":
-        """The request with both factors on the device."""
+        """Return the request with both factors on the device."""
         return replace(
             self, factor=self.factor.to(device), partner=self.partner and self.partner.to(device)
         )
@@ -232,7 +235,7 @@ def _decompose_batch(parts: Sequence[Tensor]) -> list[BlockEigh]:
 
 
 def grouped(device: torch.device) -> bool:
-    """Whether small matrices share a call on this device."""
+    """Return whether small matrices share a call on this device."""
     return device.type in GROUPED
 
 
@@ -245,8 +248,9 @@ def decomposed(blocks: Tensor) -> BlockEigh:
 def with_fallbacks(
     blocks: Tensor, solve: Callable[[Tensor], tuple[Tensor, ...]], check: Callable[..., Tensor]
 ) -> tuple[Any, int]:
-    """Solve for blocks in their dtype; if that fails, in float64; if that fails, in float64 on the
-    CPU. An attempt fails by an error or by an invalid result. Synchronises once per attempt.
+    """Solve for blocks in up to three attempts: in their dtype, in float64, and in float64 on the
+    CPU. The next attempt runs if the last one raised an error or gave an invalid result.
+    Synchronises once per attempt.
 
     Args:
         blocks: [n, b, b].
@@ -278,7 +282,8 @@ def passed(result: Sequence[Tensor], check: Callable[..., Tensor], device: torch
     Args:
         result: tensors [n, ..].
         check: takes the result's tensors and returns bool [n].
-        device: where the result is wanted; an attempt on the CPU is checked, too, if that is a GPU.
+        device: device on which the result is wanted. If it is a GPU, an attempt on the CPU is
+            checked, too.
     """
     largest = [torch.linalg.vector_norm(part.flatten(1), math.inf, dim=1) for part in result]
     finite = torch.isfinite(torch.stack(largest)).all(0)

@@ -28,12 +28,12 @@ from ds_kfac.ops.dispatch import (
 
 @dataclass(frozen=True)
 class Side:
-    """Width and block structure of one side; plain values.
+    """Width and block structure of one side, as plain numbers.
 
     Attributes:
         dim: width D.
-        block: width of the diagonal blocks: ``dim`` is dense, 1 diagonal, 0 identity. The last one
-            may be smaller.
+        block: width of the diagonal blocks. ``dim`` means a dense factor, 1 a diagonal one, and 0
+            the identity. The last block may be smaller.
     """
 
     dim: int
@@ -53,12 +53,12 @@ class Side:
 
     @classmethod
     def blocks_of(cls, dim: int, longest: int) -> "Side":
-        """A side in blocks as even as possible, at most ``longest`` wide."""
+        """Return a side whose blocks have nearly equal widths of at most ``longest``."""
         return cls(dim, -(-dim // -(-dim // longest)))
 
     def repeated(self, times: int) -> "Side":
-        """This side ``times`` times in a row, as in a layer with groups; no block spans two of
-        them."""
+        """Return a side that repeats this one ``times`` times, as in a layer with groups. No block
+        spans two repetitions."""
         if times == 1:
             return self
         block = self.block
@@ -69,7 +69,7 @@ class Side:
 
     @property
     def kind(self) -> str:
-        """Its name in reports: dense, blocks of b, diagonal, identity."""
+        """Name of the structure in reports: dense, blocks of b, diagonal, identity."""
         if self.block == 0:
             return "identity"
         if self.block == self.dim:
@@ -78,7 +78,8 @@ class Side:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, int], ...]:
-        """(n, b) of the full blocks, then of a smaller last block if there is one."""
+        """(n, b): number and width of the full blocks, then of a smaller last block if there is
+        one."""
         if self.block == 0:
             return ()
         full, rest = divmod(self.dim, self.block)
@@ -86,18 +87,18 @@ class Side:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Packed elements of each entry of :attr:`groups`."""
+        """Number of packed elements for each entry of :attr:`groups`."""
         return [count * width * (width + 1) // 2 for count, width in self.groups]
 
     @cached_property
     def numel(self) -> int:
-        """Packed elements P."""
+        """Number of packed elements, P."""
         return sum(self.sizes)
 
     @property
     def basis_numel(self) -> int:
-        """Elements of its eigenvectors, and multiplications to rotate one vector; 0 for a
-        diagonal."""
+        """Number of elements of the eigenvectors, which is also the number of multiplications to
+        rotate one vector. 0 for a diagonal."""
         return sum(count * width**2 for count, width in self.groups) if self.block > 1 else 0
 
     def accumulate_(
@@ -133,11 +134,11 @@ class Side:
         return sum_P
 
     def blocks(self, packed_P: Tensor) -> tuple[Tensor, ...]:
-        """The symmetric blocks, [n, b, b] per entry of :attr:`groups`."""
+        """Return the symmetric blocks, [n, b, b] for each entry of :attr:`groups`."""
         return tuple(self.group(packed_P, index) for index in range(len(self.groups)))
 
     def group(self, packed_P: Tensor, index: int) -> Tensor:
-        """The symmetric blocks [n, b, b] of one entry of :attr:`groups`."""
+        """Return the symmetric blocks [n, b, b] of one entry of :attr:`groups`."""
         start = sum(self.sizes[:index])
         count, width = self.groups[index]
         if width == 1:
@@ -160,7 +161,7 @@ class Side:
 
 @cache
 def _diagonal(width: int, device: torch.device) -> Tensor:
-    """Indices of the diagonal in a packed triangle."""
+    """Return the indices of the diagonal in a packed triangle."""
     return torch.arange(1, width + 1, device=device).cumsum(0) - 1
 
 
@@ -169,9 +170,9 @@ SPIKE = 10.0
 down to it. In ordinary training the ratio is at most 7, once the average has :data:`SETTLED`
 batches."""
 SETTLED = 10
-"""Number of batches from which on an average is used to judge a batch's size."""
+"""Number of batches that an average needs before it is used to judge a batch's size."""
 PIECE = 1 << 18
-"""Number of elements of which torch computes one norm. In fp32 the sum of their squares has a
+"""Number of elements for which one torch norm is computed. In fp32, the sum of their squares has a
 relative error of 2e-6."""
 
 
@@ -189,7 +190,7 @@ class History:
 
     @classmethod
     def of(cls, side: Side, last: Tensor | None = None, before: Tensor | None = None) -> "History":
-        """A history of copies of these values."""
+        """Return a history with copies of these values."""
 
         def copied(value: Tensor | None) -> Tensor:
             if value is None:
@@ -199,7 +200,7 @@ class History:
         return cls(side, copied(last), copied(before))
 
     def to(self, device: torch.device) -> "History":
-        """The history with its values on another device, see :func:`moved`."""
+        """Return the history with its values on another device, see :func:`moved`."""
         return replace(self, last=moved(self.last, device), before=moved(self.before, device))
 
 
@@ -209,12 +210,12 @@ class KroneckerFactor:
     them in place.
 
     Attributes:
-        side: its width and blocks.
+        side: the factor's width and blocks.
         packed_P: fp32 [P], the running average; on the device, or in CPU memory if factors are
             offloaded.
-        updates: fp32 scalar on the device, number of averaged batches. A tensor: the device knows
-            if a batch had rows.
-        history: its last two values, for adaptive intervals; None if these are off.
+        updates: fp32 scalar on the device, number of averaged batches. It is a tensor because only
+            the device knows whether a batch had rows.
+        history: the factor's last two values, for adaptive intervals; None if these are off.
     """
 
     side: Side
@@ -224,8 +225,8 @@ class KroneckerFactor:
 
     @classmethod
     def empty(cls, side: Side, device: torch.device | str = "cpu") -> "KroneckerFactor":
-        """Return a factor before its first batch: zero. An identity would take hundreds of updates
-        to fade."""
+        """Return a factor before its first batch, which is zero. It does not start as an identity,
+        because that would take hundreds of updates to fade."""
         return cls(
             side,
             torch.zeros(side.numel, device=device, dtype=torch.float32),
@@ -233,15 +234,15 @@ class KroneckerFactor:
         )
 
     def to(self, device: torch.device) -> "KroneckerFactor":
-        """The factor with its average on another device. The counter is the same tensor, on the
-        computing device."""
+        """Return the factor with its average on another device. The counter is the same tensor and
+        stays on the computing device."""
         return replace(self, packed_P=moved(self.packed_P, device))
 
 
 def usable(factors: Sequence[KroneckerFactor]) -> Tensor:
     """Return for each factor, bool [n], whether it can be decomposed.
 
-    A factor without data cannot be decomposed, nor one that is zero or not finite. G is zero while
+    A factor cannot be decomposed if it has no data, is zero, or is not finite. G is zero as long as
     the layers above pass no gradient. Relative damping would then be zero, too.
 
     Args:
@@ -319,10 +320,10 @@ def average_(
     all batches. A batch without rows, or with a value that is not finite, leaves its factor as it
     is. The device decides this, so the host does not wait.
 
-    Note: Spikes. A gradient a thousand times too large would be a million times the average in G,
-    and stay in it for sixty updates. So a batch counts for at most :data:`SPIKE` times the
-    average's trace. If a factor has really grown so much, the average still follows: it grows by a
-    factor of 1 + (1 - r) (SPIKE - 1) in each update.
+    Note: Spikes. In G, a gradient a thousand times too large would add a million times the average,
+    and G would need sixty updates to recover. So a batch is scaled down to at most :data:`SPIKE`
+    times the average's trace. If a factor has really grown so much, the average still follows: it
+    grows by a factor of 1 + (1 - r) (SPIKE - 1) in each update.
 
     Args:
         factors: at least one.
@@ -330,8 +331,8 @@ def average_(
         counts: fp32 [n], numbers of rows in each sum.
         decays: largest weight of the past for each factor, in [0, 1).
 
-    Returns fp32 [n], by which factor each batch was scaled down, 1 for most; and bool [n], whether
-    the batch was used.
+    Returns fp32 [n], the factor by which each batch was scaled down, usually 1; and bool [n],
+    whether each batch was used.
     """
     averages_P = [factor.packed_P for factor in factors]
     updates = [factor.updates for factor in factors]
@@ -394,15 +395,15 @@ def compare_(
 def _similar(
     new_P: Sequence[Tensor], old_P: Sequence[Tensor], sides: Sequence[Side], tolerance: float
 ) -> Tensor:
-    """Which new values are similar to the old ones, see :func:`compare_`; bool [n]."""
+    """Return which new values are similar to the old ones, bool [n], see :func:`compare_`."""
     changes = frobenius(torch._foreach_sub(list(new_P), list(old_P)), sides)
     norms = frobenius(old_P, sides)
     return (changes < tolerance * norms) & norms.isfinite()
 
 
 def frobenius(packed_P: Sequence[Tensor], sides: Sequence[Side]) -> Tensor:
-    """Frobenius norms of symmetric matrices, fp32 [n]; a packed element off the diagonal counts
-    twice."""
+    """Return the Frobenius norms of packed symmetric matrices, fp32 [n]. A packed element off the
+    diagonal counts twice."""
     diagonals = [side.diagonal_of(packed) for side, packed in zip(sides, packed_P, strict=True)]
     return (2 * _squares(packed_P) - _squares(diagonals)).sqrt()
 

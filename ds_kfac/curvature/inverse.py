@@ -1,9 +1,10 @@
-"""Damped inverses of a layer's two factors, in place of their eigenbases.
+"""Damped inverses of a layer's two factors, which can be used instead of their eigenbases.
 
     V = (G + sqrt(lambda) / pi I)^-1 dW (A + pi sqrt(lambda) I)^-1,   pi = sqrt(mean(A) / mean(G))
 
-Two products a step instead of four, and a Cholesky decomposition instead of an eigendecomposition.
-The damping is part of what is inverted: another value takes effect at the next refresh.
+A step needs two products instead of four, and a refresh needs a Cholesky decomposition instead of
+an eigendecomposition. The damping is part of the inverted matrix, so a new value of the damping
+takes effect at the next refresh.
 
 Sources: Martens & Grosse 2015 (arXiv:1503.05671), sec. 6.3; Pauloski et al. 2021 (KAISA,
     arXiv:2107.01739).
@@ -37,9 +38,10 @@ FACTORED_DAMPING: dict[str, Callable[[float, Scalar, Scalar], Scalar]] = {
     "tikhonov": lambda value, mean, partner: (value * mean / partner) ** 0.5,
     "relative": lambda value, mean, partner: value**0.5 * mean,
 }
-"""Damping that is added to a factor, as a function of lambda and of the mean diagonals of this
-factor and its partner: pi sqrt(lambda) for A, sqrt(lambda) / pi for G. "relative": lambda times
-mean(A) mean(G), the partner's cancels."""
+"""Kind of damping -> function that returns the number added to a factor's diagonal, from lambda and
+the mean diagonals of the factor and its partner. The number is pi sqrt(lambda) for A and
+sqrt(lambda) / pi for G. "relative" damping multiplies lambda by mean(A) mean(G), and then the
+partner's mean cancels."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,11 @@ class DampedInverse:
     """(factor + damping I)^-1.
 
     Attributes:
-        blocks: fp32 [n, b, b] per group of equal blocks, symmetric to the bit; empty for a diagonal
-            or an identity.
-        diagonal: fp32 [D] for a diagonal side; else None. An identity has neither: its damped
-            inverse is one number, which its partner's inverse is multiplied by.
+        blocks: fp32 [n, b, b] for each group of equal blocks, exactly symmetric; empty for a
+            diagonal or an identity.
+        diagonal: fp32 [D] for a diagonal side, else None. An identity has neither blocks nor a
+            diagonal: its damped inverse is one number, by which the partner's inverse is
+            multiplied.
     """
 
     blocks: tuple[Tensor, ...] = ()
@@ -61,16 +64,17 @@ class DampedInverse:
         return self.blocks if self.diagonal is None else (self.diagonal,)
 
     def rounded(self, dtype: torch.dtype) -> "DampedInverse":
-        """Itself: an inverse travels in fp32, see :func:`packed`."""
+        """Return this object unchanged, because an inverse travels in fp32, see :func:`packed`."""
         return self
 
 
 def packed(inverse: DampedInverse) -> Tensor:
-    """The lower triangles of all blocks, or the diagonal, as one flat fp32 tensor [P]: half the
-    size of an eigenbasis.
+    """Return the lower triangles of all blocks, or the diagonal, as one flat fp32 tensor [P]. This
+    is half the size of an eigenbasis.
 
-    It always travels in fp32: rounding every entry to 16 bits would move small eigenvalues, those
-    of the sharpest directions, below zero, and fp16 would overflow where a factor is small.
+    The tensor always travels in fp32. Rounding to 16 bits would make small eigenvalues of the
+    inverse, which belong to the sharpest directions, negative, and fp16 would overflow where a
+    factor is small.
     """
     if inverse.diagonal is not None:
         return inverse.diagonal
@@ -96,8 +100,8 @@ def from_packed(side: Side, flat_P: Tensor) -> DampedInverse:
 
 @dataclass(frozen=True)
 class LayerInverse:
-    """The damped inverse of a layer's Fisher G kron A: G's acts on the rows of dW, A's on its
-    columns."""
+    """The damped inverse of a layer's Fisher G kron A. The inverse of G acts on the rows of dW, the
+    inverse of A on its columns."""
 
     G: DampedInverse
     A: DampedInverse
@@ -114,13 +118,13 @@ class LayerInverse:
     def precondition(
         self, gradient_OI: Tensor, *, damping: float, precision: Precision = HIGHEST
     ) -> tuple[Tensor, Tensor]:
-        """Return V = G^-1 gradient A^-1, with both inverses damped, and <V, gradient>. Linear in
-        the gradient. Cost: 2 O I (O + I) FLOPs.
+        """Return V = G^-1 gradient A^-1, with both inverses damped, and <V, gradient>. V is linear
+        in the gradient. The cost is 2 O I (O + I) FLOPs.
 
         Args:
             gradient_OI: fp32 [O, I], or [groups, O, I] for a layer in groups.
-            damping: the step's damping. It is only read if both sides are identities, because
-                these have no inverse that includes it.
+            damping: the step's damping. It is only read if both sides are identities, because their
+                inverses do not include the damping.
         """
         if not (self.G._parts or self.A._parts):
             V = gradient_OI / (1 + damping**0.5) ** 2
@@ -137,8 +141,9 @@ def refresh_inverse(
 
     Args:
         factor: a factor whose side is dense, blocked or diagonal.
-        partner: the layer's other factor; None if another rank has it, which "relative" allows. The
-            damped inverse of an identity is a number, which this inverse is multiplied by.
+        partner: the layer's other factor; None if another rank has it, which "relative" damping
+            allows. If the partner is an identity, its damped inverse is a number, by which this
+            inverse is multiplied.
     """
     side = factor.side
     mean = _mean(factor)
@@ -162,8 +167,8 @@ def refresh_inverse(
         if inverted is None:
             return Refreshed(None, "failed", retries)
         inverses += inverted
-    # The two triangles that cuSOLVER computes differ by rounding. Other ranks receive one triangle,
-    # so this rank must use the same one, too.
+    # The two triangles that cuSOLVER computes differ by rounding errors. Other ranks receive only
+    # one triangle, so this rank must also use that one.
     inverse = from_packed(side, packed(DampedInverse(tuple(inverses))))
     return Refreshed(inverse, "cholesky", retries)
 
@@ -172,10 +177,10 @@ def cholesky_inverse(matrix: Tensor, *, added: Scalar, scale: Scalar = 1.0) -> T
     """Return scale (matrix + added I)^-1 in fp32, computed in the matrices' dtype and on their
     device.
 
-    A matrix whose Cholesky decomposition fails becomes NaN: the caller checks for NaN anyway, and a
-    check here would wait for the device. A pivot of the size of rounding counts as a failure, too,
-    because it depends on the processor whether the decomposition notices it. The damping is added
-    in the dtype of the matrices, because fp32 may round it away next to a large diagonal.
+    If the Cholesky decomposition of a matrix fails, its result is NaN. The caller checks for NaN
+    anyway, and a check here would wait for the device. A pivot as small as rounding errors also
+    counts as a failure, because only some processors notice it. The damping is added in the dtype
+    of the matrices, because fp32 may round it away next to a large diagonal.
 
     Args:
         matrix: positive definite [n, b, b].
@@ -186,8 +191,8 @@ def cholesky_inverse(matrix: Tensor, *, added: Scalar, scale: Scalar = 1.0) -> T
     rounding = 2 * torch.finfo(matrix.dtype).eps * diagonal.amax(dim=-1)
     lower, info = torch.linalg.cholesky_ex(damped)
     failed = (info != 0) | (lower.diagonal(dim1=-2, dim2=-1).square().amin(dim=-1) <= rounding)
-    # torch returns it in column-major order; transposing is allowed, because it is symmetric but
-    # for rounding
+    # torch returns the inverse in column-major order. It may be transposed, because it is symmetric
+    # up to rounding errors.
     inverse = torch.cholesky_inverse(lower).mT.contiguous()
     if not isinstance(scale, float) or scale != 1.0:
         inverse.mul_(torch.as_tensor(scale, device=matrix.device, dtype=matrix.dtype))

@@ -1,5 +1,5 @@
-"""A refresh without an eigendecomposition: one step of orthogonal iteration from the last
-eigenbasis.
+"""Refresh an eigenbasis without an eigendecomposition, by one step of orthogonal iteration from the
+last eigenbasis.
 
     Z = C Q,  columns sorted by diag(Q^T C Q), the largest first
     Q' = the orthogonal factor of Z = Q' R
@@ -10,14 +10,15 @@ changes little, so one step tracks its eigenvectors closely enough for precondit
 eigenvalues are harmless: nothing is divided by a gap. Source: SOAP, Vyas et al. 2024
 (arXiv:2409.11321); orthogonal iteration: Golub & Van Loan, 8.2.4.
 
-Only GPUs use it (an H100 has, docs/gpu.md): Q' takes products, a Cholesky factor and a triangular
-solve, batched over all sides of one width, where eigh leaves the device idle. On a CPU LAPACK's QR
-takes as long as eigh up to width 2,048 (docs/notes/kernels.md), so eigh stays.
+Only GPUs use this step. It was tested on an H100 (docs/gpu.md). Q' needs products, a Cholesky
+factor and a triangular solve, which are batched over all sides of one width, whereas eigh leaves
+the device idle. On a CPU, LAPACK's QR takes as long as eigh up to width 2,048
+(docs/notes/kernels.md), so CPUs use eigh.
 
-Cholesky-QR squares the condition of Z. Therefore directions below rounding in C are not iterated,
-their columns of Q stay; columns of Z are scaled to norm one, which does not change Q'; and there
-are two passes, the first with a shift (Fukaya et al. 2020, arXiv:1809.11085). A step that fails its
-checks is replaced by eigh.
+Cholesky-QR squares the condition number of Z, so three measures are needed. Directions of C that
+are smaller than rounding errors are not iterated; their columns of Q stay as they are. The columns
+of Z are scaled to norm one, which does not change Q'. There are two passes, the first with a shift
+(Fukaya et al. 2020, arXiv:1809.11085). If a step fails its checks, eigh is used instead.
 
 Shape suffixes: n blocks of width b.
 """
@@ -41,10 +42,10 @@ from ds_kfac.curvature.eigen import (
 )
 
 EXACT_EVERY = 10
-"""One of this many refreshes is by eigh."""
+"""One refresh in this many uses eigh."""
 FLOPS = 4 + 2 * (2 + 1 / 3 + 1)
-"""FLOPs of a step, divided by b^3: C Q and C Q'; and twice Z^T Z, its Cholesky factor and a
-triangular solve."""
+"""FLOPs of a step, divided by b^3. A step computes C Q and C Q', and twice computes Z^T Z, its
+Cholesky factor and a triangular solve."""
 OFF = 0.5
 """Largest |off-diagonal of Q'^T C Q'| / |C| at which one step is accepted."""
 EPS = torch.finfo(torch.float32).eps
@@ -71,12 +72,12 @@ def refresh_from_last(requests: Sequence[Request]) -> list[Refreshed]:
 
 
 def orthogonal_iteration(C_nbb: Tensor, Q_nbb: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One step, see the file's docstring. Does not synchronise.
+    """Take one step of the iteration that the file's docstring describes. Does not synchronise.
 
     Args:
-        C_nbb: fp32, symmetric, finite; positive semidefinite up to rounding.
-        Q_nbb: fp32, the last eigenvectors in columns, orthogonal up to rounding, also up to that of
-            16 bits.
+        C_nbb: fp32, symmetric, finite; positive semidefinite up to rounding errors.
+        Q_nbb: fp32, the last eigenvectors in columns; orthogonal up to rounding errors, which may
+            be those of 16 bits.
 
     Returns values [n, b], ascending, at least 0; vectors [n, b, b]; and bool [n], whether the step
     passed its checks.
@@ -86,8 +87,8 @@ def orthogonal_iteration(C_nbb: Tensor, Q_nbb: Tensor) -> tuple[Tensor, Tensor, 
         sizes_nb = (Q_nbb * Z_nbb).sum(-2)
         top = sizes_nb.amax(-1)[:, None, None]
         top = torch.where(top > 0, top, 1)
-        # below this level a direction of C is rounding (as in update/rotation.py): there Z is Q,
-        # and the column stays
+        # below this level, a direction of C is only rounding error (as in update/rotation.py).
+        # There Z is dominated by Q, so the column stays.
         Z_nbb = Z_nbb / top + max(8.0, C_nbb.shape[-1] ** 0.5) * EPS * Q_nbb
         Z_nbb = _columns(Z_nbb, sizes_nb.argsort(dim=-1, descending=True, stable=True))
         Z_nbb = Z_nbb / torch.linalg.vector_norm(Z_nbb, dim=-2, keepdim=True)
@@ -112,7 +113,7 @@ def orthogonal_iteration(C_nbb: Tensor, Q_nbb: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _shift(width: int) -> float:
-    """A shift just above the rounding of a Gram matrix whose columns have norm one."""
+    """Return a shift just above the rounding error of a Gram matrix whose columns have norm one."""
     return 4 * width**0.5 * EPS
 
 
@@ -121,7 +122,7 @@ def _columns(x_nbb: Tensor, order_nb: Tensor) -> Tensor:
 
 
 def _has_last_basis(request: Request) -> bool:
-    """Whether the request has a last basis, in the blocks that the factor has now."""
+    """Return whether the request has a last basis with the same blocks as the factor."""
     side, last = request.factor.side, request.last
     if side.block < 2 or last is None:
         return False

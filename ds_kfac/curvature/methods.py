@@ -1,4 +1,5 @@
-"""Methods of decomposing a factor, ``preconditioner.method``: one line of ``METHODS`` each.
+"""Methods of decomposing a factor, which ``preconditioner.method`` selects. Each is one entry of
+``METHODS``.
 
 A method defines how a factor is decomposed and at what cost, how the decomposition travels, is
 saved and read again, and how a layer's two decompositions precondition its gradient. All other code
@@ -30,18 +31,18 @@ class Decomposition(Protocol):
     """Result of decomposing a factor: an eigenbasis, or a damped inverse."""
 
     def rounded(self, dtype: torch.dtype) -> Any:
-        """The decomposition rounded as by travelling in ``dtype``."""
+        """Return the decomposition, rounded as if it had been sent in ``dtype``."""
 
 
 @dataclass(frozen=True)
 class DecompositionPart:
-    """One tensor of a decomposition, flat, as it travels and is saved.
+    """One flat tensor of a decomposition, in the form in which it is sent and saved.
 
     Attributes:
-        kind: its name in byte counters and in files.
-        numel: side -> number of elements.
-        flat: decomposition -> the tensor.
-        halved: whether it may travel in 16 bits.
+        kind: the tensor's name in byte counters and in files.
+        numel: function: side -> number of elements.
+        flat: function: decomposition -> the tensor.
+        halved: whether the tensor may travel in 16 bits.
     """
 
     kind: str
@@ -51,22 +52,23 @@ class DecompositionPart:
 
 
 class Method:
-    """A line of :data:`METHODS`.
+    """A method of decomposing factors, an entry of :data:`METHODS`.
 
     Attributes:
-        words: name of its decompositions in reports, in the plural.
-        solver: name of its solver in reports.
+        words: name of the decompositions in reports, in the plural.
+        solver: name of the solver in reports.
         solver_flops: FLOPs to decompose a dense side of width D, over D^3.
         solver_seconds: name of the cost model's table of the solver's seconds.
-        step_flops: FLOPs of one step from the last decomposition, over D^3; 0: every refresh uses
-            the solver. Else, on devices with a rate for such steps, only the burn-in and one
-            refresh in ``exact_every`` do.
+        step_flops: FLOPs of one iteration step from the last decomposition, over D^3. If 0, every
+            refresh uses the solver. Otherwise, on a GPU, only the burn-in and one refresh in
+            ``exact_every`` use the solver.
         product_flops: FLOPs to precondition a gradient [O, I], over O I (O + I).
-        passes, calls: passes over the gradient, and kernels, to precondition it.
+        passes: number of passes over a gradient to precondition it.
+        calls: number of kernels to precondition a gradient.
         parts: the tensors of a decomposition.
         rotates: whether gradients are rotated into an eigenbasis, in which moments can be kept.
-        damps_identity: whether a decomposition includes the damping, also that of a partner that is
-            the identity.
+        damps_identity: whether a decomposition includes the damping, and also the damped inverse of
+            a partner that is the identity.
     """
 
     words: str
@@ -83,38 +85,41 @@ class Method:
     damps_identity = False
 
     def numel(self, side: Side) -> int:
-        """fp32 elements of a side's decomposition, as a gradient worker keeps it."""
+        """Return the number of fp32 elements that a gradient worker keeps for a side's
+        decomposition."""
         return self.wire_numel(side)
 
     def wire_numel(self, side: Side) -> int:
-        """Elements of a side's decomposition on the wire."""
+        """Return the number of elements that are sent for a side's decomposition."""
         return sum(part.numel(side) for part in self.parts)
 
     def paired(self, damping_kind: str) -> bool:
-        """Whether a decomposition needs the layer's other factor on the same rank."""
+        """Return whether a decomposition needs the layer's other factor on the same rank."""
         return False
 
     def identity(self, side: Side, device: torch.device) -> Any:
-        """The decomposition of a side that is the identity."""
+        """Return the decomposition of a side that is the identity."""
         raise NotImplementedError
 
     def decompose(self, requests: Sequence[Request], **options: Any) -> list[Refreshed]:
-        """Decompose factors; results in the order of the requests. Synchronises with the device.
+        """Decompose factors. Returns the results in the order of the requests. Synchronises with
+        the device.
 
         Args:
-            options: with :attr:`damps_identity` the step's ``damping``, and ``damping_kind``; else
-                none.
+            options: the step's ``damping`` and ``damping_kind`` if :attr:`damps_identity`, else
+                nothing.
         """
         raise NotImplementedError
 
     def joined(self, side: Side, *flats: Any) -> Any:
-        """A decomposition from the flat tensors of ``parts``; None for one without elements."""
+        """Return a decomposition made of the flat tensors of ``parts``. Pass None for a tensor
+        without elements."""
         raise NotImplementedError
 
     def of_layer(self, G: Any, A: Any) -> Any:
-        """The preconditioner of a layer, from its two decompositions: a :class:`LayerBasis`, into
-        which gradients are rotated, or an object with a ``precondition`` like
-        :class:`LayerInverse`'s."""
+        """Return the preconditioner of a layer, from its two decompositions. It is a
+        :class:`LayerBasis`, into which gradients are rotated, or an object that has a method
+        ``precondition`` like :class:`LayerInverse`."""
         raise NotImplementedError
 
 
@@ -131,7 +136,7 @@ class _Eigen(Method):
     solver_seconds = "eigh_seconds"
     parts = (
         DecompositionPart("eigenvectors", lambda side: side.basis_numel, _flat, True),
-        # always in fp32: their range is too wide for 16 bits
+        # always sent in fp32, because their range is too wide for 16 bits
         DecompositionPart("eigenvalues", lambda side: side.dim, attrgetter("values"), False),
     )
     rotates = True
@@ -194,5 +199,5 @@ class _Inverse(Method):
 
 EIGEN, ITERATED = _Eigen(), _Iterated()
 METHODS: dict[str, Method] = {"eigen": EIGEN, "inverse": _Inverse()}
-"""Value of ``preconditioner.method`` -> the method. ``ITERATED`` is not here: the plan takes it in
-place of "eigen" where that is faster."""
+"""Value of ``preconditioner.method`` -> the method. ``ITERATED`` is not in the table: the plan uses
+it instead of "eigen" where it is faster."""

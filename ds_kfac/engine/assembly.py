@@ -1,5 +1,5 @@
-"""Assemble the :class:`Job` of an engine: the engine's domains, and the layers, the plan and the
-preconditioner of each."""
+"""Assemble the :class:`Job` of an engine: find the engine's domains, and make the layers, the plan
+and the preconditioner of each domain."""
 
 import os
 from collections.abc import Sequence
@@ -42,8 +42,8 @@ def assembled(
     Collective.
 
     Raises:
-        ValueError: on every rank; there is nothing to precondition, or no plan fits.
-        RuntimeError: on every rank; the self-test failed.
+        ValueError: on every rank, if there is nothing to precondition or no plan fits.
+        RuntimeError: on every rank, if the self-test fails.
     """
     optimized = [param for group in parameter_groups(engine.optimizer) for param in group]
     engine_domains = domains(engine, optimized)
@@ -145,12 +145,12 @@ def _engine_facts(view: EngineView, config: KFACConfig, sequence: int) -> Engine
 
 
 def _head_shapes(engine: Any) -> set[tuple[int, int]] | None:
-    """Return the shapes by which this rank's last layer is a language model's head; None: those of
-    its embeddings.
+    """Return the weight shapes that identify this rank's last layer as a language model's head.
+    None means the shapes of this rank's embeddings.
 
     In a pipeline the embeddings are in the first stage and the head is in the last one. The last
-    layer of any other stage is no head, even if it has an embedding's shape. Collective in a
-    pipeline.
+    layer of any other stage is not a head, even if it has the shape of an embedding. Collective in
+    a pipeline.
     """
     if not isinstance(engine, PipelineEngine):
         return None
@@ -159,8 +159,8 @@ def _head_shapes(engine: Any) -> set[tuple[int, int]] | None:
 
 
 def _sequence(engine: Any) -> int:
-    """Return the number of consecutive ranks that hold the parts of one sequence; that of all ranks
-    if they are not consecutive. Collective under sequence parallelism."""
+    """Return the number of consecutive ranks that hold the parts of one sequence. If those ranks
+    are not consecutive, return the number of all ranks. Collective under sequence parallelism."""
     size = engine.sequence_parallel_size
     if size == 1:
         return 1
@@ -175,8 +175,8 @@ def _sequence(engine: Any) -> int:
 def _costs(device: torch.device) -> CostModel:
     """Return the builtin cost model, the same on every rank.
 
-    It has the size of this job's nodes, which the launcher says, if all nodes are alike.
-    Collective.
+    If all nodes of the job are alike, the model contains the number of processes per node, which
+    the launcher sets in the environment. Collective.
     """
     node_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
     at_once = max(1, (os.cpu_count() or 1) // torch.get_num_threads())
@@ -238,10 +238,11 @@ def _check_copies(views: Sequence[EngineView], plans: Sequence[Plan]) -> None:
     """Raise ValueError on every rank if tensor-parallel ranks would step their copies of a layer
     differently. Collective under tensor parallelism.
 
-    The copies' owners differ from plan to plan, so nothing about a copy may depend on its owner: it
-    has the rows of all ranks, is rounded as if it travelled (``comm/reduce.py``,
-    ``step/messages.py``, ``zero/exchange.py``), and has no offset. What is left is the dtype on the
-    wire, which is compared here.
+    The copies of a layer have different owners in different plans, so the result for a copy must
+    not depend on its owner. Three rules ensure this: a copy uses the rows of all ranks, is rounded
+    as if it were sent to another rank (``comm/reduce.py``, ``step/messages.py``,
+    ``zero/exchange.py``), and has no offset. Results would still differ if messages had different
+    dtypes, so this function compares the dtypes.
     """
     if views[0].domain.shard[1] > 1 and len(set(gathered(str(plans[0].wire)))) > 1:
         raise ValueError(

@@ -1,12 +1,14 @@
-"""K-FAC at work in one engine: wrapped attributes of the instance, and hooks. No class is patched.
+"""Connect K-FAC to one engine by hooks and by wrapping methods of the engine. Only the instance is
+changed; no class is patched.
 
-- The step of its optimizer is watched by :class:`ds_kfac.zero.seam.Seam`.
-- ``backward`` announces the engine's own backward passes.
-- ``forward`` runs captured steps without torch.compile. Traced, every hook would break the graph in
-  a loop of torch's own, after which torch leaves the module uncompiled for good. All other steps
-  run the same graphs as without K-FAC.
-- ``step`` drops what hooks have seen if an error keeps it from the optimizer.
-- ``save_checkpoint`` and ``load_checkpoint`` carry our state; ``destroy`` detaches.
+- :class:`ds_kfac.zero.seam.Seam` watches the step of the engine's optimizer.
+- ``backward`` is wrapped to announce the engine's own backward passes.
+- ``forward`` is wrapped to run captured steps without torch.compile. If torch traced a hook, the
+  graph would break inside a loop of torch's own code, and torch would then leave the module
+  uncompiled for good. All other steps run the same graphs as without K-FAC.
+- ``step`` is wrapped to drop captured data if an error occurs before the optimizer's step.
+- ``save_checkpoint`` and ``load_checkpoint`` are wrapped to save and load our state, and
+  ``destroy`` to detach.
 """
 
 import os
@@ -63,14 +65,14 @@ BROKEN = (
     "checkpoint before training goes on"
 )
 OUTSIDE = "gradients of other backwards"
-"""What the user was warned of, once."""
+"""Key in ``Attachment._warned`` of a warning that the user gets once."""
 HANDLE = "kfac"
 """Name under which an engine carries its :class:`Attachment`."""
 
 
 def attached(model: Any) -> "Attachment | None":
-    """The attachment to a model's engine; None if there is none. For code that has the model only,
-    as callbacks do."""
+    """Return the attachment to a model's engine, or None. For code that has only the model, such as
+    callbacks."""
     reference = _ATTACHED.get(model) if isinstance(model, nn.Module) else None
     found = reference() if reference else None
     return found if found and found._active else None
@@ -81,10 +83,10 @@ class Attachment:
 
     Attributes:
         job: the preconditioners of this rank's domains.
-        given: the config as the user gave it; in ``preconditioner.config`` every null has its
-            chosen value.
-        report: text that describes what was attached; the key ``report`` decides how much of it is
-            printed.
+        given: the config as the user gave it. In ``preconditioner.config`` every null is replaced
+            by the value that was chosen for it.
+        report: text that describes what was attached. The config key ``report`` decides how much of
+            it is printed.
     """
 
     def __init__(self, engine: Any, given: KFACConfig, job: Job, found: Scan) -> None:
@@ -101,7 +103,8 @@ class Attachment:
         self._rescalings: list[WeightRescaling] = []
         if config.rescale_weights:
             rescalings = [WeightRescaling(k.layout, k.layers) for k in job.preconditioners]
-            # a domain may have none, as experts in stacks, or a pipeline stage of norms
+            # a domain may have no such weights, for example stacked experts or a pipeline stage
+            # with norms only
             self._rescalings = [rescaling for rescaling in rescalings if rescaling.weights]
         self._installed = ExitStack()  # of wrappers and hooks
         groups = groups_of(engine, job)
@@ -110,7 +113,7 @@ class Attachment:
         self._wrap("backward", self._backward)
         self._wrap("step", self._engine_step)
         if config.checkpoint.grams:
-            safetensors()  # not when the first checkpoint is written
+            safetensors()  # fail here if it is missing, not when the first checkpoint is written
         grams = (
             partial(export, job, sides="A", dtype=torch.bfloat16, bases=False)
             if config.checkpoint.grams
@@ -121,8 +124,8 @@ class Attachment:
         self._wrap("destroy", self._destroy)
         told = lambda optimizer: warn(BY_HAND) if self.by_hand else None  # noqa: E731
         inner = kfac.engine_view.inner
-        # what it wraps, too: timm's Lookahead has no hooks of its own; a module that it holds has
-        # others
+        # hook the wrapped optimizers, too, because timm's Lookahead supports no hooks itself; but
+        # not modules that the optimizer holds, whose hooks are different
         for optimizer in (
             inner,
             *(x for x in vars(inner).values() if isinstance(x, torch.optim.Optimizer)),
@@ -159,7 +162,7 @@ class Attachment:
 
     @property
     def preconditioner(self) -> KFACPreconditioner:
-        """The preconditioner of the dense layers; without experts the only one."""
+        """The preconditioner of the dense layers. Without experts it is the only one."""
         return self.job.preconditioners[0]
 
     @property
@@ -167,14 +170,18 @@ class Attachment:
         return self.preconditioner.metrics
 
     def counters(self) -> dict[str, float]:
-        """All numbers of docs/reference/counters.md: what DeepSpeed's monitor has. Reads the
-        device."""
+        """Return all numbers of docs/reference/counters.md, which DeepSpeed's monitor also gets.
+        Synchronises with the device."""
         return {**counters(self.job), **health(self.job), **self._constants()}
 
     def explain(self, layer: str | None = None) -> str:
-        """A layer's state in words: its factors' updates, the basis in use or why it has none, what
-        is due next, and on which ranks. None: a table of this rank's layers. Local, so one rank
-        alone may ask; between steps.
+        """Return a description of a layer's state: the updates of its factors, the basis in use or
+        why it has none, what is due next, and which ranks do it.
+
+        Call it between steps. It is local, so one rank alone may call it.
+
+        Args:
+            layer: the layer's name; None for a table of this rank's layers.
 
         Raises:
             ValueError: nothing on this rank has the name.
@@ -182,8 +189,8 @@ class Attachment:
         return explain(self.job, self._found, layer)
 
     def log_line(self) -> dict[str, float]:
-        """Numbers for a framework's logs, by the monitor's names. Empty with ``"report": "none"``.
-        Reads the device."""
+        """Return numbers for a framework's logs, under the names that the monitor uses. Empty with
+        ``"report": "none"``. Synchronises with the device."""
         return (
             {PREFIX + name: value for name, value in selected(self.job).items()}
             if self._reports
@@ -191,9 +198,10 @@ class Attachment:
         )
 
     def log_constants(self) -> dict[str, float]:
-        """Numbers for the first line of a framework's logs: the fractions of the trained matrix
-        parameters in K-FAC's layers and in those with curvature, and rates over the optimizer's.
-        Empty with ``"report": "none"``."""
+        """Return numbers for the first line of a framework's logs. They are the fraction of the
+        trained matrix parameters that is in K-FAC's layers, the fraction that is in layers with
+        curvature, and learning rates relative to the optimizer's. Empty with
+        ``"report": "none"``."""
         return (
             {PREFIX + name: value for name, value in self._constants().items()}
             if self._reports
@@ -209,9 +217,13 @@ class Attachment:
 
     @property
     def mask(self) -> ReadMask:
-        """Function (arguments, keywords of the model's forward) -> its attention masks [N, T]: one,
-        several or None; may be replaced. By default it returns the arguments whose names end in
-        ``attention_mask``."""
+        """Function that finds the attention masks [N, T] among the arguments of the model's
+        forward. You can replace it.
+
+        It is called with the arguments and the keyword arguments of the forward, and returns one
+        mask, several masks or None. By default it returns the arguments whose names end in
+        ``attention_mask``.
+        """
         return self.preconditioner.capture.read_mask
 
     @mask.setter
@@ -221,8 +233,8 @@ class Attachment:
 
     @property
     def sampler(self) -> Sampler:
-        """Function that draws labels and forms the loss of a Monte-Carlo Fisher; may be
-        replaced."""
+        """Function that draws labels and computes the loss of a Monte-Carlo Fisher. You can replace
+        it."""
         return self._sampling().sampler
 
     @sampler.setter
@@ -230,8 +242,9 @@ class Attachment:
         self._sampling().sampler = function
 
     def sample(self, loss: torch.Tensor) -> None:
-        """Sample the Monte-Carlo Fisher's gradients; only for programs that call
-        ``loss.backward()`` in place of ``engine.backward(loss)``: call it just before that."""
+        """Sample the gradients of the Monte-Carlo Fisher. Only a program that calls
+        ``loss.backward()`` instead of ``engine.backward(loss)`` needs this: it must call this
+        method just before ``loss.backward()``."""
         self._sampling().sample(loss)
 
     def _sampling(self) -> LossSampling:
@@ -246,24 +259,27 @@ class Attachment:
         :class:`ds_kfac.Factors` and ``python -m ds_kfac convert``. Collective, between steps.
 
         Raises:
-            FactorsError: on every rank; it could not be written, or no step has been trained.
+            FactorsError: on every rank, if the folder could not be written or no step has been
+                trained.
         """
         return export(self.job, Path(path))
 
     def begin_from(self, path: str | os.PathLike) -> None:
-        """Take the factors of a folder, which :func:`ds_kfac.fit` or :meth:`export` has written, in
-        place of those of the first batches, and decompose them. Collective, between steps: before
-        the first, or after a move from AdamW.
+        """Load factors from a folder that :func:`ds_kfac.fit` or :meth:`export` has written, and
+        decompose them. They replace the factors of the first batches.
+
+        Collective. Call it between steps: before the first step, or after a move from AdamW.
 
         Raises:
-            FactorsError: on every rank; they do not fit the model and config. Nothing changes then.
+            FactorsError: on every rank, if the factors do not fit the model and config. Nothing
+                changes in this case.
         """
         begin_from(self.job, Factors.load(path))
 
     def detach(self) -> None:
         """Restore the engine: remove hooks, wrappers and our process group. May be called twice.
 
-        Call it between steps. Local, so that it cannot wait for a rank that is gone.
+        Call it between steps. It is local, so it does not wait for a rank that has failed.
         ``engine.destroy()`` calls it.
         """
         if not self._active:
@@ -280,13 +296,14 @@ class Attachment:
         self.job.close()
 
     def _destroy(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed also calls ``destroy`` when an engine is garbage-collected."""
+        """Detach, then destroy the engine. DeepSpeed also calls ``destroy`` when an engine is
+        garbage-collected."""
         self.detach()
         return original(*args, **kwargs)
 
     def load_state(self, load_dir: str | os.PathLike, tag: str) -> None:
-        """Load only the K-FAC state of a checkpoint, whatever stage and world size wrote it.
-        Collective."""
+        """Load only the K-FAC state of a checkpoint. The checkpoint may have been written with any
+        ZeRO stage and world size. Collective."""
         load(self.job, Path(load_dir) / str(tag))
 
     # the wrapped attributes
@@ -302,7 +319,7 @@ class Attachment:
         return any(capture.proof is not None for capture in self._captures)
 
     def begin(self) -> None:
-        """DeepSpeed begins to look at the gradients of a step, which it may still skip."""
+        """Prepare for a step that DeepSpeed begins but may still skip."""
         if self.sampling is not None:
             self.sampling.check()
         if self.job.active or not self.preconditioner.curvature.specs:
@@ -310,7 +327,7 @@ class Attachment:
         self.job.begin()
 
     def step(self) -> None:
-        """The step is certain. Collective."""
+        """Run K-FAC's step. DeepSpeed will not skip the step any more. Collective."""
         self._captured = self.job.active
         with telling(
             lambda: (
@@ -321,7 +338,7 @@ class Attachment:
             self.job.step()
 
     def end(self, *, applied: bool) -> None:
-        """DeepSpeed has applied or skipped the step. Collective."""
+        """Finish a step that DeepSpeed has applied or skipped. Collective."""
         with telling(lambda: "K-FAC's preparation of the next step"):
             self.job.end(applied=applied)
         if not applied:
@@ -340,19 +357,23 @@ class Attachment:
             engine.monitor.write_events([(name, value, samples) for name, value in shown.items()])
 
     def raised(self, *, begun: bool) -> None:
-        """The step raised an error. If it had begun, K-FAC's state, and the optimizer's, are those
-        of no step."""
+        """Clean up after a step that raised an error. If K-FAC's step had begun, its state and the
+        optimizer's state are inconsistent, and the user is warned."""
         self.job.drop_step()
         for kfac in self.job.preconditioners:
-            # to gradients that ZeRO has not taken it would add those of the next backward
+            # otherwise ZeRO would add the gradients of the next backward pass to those left here
             kfac.layout.clear()
         if begun and BROKEN not in self._warned:
             self._warned.add(BROKEN)
             logger.warning(f"ds_kfac: rank {self.engine.global_rank}: {BROKEN}")
 
     def _warn(self) -> None:
-        """At a captured step, or at any if nothing is captured; each warning once. Gradients that
-        came only in other backwards than this engine's update no factor."""
+        """Warn about parameters that were unfrozen or added after attach, and about captured steps
+        without a backward pass of this engine. Each warning appears once.
+
+        Gradients that come only from backward passes outside of this engine update no factors. The
+        method runs in captured steps, or in all steps if nothing is ever captured.
+        """
         if (
             added := {id(p) for p in self.engine.module.parameters() if p.requires_grad}
             - self._known
@@ -377,8 +398,8 @@ class Attachment:
             )
 
     def _tell(self) -> None:
-        """Warn of each layer that failed the proof of its rows, once: in the report, and rank 0 on
-        standard error."""
+        """Warn once about each layer that failed the proof of its rows. The warning is added to the
+        report, and rank 0 prints it on standard error."""
         kfacs, texts = self.job.preconditioners, []
         unfit = {
             name: f"a hook failed: {kfac.capture.failed[name]}"
@@ -409,7 +430,7 @@ class Attachment:
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             for capture in self._captures:
-                stack.callback(capture.leave)  # after Ctrl-C, of which no hook of torch's hears
+                stack.callback(capture.leave)  # also after Ctrl-C, which runs no torch hook
                 if capture.uses is not None:
                     stack.enter_context(capture.uses)
             return original(*args, **kwargs)
@@ -420,7 +441,7 @@ class Attachment:
             return original(*args, **kwargs)
         except BaseException:
             self.preconditioner.seam.forget()
-            # before K-FAC's step, where the seam knows nothing of it at stage 0
+            # the error came before K-FAC's step; at stage 0 the seam does not notice it
             if self.job.steps == steps:
                 self.job.drop_step()
             raise
@@ -429,12 +450,12 @@ class Attachment:
         self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         with ExitStack() as stack:
-            # an error, as of a batch that is too large
+            # on an error, for example out of memory, drop the step
             stack.push(lambda kind, *_: self.job.drop_step() if kind is not None else None)
             self.preconditioner.seam.forget()
             if self.sampling is not None and loss.requires_grad:
                 self.sampling.sample(loss)
-            # what checkpointing recomputes, as its forward ran
+            # activation checkpointing recomputes the forward pass: run it eagerly, as before
             if any(capture.active for capture in self._captures):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             for capture in self._captures:

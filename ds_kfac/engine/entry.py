@@ -1,8 +1,9 @@
-"""Public functions: initialize (drop-in), enable (if a framework calls deepspeed.initialize),
-attach (to an engine).
+"""The public functions that switch K-FAC on: ``initialize`` replaces ``deepspeed.initialize``,
+``enable`` is for frameworks that call ``deepspeed.initialize`` themselves, and ``attach`` takes an
+existing engine.
 
-They attach a :class:`Job`: a preconditioner, with its layers and its plan, for each of an engine's
-domains.
+All of them attach a :class:`Job`, which has a preconditioner, with its layers and its plan, for
+each of the engine's domains.
 """
 
 import base64
@@ -42,17 +43,18 @@ from ds_kfac.log import say, warn
 from ds_kfac.lr_schedulers.polynomial_decay import PolynomialDecay
 
 _plain_initialize: Callable[..., tuple] = deepspeed.initialize
-"""DeepSpeed's own function. Ours replaces it when ds_kfac is imported; until :func:`enable` ours
-only warns."""
+"""DeepSpeed's own function. Our function replaces it when ds_kfac is imported, but only warns until
+:func:`enable` is called."""
 _enabled: bool | None = None
-"""Set by :func:`enable` and :func:`disable`. None: neither was called, and the environment
-decides."""
+"""Set by :func:`enable` and :func:`disable`. None if neither was called; then the environment
+variable ``DS_KFAC`` decides."""
 _unattached: str | None = (
     "deepspeed.initialize was never called, and K-FAC works in the engines that it makes. Give "
     "the launcher or the "
     "trainer a DeepSpeed config"
 )
-"""Why no engine has K-FAC so far; None once one has it, or a config said "enabled": false."""
+"""The reason why no engine has K-FAC so far. None once an engine has it, or once a config said
+``"enabled": false``."""
 YES, NO = ("1", "true", "yes", "on"), ds_kfac_startup.NO
 """Valid values of ``DS_KFAC``."""
 NOT_ENABLED = (
@@ -63,8 +65,8 @@ NOT_ENABLED = (
 )
 
 on_attached: list[Callable[[], None]] = []
-"""Called by :func:`initialize` once an engine has K-FAC; integrations, which must not be imported
-here, add theirs."""
+"""Functions that :func:`initialize` calls once an engine has K-FAC. Integrations add functions
+here, because this module must not import them."""
 NO_MODEL = (
     "ds_kfac.initialize: model: got {got}; must be a torch.nn.Module: "
     'initialize(model=model, model_parameters=model.parameters(), config="ds_config.json")'
@@ -99,10 +101,13 @@ def initialize(
     mesh_param: Any = None,
     config_params: str | os.PathLike | Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any, Any, Any]:
-    """Drop-in for ``deepspeed.initialize``: same arguments, same result; attaches if the config has
-    a "kfac" block. An engine without an optimizer (a reference model, an evaluation) is left as it
-    is, with a line in the log. If no launcher has started the process, as in a notebook, it becomes
-    a job of one rank.
+    """Build a DeepSpeed engine and attach K-FAC to it. A drop-in replacement for
+    ``deepspeed.initialize`` with the same arguments and the same result.
+
+    K-FAC is attached if the config has a "kfac" block or the optimizer is KFACAdamW. An engine
+    without an optimizer, such as that of a reference model or an evaluation, is left unchanged, and
+    a line in the log says so. If no launcher has started the process, for example in a notebook,
+    the process becomes a job of one rank.
 
     Args:
         args: command-line arguments; their ``deepspeed_config`` is the config if ``config`` is not
@@ -110,23 +115,29 @@ def initialize(
         model: the model to train.
         optimizer: an optimizer object, such as :class:`ds_kfac.KFACAdamW`; None: the config's
             optimizer.
-        model_parameters: trained parameters, or groups of them; needed if the optimizer is the
-            config's.
+        model_parameters: trained parameters, or groups of them; needed if the config names the
+            optimizer.
         config: DeepSpeed config, a dict or a file.
 
-    Returns engine, optimizer, data loader and scheduler, the last two None where there is none.
+    Returns engine, optimizer, data loader and scheduler. The last two may be None.
 
     Raises:
-        ValueError: no model, or the block is wrong, or the engine's mode is refused; before any
-            training.
+        ValueError: there is no model, the block is wrong, or K-FAC refuses the engine's mode. The
+            error comes before any training.
     """
     given = {name: value for name, value in locals().items() if value is not None}
     return _initialized(inspect.signature(_plain_initialize).bind(**given), wanted=True)
 
 
 def _initialized(bound: inspect.BoundArguments, *, wanted: bool) -> tuple[Any, Any, Any, Any]:
-    """See :func:`initialize`. Without ``wanted`` K-FAC is attached only if the engine has a
-    KFACAdamW, by name, as an object or made by a function: DeepSpeed alone cannot step it."""
+    """Build an engine as :func:`initialize` does.
+
+    Args:
+        bound: the arguments of ``deepspeed.initialize``.
+        wanted: whether to attach K-FAC if the config has a "kfac" block. If False, K-FAC is
+            attached only to an engine with a KFACAdamW, which DeepSpeed alone cannot step. The
+            KFACAdamW may be named in the config, an object, or made by a function.
+    """
     arguments = bound.arguments
     source = _config_source(arguments) or {}
     rule = rule_in(source, arguments.get("optimizer"))
@@ -165,8 +176,8 @@ def _prepare(
 
     Args:
         source: the DeepSpeed config.
-        config: its "kfac" block, parsed before the engine is built, so that a wrong one fails at
-            once.
+        config: the "kfac" block of the DeepSpeed config. It is parsed before the engine is built,
+            so that a wrong block fails at once.
     """
     model = arguments.get("model")
     check_tensors(model, arguments if config.enabled else {})
@@ -183,22 +194,25 @@ def _prepare(
 
 
 def _leave_out_the_optimizer(arguments: dict[str, Any], source: Mapping[str, Any]) -> None:
-    """For a model of which nothing is trained, such as the reference model of older TRLs, which has
-    the trained model's config: DeepSpeed knows no KFACAdamW and would refuse it."""
+    """Remove the optimizer from the arguments if all parameters of the model are frozen.
+
+    Older versions of TRL, for example, give the reference model the config of the trained model.
+    DeepSpeed does not know KFACAdamW and would refuse this config.
+    """
     if (source.get("zero_optimization") or {}).get("stage") in (1, 2):
         raise ValueError(FROZEN)
     arguments["config"] = {key: value for key, value in source.items() if key != "optimizer"}
-    # DeepSpeed takes one of the two
+    # DeepSpeed accepts either ``config`` or ``args.deepspeed_config``, not both
     if getattr(arguments.get("args"), "deepspeed_config", None) is not None:
         arguments["args"] = copy(arguments["args"])
         arguments["args"].deepspeed_config = None
 
 
 def _attach_or_say_why_not(engine: Any, block: Any, *, wanted: bool) -> None:
-    """Attach K-FAC to a new engine, or say why it has none.
+    """Attach K-FAC to a new engine, or say why it is not attached.
 
     Args:
-        block: the "kfac" block that was found in the arguments; None: none was.
+        block: the "kfac" block that was found in the arguments, or None.
     """
     block = find_block(engine.config) if block is None else block
     if _rule_of(engine).optimizer_type is not None:
@@ -211,7 +225,7 @@ def _attach_or_say_why_not(engine: Any, block: Any, *, wanted: bool) -> None:
     elif block is None:
         _remember(NOT_NAMED)
         watch_loads(engine)
-        # another engine has K-FAC
+        # do not warn if another engine has K-FAC
         if not (without_optimizer(engine) or (enabled() and _unattached is None)):
             warn(
                 f'this engine trains without K-FAC: {NOT_NAMED}. "kfac": {{"enabled": false}} '
@@ -229,28 +243,29 @@ def _attach_or_say_why_not(engine: Any, block: Any, *, wanted: bool) -> None:
 
 
 def _remember(why: str | None) -> None:
-    """Note why an engine has no K-FAC, unless an earlier one has settled the question."""
+    """Note why an engine has no K-FAC, unless an earlier engine has it or its config said
+    ``"enabled": false``. ``why``: the reason; None if this engine's config said so."""
     global _unattached
     _unattached = None if _unattached is None else why
 
 
 def unattached() -> str | None:
-    """Why no engine of this process has had K-FAC although it is enabled; None if one has, or it is
-    not enabled."""
+    """Return why no engine of this process has had K-FAC although K-FAC is enabled. None if an
+    engine has had it, or if K-FAC is not enabled."""
     wanted = ds_kfac_startup.asked() if _enabled is None else _enabled
     return _unattached if wanted else None
 
 
 def enabled() -> bool:
-    """Whether ``deepspeed.initialize`` is to attach: set by :func:`enable` or :func:`disable`, else
-    by ``DS_KFAC`` as it is now, as a script may set it after importing ds_kfac. Raises ValueError
-    as :func:`asked_for` does."""
+    """Return whether ``deepspeed.initialize`` must attach K-FAC. :func:`enable` or :func:`disable`
+    decides. If neither was called, ``DS_KFAC`` decides; it is read at each call, because a script
+    may set it after it has imported ds_kfac. Raises ValueError as :func:`asked_for` does."""
     return asked_for(os.environ.get("DS_KFAC", "")) if _enabled is None else _enabled
 
 
 def asked_for(word: str) -> bool:
-    """Whether this value of ``DS_KFAC`` asks for K-FAC. Raises ValueError for a word in neither YES
-    nor NO."""
+    """Return whether this value of ``DS_KFAC`` asks for K-FAC. Raises ValueError for a word that is
+    neither in YES nor in NO."""
     if word.strip().lower() not in (*YES, *NO):
         raise ValueError(
             f"DS_KFAC: got {word!r}; must be one of {', '.join(YES)}, or of "
@@ -260,16 +275,16 @@ def asked_for(word: str) -> bool:
 
 
 def enable() -> None:
-    """Make ``deepspeed.initialize`` attach K-FAC, for code that calls it itself (HF Trainer,
-    Accelerate, Lightning).
+    """Make ``deepspeed.initialize`` attach K-FAC. For frameworks that call this function themselves
+    (HF Trainer, Accelerate, Lightning).
 
-    Idempotent; :func:`disable` undoes it. Call it before the trainer is built. If no engine gets
-    K-FAC rank 0 says so.
+    Call it before you build the trainer. Further calls change nothing, and :func:`disable` undoes
+    it. If no engine gets K-FAC, rank 0 says so when the program ends.
     """
     global _enabled
     warn_of_compilation()
-    # someone put DeepSpeed's function back; a wrapper around ours stays, as ours must not be
-    # wrapped twice
+    # Replace the function only if other code has restored DeepSpeed's own. If other code has
+    # wrapped ours, leave the wrapper: our function must not run twice.
     if deepspeed.initialize is _plain_initialize:
         deepspeed.initialize = _our_initialize
     _enabled = True
@@ -277,8 +292,8 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Undo :func:`enable`: ``deepspeed.initialize`` only warns of a "kfac" block. An engine with
-    KFACAdamW is attached to in any case, as DeepSpeed alone cannot step it."""
+    """Undo :func:`enable`: ``deepspeed.initialize`` then only warns about a "kfac" block. K-FAC is
+    still attached to an engine with KFACAdamW, because DeepSpeed alone cannot step it."""
     global _enabled
     _enabled = False
 
@@ -300,13 +315,13 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
         engine: a DeepSpeedEngine that has not started a step.
         config: the "kfac" block; None takes it from the engine's config.
 
-    Returns the attachment, which is also ``engine.kfac``; the existing one if there is one; None if
-    the block says ``"enabled": false``.
+    Returns the attachment, which is also ``engine.kfac``. If the engine already has an attachment,
+    that one is returned. None if the block says ``"enabled": false``.
 
     Raises:
-        ValueError: no engine, no block, a wrong block or another one than on other ranks, a refused
-            engine mode, or no layer to precondition.
-        RuntimeError: the self-test found gradients elsewhere than expected.
+        ValueError: ``engine`` is not an engine, there is no block, the block is wrong or differs
+            between ranks, K-FAC refuses the engine's mode, or there is no layer to precondition.
+        RuntimeError: the self-test did not find gradients where it expected them.
     """
     global _unattached
     if not isinstance(engine, DeepSpeedEngine):
@@ -348,8 +363,8 @@ def _rule_of(engine: Any) -> UpdateRule:
 
 
 def _config_source(arguments: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The DeepSpeed config from a dict, a file or base64, as DeepSpeed will read it; None if it is
-    none of these."""
+    """Return the DeepSpeed config as DeepSpeed will read it, from a dict, a file or base64. None if
+    it is none of these."""
     source = arguments.get("config") or arguments.get("config_params")
     source = source or getattr(arguments.get("args"), "deepspeed_config", None)
     if isinstance(source, (str, os.PathLike)) and os.path.isfile(source):
@@ -357,6 +372,6 @@ def _config_source(arguments: Mapping[str, Any]) -> Mapping[str, Any] | None:
     elif isinstance(source, (str, os.PathLike)):
         try:
             source = hjson.loads(base64.urlsafe_b64decode(str(source)).decode())
-        except ValueError:  # DeepSpeed says what is wrong
+        except ValueError:  # DeepSpeed will say what is wrong
             return None
     return source if isinstance(source, Mapping) else None

@@ -1,14 +1,15 @@
-"""Monte-Carlo Fisher: a loss on labels drawn from the model's own prediction (Kunstner et al. 2019,
-arXiv:1905.12558).
+"""Monte-Carlo Fisher: statistics from a loss on labels that are drawn from the model's own
+prediction (Kunstner et al. 2019, arXiv:1905.12558).
 
-In a step that captures, each true backward is preceded by a backward of that loss through the same
-graph. It computes only the gradients of layer outputs, DeepSpeed does not see it, and the user's
-backward gives the same bits as without.
+In a captured step, a backward pass of this sampled loss runs through the same graph before each
+backward pass of the true loss. The extra pass computes only the gradients of layer outputs.
+DeepSpeed does not notice it, and the user's backward pass gives bitwise the same gradients as
+without it.
 
-``autograd.grad`` with inputs runs no AccumulateGrad, so ZeRO's gradient hooks do not fire. The
-hooks that ``engine.forward`` puts on its outputs would, so they are switched off meanwhile. At
-stage 3 the extra backward would also have to fetch and release weights unknown to DeepSpeed's
-parameter coordinator: refused at attach.
+The extra pass uses ``autograd.grad`` with inputs, which runs no AccumulateGrad, so ZeRO's gradient
+hooks do not fire. The hooks that ``engine.forward`` puts on its outputs would fire, so they are
+switched off during the pass. At stage 3, the extra pass would also have to fetch and release
+weights without DeepSpeed's parameter coordinator, so attach refuses stage 3.
 
 Users can replace the :class:`ds_kfac.model.sampled_loss.Sampler`.
 """
@@ -53,11 +54,11 @@ def graph(root: Node | None) -> Iterator[Node]:
 
 
 class LossSampling:
-    """Keep each forward's prediction until its backward, and give the capture the gradients of a
-    sampled loss.
+    """Keeps the prediction of each forward pass until its backward pass, and gives the capture the
+    gradients of a sampled loss.
 
     Attributes:
-        sampler: draws labels and forms the loss.
+        sampler: function that draws labels and computes the loss.
     """
 
     def __init__(self, kfac: KFACPreconditioner, engine: Any) -> None:
@@ -65,9 +66,9 @@ class LossSampling:
         factor = kfac.config.factor
         modules = dict(engine.module.named_modules())
         self.sampler: Sampler = SAMPLERS[factor.sampler]
-        # predictions live as long as pending calls
+        # a prediction is kept as long as calls of its forward pass are pending
         self._predictions: WeakKeyDictionary[Forward, Any] = WeakKeyDictionary()
-        # DeepSpeed's OutputBackwardHookManager of forwards whose outputs live
+        # DeepSpeed's OutputBackwardHookManager of each forward pass whose outputs still exist
         self._managers: WeakSet = WeakSet()
         self._predicting = modules[factor.prediction or ""]
         self._handles = [
@@ -75,7 +76,7 @@ class LossSampling:
             self._predicting.register_forward_hook(self._keep),
         ]
         self._generator = torch.Generator(device=kfac.device)
-        self._drawn = 0  # predictions that labels were drawn for in step self._step
+        self._drawn = 0  # number of predictions in step self._step for which labels were drawn
         self._step = -1
         self._warned = False
 
@@ -89,25 +90,25 @@ class LossSampling:
             self._managers.update(getattr(tensor, "_backward_hook_managers", ()))
 
     def _keep(self, module: Any, inputs: tuple, output: Any) -> None:
-        # Returns first where nothing is captured: such steps run under torch.compile, where what
-        # follows would break the graph.
+        # Return at once in steps that are not captured. They run under torch.compile, and the code
+        # below would break the graph.
         if not self.kfac.capture.active or not torch.is_grad_enabled():
             return
-        is_copy = module is not self._predicting  # a copy of the module has its hooks, too
+        is_copy = module is not self._predicting  # a copy of the module has the same hooks
         is_recomputation = torch._C._current_graph_task_id() != -1
         if not is_copy and not is_recomputation:
             self._predictions[self.kfac.capture.forward] = output
 
     def sample(self, loss: Tensor) -> None:
-        """Draw labels for every forward that waits for its backward, run the extra backward and add
-        its statistics.
+        """Draw labels for every forward pass that waits for its backward pass, run the extra
+        backward pass, and add its statistics.
 
         Args:
-            loss: where the true backward starts. Forwards that it does not depend on go on waiting.
+            loss: the true loss. A forward pass on which it does not depend keeps waiting.
 
         Raises:
-            ValueError: no forward was seen in this step, or the graph does not allow a second
-                backward.
+            ValueError: no forward pass was seen in this step, or the graph does not allow a second
+                backward pass.
         """
         capture = self.kfac.capture
         if not capture.active:
@@ -118,7 +119,7 @@ class LossSampling:
         }
         calls = [call for call in capture.pending if call.rows.forward in reached]
         if not calls and self._step == self.kfac.steps:
-            return  # another backward through a forward that has been sampled
+            return  # another backward pass through a forward pass that has been sampled already
         forwards = list(dict.fromkeys(call.rows.forward for call in calls))
         if not calls or any(forward not in self._predictions for forward in forwards):
             raise ValueError(
@@ -133,7 +134,7 @@ class LossSampling:
         # torch's and DeepSpeed's checkpointing have nodes of the same name
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes):
             raise ValueError(_CHECKPOINTING)
-        # scaled like the true loss, so that 16-bit gradients neither underflow nor overflow
+        # scale like the true loss, so that 16-bit gradients neither underflow nor overflow
         scale = torch.as_tensor(
             self.kfac.layout.loss_scale(), dtype=torch.float32, device=loss.device
         ).reshape(())
@@ -147,7 +148,7 @@ class LossSampling:
             calls_of_forward = [call for call in calls if call.rows.forward is forward]
             edges = [call.edge for call in calls_of_forward if call.edge]
             with capture.recomputing(forward):
-                # a mean over forwards
+                # divide, to get a mean over forward passes
                 gradients = self._gradients(sampled / len(forwards), edges, scale)
             capture.add_asked(calls_of_forward, gradients, scale)
         capture.end_pass()
@@ -157,7 +158,7 @@ class LossSampling:
         depend on an input."""
         if not loss.requires_grad or not inputs:
             return [None] * len(inputs)
-        # outputs of engine.forward pass gradients on as they are and start no engine backward
+        # make outputs of engine.forward pass gradients on unchanged and start no engine backward
         saved = [(one, one.preprocess_done, one.preprocess_per_tensor_fn) for one in self._managers]
         for manager, _, _ in saved:
             manager.preprocess_done = True
@@ -181,10 +182,11 @@ class LossSampling:
 
     @torch.enable_grad()
     def _sampled(self, prediction: Tensor, gradient: Tensor | None) -> Tensor:
-        """Return a loss on labels drawn from a prediction, for the terms at which the true loss has
-        a ``gradient``.
+        """Return a loss on labels drawn from a prediction. It has only the terms for which the true
+        loss has a nonzero ``gradient``.
 
-        The generator is seeded by step, forward and rank, so a resumed run draws the same labels.
+        The generator is seeded from step, forward pass and rank, so a resumed run draws the same
+        labels.
         """
         reached = (
             torch.zeros_like(prediction, dtype=torch.bool) if gradient is None else gradient != 0
@@ -196,13 +198,14 @@ class LossSampling:
         return self.sampler(prediction, reached, self._generator).float()
 
     def check(self) -> None:
-        """Check, at a step that captures, that something was sampled; warn once otherwise.
+        """Check that something was sampled in a captured step. If not, warn once.
 
-        Without it this rank has no statistics. That is no error, as the rank's batch may have been
-        skipped, and an error on one rank stops the job.
+        Without a sample this rank has no statistics in this step. This is not an error: the rank's
+        batch may have been skipped, and an error on one rank would stop the job.
 
         Raises:
-            ValueError: nothing was ever sampled on this rank, so the program lacks the call.
+            ValueError: nothing was ever sampled on this rank, so the program does not call
+                :meth:`sample`.
         """
         if self.kfac.capture.active and self._step != self.kfac.steps:
             text = (
@@ -218,6 +221,6 @@ class LossSampling:
                     f"{text}"
                 )
             self._warned = True
-        # Drop predictions of forwards without a backward. Weak keys do not drop them if a hook on
-        # their graph holds the key.
+        # Drop predictions of forward passes without a backward pass. The weak keys alone do not
+        # suffice, because a hook on the graph may hold a key.
         self._predictions.clear()

@@ -1,4 +1,4 @@
-"""Announce a pipeline's backward passes to the capture, as a pipeline never calls
+"""Announce a pipeline's backward passes to the capture, because a pipeline never calls
 ``engine.backward``."""
 
 from collections.abc import Iterator, Sequence
@@ -18,9 +18,9 @@ def announcing(engine: Any, job: Job) -> dict[type, Any]:
     """Return the engine's table of instructions, changed so that each micro-batch's backward pass
     is announced to the capture.
 
-    A stage with several outputs gets one backward pass for all, see :func:`joined`. It would not do
-    to wrap ``engine.backward``: the last stage calls DeepSpeed's function, and others get a
-    gradient.
+    A stage with several outputs runs one backward pass for all of them, see :func:`joined`.
+    Wrapping ``engine.backward`` would not work: the last stage calls the function of DeepSpeed's
+    class, and the other stages start from a received gradient.
     """
     table = getattr(engine, INSTRUCTIONS)
 
@@ -36,8 +36,8 @@ def announcing(engine: Any, job: Job) -> dict[type, Any]:
 
 
 class _Joined(Function):
-    """A scalar whose gradients with respect to a stage's outputs are those that the next stage has
-    sent."""
+    """A scalar function of a stage's outputs. Its gradients with respect to them are the gradients
+    that the next stage has sent."""
 
     @staticmethod
     def forward(ctx: Any, gradients: Sequence[Tensor], *outputs: Tensor) -> Tensor:
@@ -53,9 +53,9 @@ class _Joined(Function):
 def joined(engine: Any, buffer_id: int) -> Iterator[None]:
     """Make DeepSpeed run one backward pass for all outputs of a stage inside this context.
 
-    DeepSpeed runs one for each floating output, so a layer would get its gradient in parts, and the
-    sum of the parts' squares is not the square of their sum. Here one scalar output takes their
-    place.
+    DeepSpeed alone runs a backward pass for each floating-point output. A layer would then get its
+    gradient in parts, and the sum of the parts' squares is not the square of their sum. So one
+    scalar replaces the outputs.
     """
     outputs = None if engine.is_last_stage() else engine.pipe_buffers["outputs"][buffer_id]
     floating = []

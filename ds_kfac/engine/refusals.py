@@ -1,5 +1,5 @@
-"""Engine modes, and combinations with the config, in which K-FAC would be wrong or silently off.
-One table, which is asked of an engine, or of a DeepSpeed config alone."""
+"""A table of the engine modes and config combinations in which K-FAC would be wrong or silently
+off. It can be checked for an engine, or for a DeepSpeed config without an engine."""
 
 import socket
 from collections.abc import Callable, Mapping
@@ -21,25 +21,27 @@ from ds_kfac.zero import deepspeed_versions
 from ds_kfac.zero.registry import is_waiting, tensor_shard
 
 COMPRESSED = ("onebitadam", "onebitlamb", "zerooneadam")
-"""Optimizers that average gradients themselves, compressed."""
+"""Optimizers that average gradients themselves, in compressed form."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """Facts by which a refusal is decided.
+    """The facts on which refusals depend.
 
     Attributes:
-        config: the "kfac" block, every null replaced by its chosen value.
-        own: name of the update rule's own optimizer; None if it preconditions for another one.
-        optimizer: class or type of the innermost optimizer; empty: the engine cannot train.
+        config: the "kfac" block, in which every null is replaced by the value chosen for it.
+        own: name of the update rule's own optimizer; None if the rule preconditions gradients for
+            another optimizer.
+        optimizer: class or type of the innermost optimizer; empty if the engine cannot train.
         compressed: whether gradients are not averaged before the step.
         parameters: dtype of the model.
-        autocast: dtype of torch_autocast; None: off.
+        autocast: dtype of torch_autocast; None if it is off.
         computes_norms: whether ZeRO computes gradient norms.
         offload_device, parameter_device: devices of offload_optimizer and offload_param.
-        engine: DeepSpeed's; None: there is only a config, and the fields below keep their defaults.
-        sharded, sequence: whether the tensor-parallel, or the sequence-parallel, group has several
-            ranks.
+        engine: the DeepSpeed engine; None if there is only a config. In that case the fields below
+            keep their defaults.
+        sharded, sequence: whether the tensor-parallel group, and the sequence-parallel group, has
+            more than one rank.
     """
 
     config: KFACConfig
@@ -81,17 +83,18 @@ class Context:
 
 
 def without_optimizer(engine: Any) -> bool:
-    """Whether an engine cannot train. In the optimizer's place ZeRO-3 then has the object that
-    gathers parameters, and bf16 a keeper of master weights around a dummy optimizer."""
+    """Return whether an engine has no optimizer, so that it cannot train. Such an engine still has
+    an object in the optimizer's place: with ZeRO-3 the object that gathers parameters, with bf16 a
+    wrapper with master weights around a dummy optimizer."""
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     return inner is None or isinstance(inner, (DummyOptim, DeepSpeedZeRoOffload))
 
 
 def of_engine(engine: Any, config: KFACConfig, own: str | None) -> Context:
-    """The facts of an engine. ``config``, ``own``: see :class:`Context`."""
+    """Return the facts of an engine. :class:`Context` explains ``config`` and ``own``."""
     name = "" if without_optimizer(engine) else type(engine.basic_optimizer).__name__
     pipeline = isinstance(engine, PipelineEngine)
-    # a pipeline reduces by an instruction, not in the backward
+    # a pipeline reduces gradients in an instruction of its own, not in the backward pass
     averages = (
         engine.pipeline_enable_backward_allreduce if pipeline else engine.enable_backward_allreduce
     )
@@ -122,8 +125,9 @@ def of_engine(engine: Any, config: KFACConfig, own: str | None) -> Context:
 def of_config(
     ds_config: Mapping[str, Any], config: KFACConfig, own: str | None, stage: int | None = None
 ) -> Context:
-    """The facts of the data-parallel engine that a config would make. ``stage``: overrides the
-    config's. Raises ValueError for a stage or a dtype that does not exist."""
+    """Return the facts of the data-parallel engine that DeepSpeed would build from a config.
+    ``stage`` overrides the config's ZeRO stage. Raises ValueError for a stage or a dtype that does
+    not exist."""
     optimizer, zero = block(ds_config, "optimizer"), block(ds_config, "zero_optimization")
     name, offload = str(optimizer.get("type") or ""), block(zero, "offload_optimizer")
     stage = zero.get("stage", 0) if stage is None else stage
@@ -305,7 +309,7 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
         lambda e: (
             e.engine is not None
             and e.stage > 0
-            and not e.bf16_optimizer  # which replaces nothing
+            and not e.bf16_optimizer  # BF16_Optimizer does not replace the optimizer
             and isinstance(e.engine.basic_optimizer, torch.optim.Adagrad)
             and len(e.engine.basic_optimizer.param_groups) > 1
         ),
@@ -373,31 +377,32 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
         "as shards (Megatron's)",
     ),
 }
-"""Mode or combination -> (whether it applies, why it is refused and what to change). Read by attach
-and the estimator.
+"""Mode or combination -> (function that says whether it applies, why it is refused and what to
+change). Used by attach and by the estimator.
 
-Every rank asks them in this order, as some are collective if there is an engine.
+Every rank checks the entries in this order, because some checks are collective if there is an
+engine.
 """
 
 
 def refused(context: Context) -> list[str]:
-    """What is refused, and what to change: the same for an engine and its config. Collective if
-    there is an engine."""
-    if not context.optimizer:  # other refusals read the optimizer
+    """Return a line for each refusal that applies: what is refused, and what to change. An engine
+    and its config give the same lines. Collective if there is an engine."""
+    if not context.optimizer:  # other refusals need the optimizer
         return [f"{NO_OPTIMIZER}: {REFUSALS[NO_OPTIMIZER][1]}"]
     return [f"{name}: {remedy}" for name, (applies, remedy) in REFUSALS.items() if applies(context)]
 
 
 def check_config(config: KFACConfig) -> None:
-    """Raise ValueError on every rank if the block differs between ranks: their plans would differ,
-    and ranks would wait for each other for ever. Collective."""
+    """Raise ValueError on every rank if the block differs between ranks. With different plans,
+    ranks would wait for each other forever. Collective."""
     values = {block: getattr(config, block) for block in KFACConfig.model_fields}
     flat = {
         f"{block}.{key}" if isinstance(value, Block) else block: repr(getattr(value, key, value))
         for block, value in values.items()
         for key in (type(value).model_fields if isinstance(value, Block) else [block])
     }
-    # what a rank prints
+    # ``report`` may differ: it only decides what a rank prints
     everyone = gathered({key: value for key, value in flat.items() if key != "report"})
     for key, value in everyone[0].items():
         rank = next((rank for rank, theirs in enumerate(everyone) if theirs[key] != value), None)

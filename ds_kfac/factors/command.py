@@ -20,7 +20,7 @@ from ds_kfac.factors.files import Factors, FactorsError
 from ds_kfac.factors.fitting import fit, joined
 
 SHOWN = 40
-"""Most layers in the table that ``factors`` prints."""
+"""Largest number of layers in the table that ``factors`` prints."""
 
 
 def run(arguments: argparse.Namespace) -> str:
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> str:
     block: Any = find_block(given) or {}
     if arguments.fisher and isinstance(block, Mapping):
         block = {**block, "factor": {**(block.get("factor") or {}), "fisher": arguments.fisher}}
-    # zero.Init asks for the device
+    # set the device, because zero.Init uses it
     get_accelerator().set_device(int(os.environ.setdefault("LOCAL_RANK", "0")))
     rank = int(os.environ.get("RANK", 0))
     ranks = int(os.environ.get("WORLD_SIZE", 1))
@@ -100,7 +100,7 @@ def _model(name: str, given: Mapping[str, Any]) -> nn.Module:
     dtype = dtypes[enabled[0]] if enabled else torch.float32
     if name.startswith("hf:"):
         transformers = _package("transformers", "--model hf:")
-        if is_sharded:  # transformers looks for this object as long as it lives
+        if is_sharded:  # transformers uses this object, so it must stay alive
             _alive = importlib.import_module("transformers.integrations").HfDeepSpeedConfig(config)
         try:
             model = transformers.AutoModelForCausalLM.from_pretrained(name[3:], dtype=dtype)
@@ -158,7 +158,7 @@ def _texts(path: Path) -> Iterator[str | list[int]]:
             options = {"data_files": str(path), "split": "train", "sample_by": "document"}
             rows = datasets.load_dataset("text", **options)
         for row in rows:
-            # "" + raises TypeError for what is no text
+            # "" + raises TypeError if the value is no text
             yield list(row["input_ids"]) if "input_ids" in row else "" + row["text"]
     except (OSError, ValueError, TypeError, KeyError, datasets.exceptions.DatasetsError) as problem:
         raise FactorsError(f"--data {path}: no text or input_ids ({problem!r})") from problem

@@ -24,8 +24,8 @@ def convert(
         out: path of the safetensors file to write; for kronfluence the ``output_dir`` of its
             Analyzer, in which a folder ``factors_<name>`` is made.
         name: only for kronfluence, name of the factors.
-        rank: only for eva, mean number of rows of LoRA's A over all layers.
-        rho: only for eva, most rows of a layer in units of ``rank``.
+        rank: only for eva, number of rows of LoRA's A, averaged over layers.
+        rho: only for eva, largest number of rows of a layer, in units of ``rank``.
 
     Returns layer -> why it was left out.
 
@@ -49,7 +49,7 @@ def convert(
     else:
         tensors = {}
         for layer in layers:
-            is_of_a_run = "steps" in factors.header  # it counts batches, not rows
+            is_of_a_run = "steps" in factors.header  # a run's export counts batches, not rows
             if tool == "gptq":
                 gain = 2.0  # its H is 2 E[x x^T]
             elif is_of_a_run:
@@ -128,9 +128,9 @@ def kronfluence(factors: Factors, layers: list[str], folder: Path) -> None:
 def eva(factors: Factors, layers: list[str], rank: int, rho: float) -> dict[str, Tensor]:
     """Return an ``eva_state_dict`` for ``peft.initialize_lora_eva_weights``.
 
-    It has the directions in which each layer's inputs vary most, [r, I]. r differs between layers:
-    the directions that explain the largest part of their layer's variance are taken, ``rank`` times
-    the number of layers in all (Paischer et al. 2024, arXiv:2410.07170).
+    It has the directions in which each layer's inputs vary most, [r, I]. r differs between layers.
+    In total, ``rank`` times the number of layers directions are taken: those that explain the
+    largest parts of their layers' variances (Paischer et al. 2024, arXiv:2410.07170).
     """
     if rank < 1 or rho < 1:
         raise FactorsError(f"convert: rank {rank}, rho {rho}; both must be at least 1")

@@ -16,8 +16,8 @@ from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
 
 SEEN = 100.0
-"""Number of batches for which loaded factors count, so many that a new batch gets the weight of the
-decay."""
+"""Number of batches for which loaded factors count. It is so large that the weight of a new batch
+is 1 minus the decay."""
 
 
 def export(
@@ -30,8 +30,8 @@ def export(
 ) -> Path:
     """Write a run's factors, which are running averages over batches. Collective.
 
-    "counts" in the index has the numbers of batches. The eigenbases are those in use. They are from
-    the last refresh, so they are older than the factors.
+    In the index, "counts" has the numbers of batches. The exported eigenbases are the ones in use.
+    They were computed in the last refresh, so they are older than the factors.
 
     Args:
         folder: where to write; an earlier export in it is replaced.
@@ -40,7 +40,7 @@ def export(
         bases: whether to write eigenbases.
 
     Raises:
-        FactorsError: on every rank; writing failed, or no factor has been computed yet.
+        FactorsError: on every rank, if writing failed or no factor has been computed yet.
     """
     group = job.channel.group
     rank = job.channel.rank
@@ -50,7 +50,7 @@ def export(
     counts: dict[str, float] = {}
     layers = {}
     with failing_together(headline, group, FactorsError):
-        get_accelerator().synchronize()  # offloaded factors may be on their way to the host
+        get_accelerator().synchronize()  # copies of offloaded factors to the host may be running
         (folder / files.INDEX).unlink(missing_ok=True)
         for kfac in job.preconditioners:
             names = {key: kfac.names[key[:-2]] + key[-2:] for key in kfac.curvature.specs}
@@ -108,13 +108,14 @@ def _bases(kfac: KFACPreconditioner, names: dict[str, str], sides: str) -> dict[
 
 
 def begin_from(job: Job, factors: Factors) -> None:
-    """Replace a run's factors by these, and decompose them now. Collective, between steps.
+    """Replace a run's factors by loaded ones, and decompose them now. Collective. Call it between
+    steps.
 
-    Steps and learning rates stay. Moments of K-FAC layers begin at zero.
+    The number of steps and the learning rates do not change. Moments of K-FAC layers start at zero.
 
     Raises:
-        FactorsError: on every rank, with nothing changed: a layer is missing or of another size, or
-            G is of another fisher.
+        FactorsError: on every rank, if a layer is missing or has another size, or if G was computed
+            with another value of ``fisher``. Nothing changes in this case.
     """
     headline = f"ds_kfac: factors of {factors.folder}"
     states = []

@@ -93,11 +93,11 @@ class Factors:
         header: the index, a dict with these keys:
 
             - "layers": layer name -> module, kind, weight, bias, sides, groups and part.
-            - "counts": factor key -> number of rows that the factor is the mean of; in a run's
-              export the number of batches.
+            - "counts": factor key -> number of rows over which the factor is averaged. In a run's
+              export it is the number of batches.
             - "fisher": "empirical", "monte_carlo" or "activations_only".
             - "weight_map": tensor name -> file name.
-            - only from ``fit``: "batches" and "sequences", numbers of the data; "left_alone",
+            - only from ``fit``: "batches" and "sequences", how many the data had; "left_alone",
               module -> why it has no factors; "weight_sharing".
             - only from a run's export: "steps".
     """
@@ -108,7 +108,8 @@ class Factors:
 
     @classmethod
     def load(cls, folder: str | os.PathLike) -> "Factors":
-        """Open a folder. Raises FactorsError if it is unfinished, damaged, or not ours."""
+        """Open a folder. Raises FactorsError if the folder is unfinished, damaged, or was not
+        written by ds_kfac."""
         path = Path(folder) / INDEX
         try:
             header = json.loads(path.read_text())
@@ -136,7 +137,8 @@ class Factors:
         return Side(entry["dim"], entry["block"])
 
     def count(self, layer: str, side: str) -> float:
-        """Return the number of rows (in a run's export, batches) that a factor is the mean of."""
+        """Return the number of rows (in a run's export, of batches) over which a factor is
+        averaged."""
         key = self._layer(layer)[side]["of"]
         if key not in self.header["counts"]:
             raise FactorsError(f"{self.folder}: {layer} has no {side}; it was not computed")
@@ -152,12 +154,12 @@ class Factors:
         return torch.block_diag(*(matrix for group in blocks for matrix in group))
 
     def packed(self, layer: str, side: str) -> Tensor:
-        """Return a factor's packed lower triangles, fp32 [P], as training has them."""
+        """Return a factor's packed lower triangles, fp32 [P], in the form that training uses."""
         return self._tensor(self._layer(layer)[side]["of"]).float()
 
     def eigenbasis(self, layer: str, side: str) -> Eigenbasis:
-        """Return a factor's eigenbasis. Raises FactorsError if there is none: a factor that is zero
-        has none."""
+        """Return a factor's eigenbasis. Raises FactorsError if the factor has none, for example
+        because it is zero."""
         shape = self.side(layer, side)
         if shape.block == 0:
             return Eigenbasis((), torch.ones(shape.dim, dtype=torch.float32, device="cpu"))
@@ -172,8 +174,8 @@ class Factors:
         return self._tensor(f"{layer}/corrected")
 
     def has(self, layer: str, what: str) -> bool:
-        """Return whether the files have a tensor of a layer. ``what``: its name in the files after
-        the layer's, such as "A", "G/values" or "corrected"."""
+        """Return whether the files have a tensor of a layer. ``what``: the tensor's name in the
+        files without the layer's name, such as "A", "G/values" or "corrected"."""
         entry = self._layer(layer)
         side, slash, rest = what.partition("/")
         name = f"{layer}/{what}"

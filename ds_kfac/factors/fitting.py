@@ -42,7 +42,7 @@ from ds_kfac.model.scan import scan
 from ds_kfac.plan.plan import BUCKET_BYTES, EngineFacts, Plan, make_plan
 
 ROUND_BYTES = 1 << 30
-"""Most bytes of batch sums on a rank at a time, unless one layer has more."""
+"""Largest number of bytes of batch sums on a rank at a time, unless a single layer has more."""
 
 
 def fit(
@@ -65,9 +65,9 @@ def fit(
 
     A is the mean of a a^T over all rows but padding, and G is the mean of g g^T. g is the gradient
     of a single term of the loss. With ``reduction="mean"`` it is the gradient that arrives at the
-    layer, times the batch's number of rows. Labels are not looked at. So if your loss is a mean
-    that leaves out rows without a label, G is too large by the factor rows / labelled rows: then
-    return the sum of the terms, with ``reduction="sum"``.
+    layer, times the number of rows in the batch. Labels are ignored. So if your loss is a mean that
+    leaves out rows without a label, G is too large by the factor rows / labelled rows. In that
+    case, return the sum of the terms and pass ``reduction="sum"``.
 
     Args:
         model: an nn.Module that is whole on every rank, or a DeepSpeedEngine of any ZeRO stage.
@@ -85,8 +85,8 @@ def fit(
         mask: function of the positional and the keyword arguments of the model's forward that
             returns its attention masks [N, T]: one, several or None. None: the arguments whose
             names end in ``attention_mask``.
-        corrected: whether to make a second pass over the data, for EKFAC's eigenvalues. These take
-            the first dimension of a layer's input as the sequences.
+        corrected: whether to make a second pass over the data, for EKFAC's eigenvalues. They assume
+            that the first dimension of a layer's input is the sequences.
         progress: whether rank 0 shows a progress bar.
 
     Raises:
@@ -117,11 +117,12 @@ def fit(
 
 @contextmanager
 def joined() -> Iterator[None]:
-    """Run in the process's job, else in the launcher's, else in a job of a single rank."""
+    """Join a job inside the ``with`` block: the job that the process is in, else the launcher's
+    job, else a new job with a single rank."""
     is_new = not dist.is_initialized()
     is_alone = is_new and int(os.environ.get("WORLD_SIZE", "1")) == 1
     if is_new:
-        # compiling this extension takes minutes, and there is little traffic
+        # do not use this extension: compiling it takes minutes, and there is little communication
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if is_alone:
         is_cpu = get_accelerator().device_name() == "cpu"
@@ -183,7 +184,7 @@ class _Fitting:
         file = f"factors-{rank:05d}.safetensors"
         with failing_together(f"ds_kfac.fit: {self.out}", group, FactorsError):
             (self.out / files.INDEX).unlink(missing_ok=True)
-            files.write_tensors(self.out / file, {})  # a folder that is read-only is an error now
+            files.write_tensors(self.out / file, {})  # fail now if the folder is read-only
         model = self.passes.model
         rows = RowSums(factor.weight_sharing, positions=False)
         capture = Capture(
@@ -314,7 +315,8 @@ def _sums_of(batch: Batch, layers: Sequence[LayerSpec], capture: Capture) -> dic
 def plan_of(
     layers: Sequence[LayerSpec], config: KFACConfig, world: int, device: torch.device
 ) -> Plan:
-    """Return a plan in which each layer has one owner, by predicted cost, whatever ZeRO does."""
+    """Return a plan in which each layer has one owner, chosen by predicted cost. The plan ignores
+    where ZeRO keeps gradients."""
     config = config.having("assignment", gradient_worker_fraction=1 / world)
     config = config.having("preconditioner", method="eigen")
     costs = BUILTIN["cpu" if device.type == "cpu" else "cuda"]
@@ -323,10 +325,10 @@ def plan_of(
 
 
 def peak_bytes(plan: Plan) -> list[int]:
-    """Return the most bytes that :func:`fit` keeps on each rank.
+    """Return the largest number of bytes that :func:`fit` keeps on each rank.
 
-    These are factors and eigenbases in fp32, and sums in fp64: of factors in the first pass, of
-    corrected eigenvalues in the second.
+    They are for factors and eigenbases in fp32, and for sums in fp64. The sums are of factors in
+    the first pass, and of corrected eigenvalues in the second.
     """
     roles = plan.assignment
     results = [0] * roles.world
@@ -349,7 +351,7 @@ def peak_bytes(plan: Plan) -> list[int]:
 def rounds(
     layers: Sequence[LayerSpec], specs: Mapping[str, FactorSpec]
 ) -> Iterator[list[LayerSpec]]:
-    """Yield lists of layers whose batch sums are in memory together."""
+    """Yield lists of layers whose batch sums are in memory at the same time."""
     layers_of_round: list[LayerSpec] = []
     nbytes = 0
     for layer in layers:

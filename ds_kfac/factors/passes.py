@@ -42,13 +42,13 @@ class Batch:
     """Results of a batch on this rank. Empty if the rank has no batch left.
 
     Attributes:
-        number: number of the batch from 0, the same on all ranks.
+        number: index of the batch, counted from 0, the same on all ranks.
         calls: calls of the layers, in the order in which they ran.
         gradients: gradient of each call's output, None where the loss does not depend on the
             output. None in place of the list if there was no backward pass.
         sequences: number of sequences, the first dimension of the batch's first tensor.
         rows: number of rows of the layer nearest to the loss, without padding.
-        gain: factor from a gradient to the gradient of a single term of the loss.
+        gain: factor that turns a gradient into the gradient of a single term of the loss.
     """
 
     number: int
@@ -104,7 +104,7 @@ class Passes:
         bar = tqdm(self.data, what, unit=" batches", disable=self.is_hidden)
         iterator = iter(bar)
         last = None
-        problem = ""  # of this rank; the others are told with the next batch
+        problem = ""  # this rank's problem; the other ranks learn of it with the next batch
         for number in itertools.count():
             batch = None
             try:
@@ -183,7 +183,7 @@ class Passes:
         edges = [call.edge for call in calls if call.edge is not None]
         seed = torch.full_like(value, self.scale)
         gradients = torch.autograd.grad(value, edges, seed, allow_unused=True)
-        if not value.isfinite().all():  # not before the backward pass, which all ranks must run
+        if not value.isfinite().all():  # check only now: all ranks must run the backward pass
             return f"the loss is {float(value.detach())}; leave the batch out"
         sums = [g.sum(dtype=torch.float32) for g in gradients if g is not None]
         if sums and not torch.stack(sums).isfinite().all():
@@ -195,8 +195,8 @@ class Passes:
         return ""
 
     def _value(self, batch: Any, number: int) -> Any:
-        """Return the loss of a batch; with "monte_carlo" that of labels drawn from the model's
-        prediction."""
+        """Return the loss of a batch. With "monte_carlo" it is the loss on labels drawn from the
+        model's prediction."""
         outputs: list[Any] = []
         predicting = self.model.get_submodule(self.config.prediction or "")
         handle = predicting.register_forward_hook(lambda *call: outputs.append(call[-1]))
@@ -224,7 +224,7 @@ class Passes:
         return SAMPLERS[self.config.sampler](prediction, reached, generator).float()
 
     def _no_loss(self, value: Any, calls: Sequence[Call]) -> str:
-        """Return why a loss has no gradients; "" if it has."""
+        """Return why a loss has no gradients; "" if it has gradients."""
         if isinstance(value, Tensor) and value.numel() == 1:
             return "" if calls and value.requires_grad else "its loss depends on no layer"
         got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
@@ -232,7 +232,8 @@ class Passes:
         return f"the loss is no scalar: got {got}{advice}"
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        """Return the engine's autocast. Without an engine the caller's stays."""
+        """Return the engine's autocast context. Without an engine, the caller's autocast stays in
+        effect."""
         dtype = None if self.engine is None else autocast(self.engine)
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 

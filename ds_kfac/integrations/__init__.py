@@ -1,5 +1,6 @@
-"""Doors for programs that build the engine themselves. The rest imports only what puts K-FAC's
-numbers into the logs of transformers' Trainer, without a line in its script."""
+"""Integrations with frameworks that build the engine themselves. The rest of ds_kfac imports only
+:func:`log_in_trainer`, which adds K-FAC's numbers to the logs of transformers' Trainer without any
+change to the user's script."""
 
 import importlib
 import sys
@@ -8,9 +9,9 @@ from typing import Any
 
 
 def log_in_trainer() -> None:
-    """Gives a :class:`~ds_kfac.integrations.transformers.KFACCallback` to the Trainer that has an
-    engine built, unless it has one. The engine does not know it, but it is what calls
-    ``deepspeed.initialize``, by way of Accelerate."""
+    """Add a :class:`~ds_kfac.integrations.transformers.KFACCallback` to the Trainer that is
+    building an engine, unless the Trainer has one. The engine has no reference to its Trainer, so
+    the Trainer is found on the call stack: it calls ``deepspeed.initialize`` through Accelerate."""
     frame: FrameType | None = sys._getframe()
     module = sys.modules.get("transformers.trainer")
     kind: Any = getattr(module, "Trainer", None)

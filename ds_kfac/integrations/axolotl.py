@@ -1,5 +1,5 @@
-"""A plugin for Axolotl. In its YAML, beside a DeepSpeed config that has a "kfac" block or the
-optimizer KFACAdamW:
+"""A plugin for Axolotl. Use it with a DeepSpeed config that has a "kfac" block or the optimizer
+KFACAdamW, and add these lines to Axolotl's YAML:
 
 plugins:
   - ds_kfac.integrations.axolotl.KFACPlugin
@@ -15,7 +15,7 @@ from ds_kfac.integrations.transformers import KFACCallback
 
 
 class KFACPlugin(BasePlugin):
-    """Enables K-FAC before the model is loaded, and puts its counters into the logs."""
+    """Enables K-FAC before the model is loaded, and adds K-FAC's counters to the logs."""
 
     def pre_model_load(self, cfg: Any) -> None:
         if not cfg.deepspeed:

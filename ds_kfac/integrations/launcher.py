@@ -1,9 +1,9 @@
-"""``python -m ds_kfac run``: DeepSpeed's launcher, with K-FAC enabled in every process that it
+"""``python -m ds_kfac run``: run DeepSpeed's launcher, and enable K-FAC in every process that it
 starts.
 
-Each of them runs this file as a module, which enables K-FAC and then runs the user's script in its
-place: that needs no variable, which launchers do not carry to other nodes. DeepSpeed is imported
-when it is needed: help, and a script that is not there, do not wait for it.
+Each process runs this file as a module, which enables K-FAC and then runs the user's script. This
+works without an environment variable, which launchers do not pass on to other nodes. DeepSpeed is
+imported only when it is needed, so that help and the error for a missing script appear at once.
 """
 
 import os
@@ -31,7 +31,8 @@ HOSTS = "-H", "--hostfile"
 
 
 def wants_help(arguments: Sequence[str]) -> bool:
-    """Whether nothing is to be started: no argument, or help before the script."""
+    """Return whether to print help instead of starting a script: there is no argument, or an option
+    before the script asks for help."""
     if not arguments:
         return True
     for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
@@ -45,9 +46,9 @@ def wants_help(arguments: Sequence[str]) -> bool:
 
 
 def check_script(arguments: Sequence[str]) -> None:
-    """Raise ValueError where the script is not there. The first argument that ends with .py is
-    taken for it; another node may have a file that this one has not, and a module is looked for
-    later."""
+    """Raise ValueError if the script does not exist. The script is assumed to be the first argument
+    that ends with .py. With a hostfile nothing is checked, because the file may exist on another
+    node; a module is looked up later."""
     if any(word.split("=")[0] in (*HOSTS, "--module", "--no_python") for word in arguments):
         return
     script = next(
@@ -65,10 +66,11 @@ def missing(script: str) -> str:
 
 
 def launch(arguments: list[str]) -> None:
-    """Run DeepSpeed's launcher with the arguments of its command; ends the process as it does.
+    """Run DeepSpeed's launcher with its command-line arguments. Like the launcher, this may end the
+    process.
 
     Raises:
-        ValueError: ``--no_python``, or there is no such script.
+        ValueError: the arguments have ``--no_python``, or the script does not exist.
     """
     check_script(arguments)
     from deepspeed.launcher import runner
@@ -88,8 +90,12 @@ def launch(arguments: list[str]) -> None:
 
 
 def run_script(arguments: list[str]) -> None:
-    """In a rank: enable K-FAC, then run a script as ``python`` would: maybe ``--local_rank=N``,
-    then ``script.py`` or ``-m module``, then the script's own arguments."""
+    """Enable K-FAC in this process, then run a script as ``python`` would.
+
+    Args:
+        arguments: optionally ``--local_rank=N``, then ``script.py`` or ``-m module``, then the
+            script's own arguments.
+    """
     from ds_kfac.engine.entry import enable
 
     enable()

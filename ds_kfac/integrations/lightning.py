@@ -8,9 +8,9 @@ from ds_kfac.engine.attachment import HANDLE, Attachment
 
 
 class KFACCallback(Callback):
-    """Logs ``kfac/step_to_weight`` and others of rank 0 with every ``log_every_n_steps``-th step,
-    with the first one what stays as it is, too: ``Trainer(callbacks=[KFACCallback()])``.
-    ``"report": "none"`` logs nothing."""
+    """Logs ``kfac/step_to_weight`` and other numbers of rank 0 every ``log_every_n_steps`` steps.
+    The first time it also logs the numbers that never change. It logs nothing with
+    ``"report": "none"``. Use it as ``Trainer(callbacks=[KFACCallback()])``."""
 
     _begun: Attachment | None = None
 

@@ -1,5 +1,4 @@
-"""``python -m ds_kfac plot``: a page of four questions, from the logs that a run has written
-anyway."""
+"""``python -m ds_kfac plot``: draw a page with four panels from the logs that a run has written."""
 
 import argparse
 import csv
@@ -17,18 +16,19 @@ from typing import Any, NamedTuple
 
 Points = list[tuple[float, float]]
 Series = dict[str, Points]
-"""Name -> (step or sample, value)."""
+"""Name -> list of (step or sample, value)."""
 
 
 class Question(NamedTuple):
-    """What a panel of the page answers.
+    """The content of one panel of the page.
 
     Attributes:
-        y: what its axis has.
-        names: regex of the names of its lines; what follows it is the line's label, if anything
-            does.
-        missing: how such lines come into the logs.
-        grows: whether they are sums over all steps so far, of which one step's part is shown.
+        y: label of the y axis.
+        names: regex that finds the panel's lines by their names in the logs. The rest of a name
+            after the match is the line's label.
+        missing: how to get such lines into the logs.
+        grows: whether the logged numbers are sums over all steps so far. The panel shows what one
+            step has added.
         whole: whether a line's label is its whole name.
     """
 
@@ -50,7 +50,7 @@ HEALTH = (
     "empty",
     "skipped_steps",
 )
-"""How the counters of what went wrong begin."""
+"""Prefixes of the names of failure counters."""
 QUESTIONS = {
     "loss": Question("loss", r"loss", 'such as "csv_monitor": {"enabled": true}', whole=True),
     "seconds": Question(
@@ -71,12 +71,13 @@ QUESTIONS = {
         f"{COUNTERS}; a framework's logs have those that are not 0",
     ),
 }
-"""Name of the panel -> what it shows."""
+"""Name of a panel -> its content."""
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
-"""Okabe and Ito's, which everybody can tell apart."""
+"""Okabe and Ito's palette, which is safe for colour-blind readers."""
 MODEL, OPTIMIZER, CAPTURE = "forward and backward", "optimizer", "capture"
 STAGES = (CAPTURE, "reduce", "refresh", "relayout", "precondition")
-"""Of K-FAC, as ``ds_kfac.metrics`` names them; all but capture are inside of DeepSpeed's step."""
+"""K-FAC's stages, named as in ``ds_kfac.metrics``. All but the capture run inside DeepSpeed's
+step."""
 OF_DEEPSPEED = " (DeepSpeed's)"
 FORWARD = f"forward{OF_DEEPSPEED}"
 PAGE = "kfac.png"
@@ -95,10 +96,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> str:
-    """The page's path, and what is not in the logs.
+    """Draw the page. Return a text with the page's path and what is missing in the logs.
 
     Raises:
-        ValueError: no logs there, a wrong line in one, or matplotlib is missing.
+        ValueError: there are no logs, a log has a wrong line, or matplotlib is missing.
     """
     source: Path = arguments.run
     series = read(source)
@@ -123,8 +124,8 @@ def run(arguments: argparse.Namespace) -> str:
 
 
 def read(source: Path) -> Series:
-    """All numbers logged below a folder, or in a file, by name and in order. What a run has logged
-    twice, to csv and to tensorboard, has one name."""
+    """Return all numbers logged below a folder, or in a file, by name and in order. A number that a
+    run has logged twice, to csv and to tensorboard, has one name."""
     found: defaultdict[str, dict[float, float]] = defaultdict(dict)
     for path in [source] if source.is_file() else sorted(source.rglob("*")):
         for name, x, value in _numbers(path, alone=path == source):
@@ -133,8 +134,8 @@ def read(source: Path) -> Series:
 
 
 def _numbers(path: Path, *, alone: bool) -> Iterator[tuple[str, float, float]]:
-    """(name, step or sample, value) of all that a file has logged. ``alone``: it was named itself,
-    so it has to."""
+    """Yield (name, step or sample, value) for each number in a log file. ``alone``: True if the
+    user named this file itself, so that it must be a log."""
     if path.suffix == ".csv":
         for number, row in enumerate(csv.reader(_text(path).splitlines()), 1):
             if len(row) == 2 and row[0] != "step":  # a resumed run writes its heading again
@@ -170,7 +171,7 @@ def _text(path: Path) -> str:
 
 
 def _history(path: Path) -> list[dict[str, Any]]:
-    """Of the Trainer's state."""
+    """Return the ``log_history`` of a Trainer's state file."""
     with suppress(ValueError, KeyError, TypeError, IndexError):
         history = json.loads(_text(path))["log_history"]
         if all(isinstance(entry["step"], int) for entry in history):
@@ -180,8 +181,8 @@ def _history(path: Path) -> list[dict[str, Any]]:
 
 
 def lines(series: Series, question: Question) -> Series:
-    """Those of a picture, in its axis: seconds, not milliseconds; of a counter that only grows what
-    a step adds."""
+    """Return the lines of a panel, in the unit of its axis. Milliseconds become seconds, and sums
+    over all steps become the amount per step."""
     steps = dict(
         next((points for name, points in series.items() if name.lower().endswith("kfac_steps")), [])
     )
@@ -201,12 +202,12 @@ def lines(series: Series, question: Question) -> Series:
 
 
 def per_step(points: Points, steps: dict[float, float]) -> Points:
-    """Of a sum over all steps so far what one step has added, in the mean since the last point.
+    """Convert a sum over all steps so far to the mean amount per step since the last point.
 
     Args:
-        steps: place -> steps so far, where places are samples; else they are steps themselves.
+        steps: x of a point -> number of steps so far, if x counts samples. Empty if x counts steps.
     """
-    # a resumed run's counters begin at zero, its steps do not
+    # after a resume, counters begin at zero again, but steps do not
     before = [(0.0, 0.0, 0.0)] if steps else []
     counted = before + [(x, steps.get(x, x), value) for x, value in points]
     pairs = (
@@ -216,16 +217,18 @@ def per_step(points: Points, steps: dict[float, float]) -> Points:
 
 
 def parts_of_step(found: Series) -> tuple[dict[str, float], float | None]:
-    """Mean seconds a step of each part, each once: K-FAC's stages are taken out of DeepSpeed's
-    times, which they are inside of. And K-FAC's share of a step, where the logs have both.
+    """Return (part of a step -> mean seconds per step, K-FAC's share of a step).
+
+    K-FAC's stages run inside the times that DeepSpeed logs. They are subtracted there, so that no
+    time is counted twice. The share is None if the logs have only one of the two.
 
     Args:
-        found: the lines of "seconds"; of each the first point, with what is compiled at a start,
-            does not count.
+        found: the lines of "seconds". The first point of each line is left out, because it includes
+            compilation at the start.
     """
     values = {name: [y for _, y in points[len(points) > 1 :]] for name, points in found.items()}
     mean = {name: statistics.fmean(own) for name, own in values.items()}
-    if FORWARD in values:  # where evaluations between steps count, too
+    if FORWARD in values:  # a median, because evaluations between steps also count as forward
         mean[FORWARD] = statistics.median(values[FORWARD])
     stages = {stage: mean[stage] for stage in STAGES if stage in mean}
     forward, backward, step = (
@@ -240,8 +243,8 @@ def parts_of_step(found: Series) -> tuple[dict[str, float], float | None]:
 
 
 def draw(panels: Mapping[str, Series], path: Path) -> Path:
-    """The page: a panel for each question, whose title says what was found; what is not in the logs
-    is said there."""
+    """Draw the page, with a panel for each question. A panel's title states the result, or what the
+    logs lack. Return the page's path."""
     _module("matplotlib").use("Agg")
     figure, axes = _module("matplotlib.pyplot").subplots(
         2, 2, figsize=(11, 7.5), layout="constrained"
@@ -278,9 +281,9 @@ def draw(panels: Mapping[str, Series], path: Path) -> Path:
 
 
 def _draw_lines(axis: Any, name: str, found: Series, quiet: Sequence[str]) -> None:
-    """``quiet``: lines that stayed at zero."""
+    """Draw the lines of a panel. ``quiet``: names of lines that stayed at zero."""
     several = max(map(len, found.values())) > 1
-    # a run's mean is one
+    # leave out lines with one point, such as a run's mean, if another line has several
     found = {label: points for label, points in found.items() if len(points) > 1 or not several}
     for index, (label, points) in enumerate(found.items()):
         color = COLORS[index % len(COLORS)]

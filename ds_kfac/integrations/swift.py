@@ -1,8 +1,8 @@
-"""A door for ms-swift, which takes no "optimizer" in a DeepSpeed config: an optimizer of its own
-list.
+"""KFACAdamW for ms-swift, which accepts no "optimizer" in a DeepSpeed config. Importing this module
+adds KFACAdamW to ms-swift's own list of optimizers.
 
-A file of one line, ``import ds_kfac.integrations.swift``, here kfac.py, and a DeepSpeed config
-without an optimizer:
+Write a file, here kfac.py, with the line ``import ds_kfac.integrations.swift``, and use a DeepSpeed
+config without an optimizer:
 
     swift sft --external_plugins kfac.py --optimizer kfac_adamw --deepspeed ds_config.json ..
 """
@@ -15,11 +15,12 @@ from ds_kfac.directions.kfac_adamw.user_optimizer import KFACAdamW
 from ds_kfac.engine.entry import enable
 
 NAME = "kfac_adamw"
-"""``--optimizer``."""
+"""Value of ``--optimizer`` that selects KFACAdamW."""
 
 
 class KFACOptimizerCallback(OptimizerCallback):
-    """Makes a :class:`ds_kfac.KFACAdamW` of swift's learning rate, betas, eps and weight decay."""
+    """Makes a :class:`ds_kfac.KFACAdamW` with the learning rate, betas, eps and weight decay from
+    swift's arguments."""
 
     def create_optimizer(self, model: Any = None) -> KFACAdamW:
         args, model = self.args, self.trainer.model if model is None else model

@@ -1,5 +1,5 @@
-"""K-FAC's numbers in the logs of transformers' Trainer, and so in wandb, tensorboard and the rest
-of ``report_to``."""
+"""K-FAC's numbers in the logs of transformers' Trainer, and therefore in wandb, tensorboard and
+every other reporter in ``report_to``."""
 
 from typing import Any
 
@@ -9,19 +9,20 @@ from ds_kfac.engine.attachment import Attachment, attached
 
 
 class KFACCallback(TrainerCallback):
-    """Adds ``kfac/step_to_weight`` and others to what the Trainer logs:
-    ``KFACCallback.add_to(trainer)``. The first line has what stays as it is, too, and any line what
-    went wrong; ``"report": "none"`` adds nothing.
+    """Adds ``kfac/step_to_weight`` and other numbers to what the Trainer logs. The first line also
+    has the numbers that never change, and every line has the counters of failures that are not 0.
+    It adds nothing with ``"report": "none"``.
 
-    Given as ``callbacks=[KFACCallback()]`` it comes after the Trainer's own reporters, which then
-    have not seen them; ``log_history`` and the console have them in both cases.
+    Use it as ``KFACCallback.add_to(trainer)``. If you pass ``callbacks=[KFACCallback()]`` instead,
+    the Trainer calls its own reporters first, and they miss the numbers. ``log_history`` and the
+    console have the numbers in both cases.
     """
 
     _begun: Attachment | None = None
 
     @classmethod
     def add_to(cls, trainer: Trainer) -> None:
-        """In front of all other callbacks."""
+        """Add the callback to a Trainer, in front of all other callbacks."""
         trainer.callback_handler.callbacks.insert(0, cls())
 
     def on_log(

@@ -1,4 +1,4 @@
-"""Finds row blocks of a matrix that are separate maps, and cuts large matrices into several layers.
+"""Find row blocks of a matrix that are separate maps, and cut large matrices into several layers.
 
 **Blocks** are several maps in one weight, such as queries, keys and values; a gate and its values;
 or the projections of latent attention and of state space models. The blocks share A, but each is
@@ -39,7 +39,7 @@ SEVERAL = (
     "w12",
     "weights_in",
 )
-"""Last parts of names of weights that hold several maps, in anybody's code."""
+"""Last parts of weight names that commonly stand for several maps in one weight."""
 BY_NAME = "by its name (kfac.adam.blocks)"
 IN_TURN = ("GptOssExperts", "OpenAIPrivacyFilterExperts")
 """Modules in which the rows of gates and values alternate."""
@@ -51,8 +51,8 @@ WRAPPERS = (
     "_orig_mod",
     "_checkpoint_wrapped_module",
 )
-"""What PEFT, torch.compile and torch's checkpoint_wrapper put behind the name of a module that they
-hold; regexes."""
+"""Regexes of suffixes that PEFT, torch.compile and torch's checkpoint_wrapper append to the name of
+a module that they wrap."""
 WRAPPED = re.compile(rf"(\.({'|'.join(WRAPPERS)}))+$")
 Sizes = tuple[int, ...]
 SizesOf = Callable[[nn.Module | None, int], Sizes]
@@ -111,8 +111,8 @@ def with_blocks(
 def named(pattern: str, name: str) -> bool:
     """Return whether a pattern matches the end of a name, from a dot or from its beginning.
 
-    "head" matches "head" and "vit.head", but neither "lm_head" nor "heads.0.key" nor "head.dense".
-    What wrappers have put behind the name may be left out: "score" also matches
+    "head" matches "head" and "vit.head", but not "lm_head", "heads.0.key" or "head.dense". The
+    pattern need not contain the suffix of a wrapper: "score" also matches
     "score.modules_to_save.default".
     """
     ends_with = re.compile(rf"(?:^|\.)(?:{pattern})$")
@@ -120,12 +120,12 @@ def named(pattern: str, name: str) -> bool:
 
 
 def unwrapped(name: str) -> str:
-    """Return a module's name as its model has it, without what wrappers have put behind it."""
+    """Return a module's name without the suffixes that wrappers have appended."""
     return WRAPPED.sub("", name)
 
 
 def weight_name(layer: LayerSpec) -> str:
-    """Return the name that patterns of blocks are matched with."""
+    """Return the name against which patterns of blocks are matched."""
     return layer.weight.removesuffix(".weight")
 
 
@@ -195,11 +195,12 @@ def _inputs(module: Any) -> int:
 def known_sizes(name: str, module: nn.Module | None, rows: int) -> Sizes:
     """Return the blocks of a weight with this last part of its name; () for any other name.
 
-    As in transformers 5.23; tests/integrations/test_blocks.py compares each with its code.
+    The blocks are those of transformers 5.23. tests/integrations/test_blocks.py compares each with
+    the code of transformers.
 
     Args:
         module: the module that holds the weight, whose attributes and config give the numbers.
-        rows: of the weight.
+        rows: number of rows of the weight.
 
     Raises:
         LookupError: the module does not have the numbers.
@@ -328,9 +329,10 @@ BY_LAST_NAME: dict[str, SizesOf] = {
 """Last part of a weight's name -> its blocks."""
 
 LARGEST = 1 << 27
-"""Most elements of a layer that is not cut: a rank's share of 8.6 G parameters on 64 ranks."""
+"""Largest number of elements of a layer that is not cut. It is a rank's share if 64 ranks hold
+8.6 G parameters."""
 PART = 1 << 25
-"""Most elements of a part."""
+"""Largest number of elements of a part."""
 
 
 def cut(layers: Iterable[LayerSpec], by_rows: Callable[[LayerSpec], bool]) -> tuple[LayerSpec, ...]:

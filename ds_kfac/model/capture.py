@@ -1,6 +1,6 @@
 """Hooks on the layers, which add up a a^T and g g^T when the gradient of a call's output arrives.
 
-docs/explanation/capture.md has the rule: which rows count.
+docs/explanation/capture.md explains which rows count.
 
 In a captured step the forward hook saves the layer's input as autograd does (``calls.py``), and
 registers a prehook on the autograd node of the output. When the gradient arrives there, the prehook
@@ -87,17 +87,17 @@ class Capture:
 
     Attributes:
         sums: factor key -> the step's sum so far. A factor without rows so far has none.
-        keys: keys of the factors that are summed in this step -> stride: one row in so many is
-            taken.
-        passes, terms: this rank's number of own backward passes in the step, and the sum of their
-            R_p.
+        keys: key of a factor that is summed in this step -> stride n: one row in n is taken.
+        passes: this rank's number of own backward passes in the step.
+        terms: sum of R_p over these passes.
         current: the running backward pass.
-        forward: the model's last forward pass, or one for calls outside of any.
+        forward: the model's last forward pass, or a substitute for calls outside of forward passes.
         pending: calls whose gradient autograd is to be asked for.
         proof: the proof, in a step that proves its rows; else None.
         uses: a recorder of where weights are used, in a step that proves; else None.
         failed: layer -> error that a hook raised. Such a layer has no rows any more.
-        counted, outside: number of calls whose gradient came in an own pass, and in others.
+        counted: number of calls whose gradient came in an own pass.
+        outside: number of calls whose gradient came in another pass.
         measured: layer -> number of its rows, maybe a scalar on the device; None in a step that
             does not count them.
         seen: layers that had a row in this step, maybe without a gradient.
@@ -444,7 +444,7 @@ class Capture:
     def _layer_called(
         self, layer: LayerSpec, module: nn.Module, inputs: tuple, named: dict[str, Any], output: Any
     ) -> None:
-        """Note that a module was called whose calls are calls of a layer.
+        """Note a call of a layer's module.
 
         Args:
             inputs, named: positional and keyword arguments of the call. The first is the input.
@@ -468,7 +468,7 @@ class Capture:
                 self._called([call], x, output)
 
     def _other_called(self, name: str, module: nn.Module, inputs: tuple, output: Any) -> None:
-        """Note that a linear map was called that K-FAC does not step. It may be the layer nearest
+        """Note a call of a linear map that K-FAC does not step. This map may be the layer nearest
         to the loss."""
         with self._guarded([]):
             output = output[0] if isinstance(output, tuple) else output
@@ -639,7 +639,7 @@ class Capture:
     def _other_arrived(
         self, rows: Rows, output_nr: int, gradients: tuple[Tensor | None, ...]
     ) -> None:
-        """Note that the gradient of a layer has arrived that K-FAC does not step."""
+        """Note the gradient of a layer that K-FAC does not step."""
         gradient = gradients[output_nr]
         if gradient is None or self.sampled or not self.counts_rows:
             return

@@ -33,17 +33,18 @@ from ds_kfac.curvature.factor import Side
 from ds_kfac.model.layers import Linear, computed_parameter, parameter_shape
 
 CHUNK = 1 << 22
-"""Elements of patches in memory at a time."""
+"""Largest number of elements of patches that are in memory at a time."""
 ROWS = 4
-"""Patches that a grid leaves per row of the wider factor, at least."""
+"""Smallest number of patches that a grid takes, for each row of the wider factor."""
 SPARSEST = 16
-"""A grid takes at least one position in so many."""
+"""A grid takes at least one position in this many."""
 
 
 def phase(turn: int, stride: int) -> int:
-    """A number in 0 .. stride - 1: a uniform pseudo-random draw that depends on ``turn`` alone.
+    """Return a pseudo-random number in 0 .. stride - 1. It is uniform and depends only on ``turn``.
 
-    splitmix64's finalizer (Steele et al. 2014); so regularly spaced turns draw all numbers, too.
+    It uses splitmix64's finalizer (Steele et al. 2014), so regularly spaced turns also draw all
+    numbers.
     """
     z = (turn + 1) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
@@ -52,8 +53,8 @@ def phase(turn: int, stride: int) -> int:
 
 
 def grid_step(rows: int, dims: int, width: int) -> int:
-    """The largest step of a grid over ``dims`` dimensions that leaves at least :data:`ROWS` times
-    ``width`` of ``rows`` rows, and one position in :data:`SPARSEST`."""
+    """Return the largest step of a grid over ``dims`` dimensions that takes enough of ``rows``
+    rows: at least :data:`ROWS` times ``width``, and at least one in :data:`SPARSEST`."""
     step = 1
     while (step + 1) ** dims <= SPARSEST and rows >= ROWS * width * (step + 1) ** dims:
         step += 1
@@ -61,7 +62,8 @@ def grid_step(rows: int, dims: int, width: int) -> int:
 
 
 class Grid(NamedTuple):
-    """One position in ``step`` along every dimension, from ``offset`` on."""
+    """A grid of positions. Along every dimension it takes each ``step``-th position, starting at
+    ``offset``."""
 
     step: int
     offset: tuple[int, ...]
@@ -87,7 +89,7 @@ class Patches:
         self.kernel: tuple[int, ...] = (1,) * dims
         self.stride: tuple[int, ...] = (1,) * dims
         self.dilation: tuple[int, ...] = (1,) * dims
-        # as F.pad takes it: (before, after) of each dimension, the last dimension first
+        # in the form of F.pad: (before, after) for each dimension, the last dimension first
         self.padding: tuple[int, ...] = (0,) * 2 * dims
         if seen_by is not None:
             self.mode = seen_by.padding_mode
@@ -235,11 +237,11 @@ class Patches:
 
 
 FEW_CHANNELS = 4
-"""Most channels of an image that is the input of a model: colours and transparency."""
+"""Largest number of channels of a model's input image: three colours and transparency."""
 
 
 class Convolution(Linear):
-    """nn.Conv1d, 2d or 3d: ``kind``."""
+    """nn.Conv1d, 2d or 3d, as ``kind`` says."""
 
     images = True
 
@@ -291,8 +293,8 @@ class Convolution(Linear):
 
 
 class TransposedConvolution(Convolution):
-    """nn.ConvTranspose1d, 2d or 3d: ``kind``. Its patches are those of the convolution that it
-    transposes."""
+    """nn.ConvTranspose1d, 2d or 3d, as ``kind`` says. Its patches are those of the convolution that
+    it transposes."""
 
     transposed = True
     without_bias: str | None = (

@@ -1,4 +1,4 @@
-"""Describes what K-FAC has to know about a layer, and linear layers.
+"""The description of a layer that K-FAC preconditions, and the types of linear layers.
 
 **Tensor-parallel linears**: each rank's shard of a weight is a layer. With t ranks:
 
@@ -26,7 +26,7 @@ from ds_kfac.curvature.factor import Side
 
 
 def key_of(layer: str, side: str) -> str:
-    """Key of a layer's factor; ``side`` is "A" or "G"."""
+    """Return the key of a layer's factor. ``side`` is "A" or "G"."""
     return f"{layer}/{side}"
 
 

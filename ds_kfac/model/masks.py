@@ -1,4 +1,4 @@
-"""Finds which rows are padding, from the attention masks of a forward pass.
+"""Find which rows are padding, from the attention masks of a forward pass.
 
 A row that a mask leaves out is padding only if its gradient is zero, too
 (docs/explanation/capture.md).
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 Shape = tuple[int, ...]
 ReadMask = Callable[[tuple, Mapping[str, Any]], Tensor | Iterable[Tensor] | None]
-"""A function that gets the (arguments, keywords) of the model's forward and returns its attention
-masks [N, T]: one, several or None."""
+"""A function that gets the arguments and the keyword arguments of the model's forward, and returns
+its attention masks [N, T]: one mask, several masks or None."""
 
 NAME = "attention_mask"
 
@@ -54,7 +54,7 @@ def masks_in(read: Tensor | Iterable[Tensor] | None) -> Iterator[Tensor]:
         read: what the function returned.
 
     Raises:
-        ValueError: that is no mask.
+        ValueError: the function returned something else than masks.
     """
     masks = [read] if isinstance(read, Tensor) else list(read or ())
     for mask in masks:

@@ -1,4 +1,4 @@
-"""Reads in a module's source code, before training, what the module does with its parameters.
+"""Find out what a module does with its parameters by reading its source code, before training.
 
 :func:`multiplied` finds the parameters that the code multiplies something by, and the layout of the
 matrix in each of them. The matrix is [O, I] in ``linear(x, self.w)``, ``x @ self.w.T`` and
@@ -38,7 +38,7 @@ MAKES = (
     "extra_repr",
     "__repr__",
 )
-"""Beginnings of the names of functions that set up a module and do not run it."""
+"""Prefixes of the names of functions that set up a module and do not run it."""
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 LINEAR = {"linear"}
 """Functions that multiply by their transposed right operand."""
@@ -477,8 +477,8 @@ def _borrowed(kind: Any) -> Mapping[str, tuple[bool, str | int]]:
 def _convolves(kind: Any) -> bool:
     """Return whether the code of a class, without its bases, convolves with ``weight``."""
     for code in codes_of(kind, alone=True):
-        # Forget all variables but an argument "weight": what holds the weight may also hold a
-        # standardized one
+        # Forget all variables except an argument "weight": a variable that holds the weight may
+        # also hold a standardized weight
         code.held = dict.fromkeys(
             {"weight"} & {*code.arguments} - set(code.set_here), Operand("weight")
         )
@@ -560,8 +560,8 @@ def _products_in(code: Code) -> Iterator[CodeProduct]:
 
 
 def _fixed(code: Code, node: ast.expr | None) -> str:
-    """Return the name of the parameter that an operand is; "" if it is none, or may be rows of a
-    batch."""
+    """Return the name of the parameter that is the operand. "" if the operand is not a parameter,
+    or may be rows of a batch."""
     operand = code.operand(node)
     return "" if operand is None or operand.varies else operand.path
 
@@ -625,13 +625,14 @@ class Contraction(NamedTuple):
 
 @cache
 def contraction(equation: str, index: int, dims: int = 0) -> Contraction | None:
-    """Return the product that an einsum of two operands is; None if it is no product with a matrix.
+    """Return the product that an einsum of two operands computes. None if it is not a product with
+    a matrix.
 
     Args:
         equation: the einsum's equation.
         index: which operand is the matrix, or the stack of matrices.
-        dims: number of dimensions of the other operand, of which "..." stands for some; 0 if it is
-            unknown.
+        dims: number of dimensions of the other operand, including those that "..." stands for; 0 if
+            the number is unknown.
     """
     operands, arrow, output = equation.replace(" ", "").replace("...", ".").partition("->")
     letters = operands.split(",")

@@ -1,4 +1,4 @@
-"""Watches products of rows with a matrix that is a parameter, while a forward pass runs.
+"""Watch products of rows with a matrix that is a parameter, while a forward pass runs.
 
 ``product_code.py`` finds such parameters in a module's code. In a captured forward pass
 :class:`Products` sees every call of a torch function. It reports the calls whose matrix is such a
@@ -6,9 +6,9 @@ parameter, a view of one, or entries picked out of one. It is a ``TorchFunctionM
 only in captured forward passes and in recomputations of them.
 
 A reported product is exact: the sum of g a^T over its rows is the parameter's gradient through that
-product. Therefore two things are required. The operand must hold all inputs of one matrix of the
-parameter, or of several matrices of a stack, as they lie in memory (``places.py``). And the rows
-must be those of a batch, which the product of two parameters does not have.
+product. Therefore two things are required. First, the operand must hold all inputs of one matrix of
+the parameter, or of several matrices of a stack, as they lie in memory (``places.py``). Second, the
+rows must come from a batch. This excludes products of two parameters.
 
 Shape suffixes: O and I, the outputs and inputs of a matrix.
 """
@@ -41,7 +41,7 @@ EVERY = slice(None)
 """All rows of a product."""
 
 Entry = tuple[int, slice | Tensor]
-"""The number of a matrix in its stack, and its rows of the product."""
+"""(index of a matrix in its stack, the rows of the product that belong to this matrix)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,15 +77,15 @@ class Product:
 
     @property
     def picked(self) -> bool:
-        """Whether each matrix has rows of its own, as an expert has its tokens."""
+        """Whether each matrix has separate rows, as each expert has its own tokens."""
         return any(rows is not EVERY for _, rows in self.entries)
 
     @property
     def rows(self) -> slice:
         """The rows of all entries.
 
-        A grouped product may have more rows after those of its last group. They are no tokens, and
-        its output is undefined there.
+        A grouped product may have more rows after those of its last group. These rows are not
+        tokens, and the output of the product is undefined there.
         """
         ends = []
         for _, rows in self.entries:
@@ -101,8 +101,8 @@ class Part:
 
     Attributes:
         layer: the layer.
-        picked: which rows of the product belong to the layer; None: all rows, of a matrix that is
-            in no stack.
+        picked: which rows of the product belong to the layer. None if the matrix is not in a stack,
+            so that all rows do.
         number: number of these rows.
         sides: the factors that the rows are for: "AG", "A" or "G".
     """
@@ -159,9 +159,10 @@ class _Operand:
         outputs, inputs: O and I of one matrix, as far as the operand holds it.
         transposed: whether the matrix lies [I, O] in the parameter.
         columns: which outputs of the parameter's matrix it holds; None: all.
-        start: number of its first matrix in the parameter.
-        step: how many matrices of the parameter further its next matrix is.
-        stack_dim: the dimension of the operand that numbers the matrices; None: it is one matrix.
+        start: index in the parameter of the operand's first matrix.
+        step: difference between the indices of one matrix of the operand and the next.
+        stack_dim: the dimension of the operand that numbers the matrices. None if the operand is a
+            single matrix.
     """
 
     place: Place
@@ -182,8 +183,8 @@ class _How:
         is_left: whether the matrix is the left operand: W x = (x' W')'.
         scale: factor on the product, addmm's alpha.
         biased: see :class:`Product`.
-        group_ends: int [matrices], for a grouped product the last row + 1 of each group; None for
-            others.
+        group_ends: int [matrices], for a grouped product the last row + 1 of each group. None for
+            other products.
     """
 
     is_left: bool
@@ -193,12 +194,12 @@ class _How:
 
 
 class _OfThread(threading.local):
-    """The part of a mode's state that each thread has for itself.
+    """The part of a mode's state that is separate for each thread.
 
     Attributes:
         depth: how often the thread has entered the mode.
-        is_quiet: whether the thread runs a function that is reported as one product, so that the
-            functions inside it are not.
+        is_quiet: whether the thread runs a function that is reported as one product. Functions that
+            run inside it are then not reported.
     """
 
     depth = 0
@@ -206,13 +207,13 @@ class _OfThread(threading.local):
 
 
 class Products(TorchFunctionMode):
-    """While it is entered, calls ``see`` for each product with one of some parameters.
+    """A mode that calls ``see`` for each product with one of the given parameters.
 
-    Threads that have not entered it are not watched.
+    Threads that have not entered the mode are not watched.
 
     Args:
         params: parameter -> number of equal matrices in it.
-        see: called with each product.
+        see: function that is called with each product.
 
     Attributes:
         inside: (module, whether the mode was entered for it) for each module that runs, innermost
@@ -322,7 +323,7 @@ class Products(TorchFunctionMode):
     def _product(
         self, name: str, args: tuple, kwargs: Mapping[str, Any], output: Tensor
     ) -> Product | None:
-        """Return the product that a call of a torch function is; None: it is none."""
+        """Return the product that a call of a torch function computes; None if it computes none."""
         if not is_plain(output) or torch._C._functorch.is_functorch_wrapped_tensor(output):
             return None
         if name in CONVOLUTIONS:
@@ -420,8 +421,8 @@ class Products(TorchFunctionMode):
         return None
 
     def _is_whole(self, place: Place, sums: Contraction) -> bool:
-        """Return whether an einsum's operand is all of a stack, if it sums over one, or all of one
-        matrix; and is contiguous in memory."""
+        """Return whether an einsum's operand is contiguous in memory and complete. It must be the
+        whole stack if the einsum works on a stack, else one whole matrix."""
         count = self.places.count(place.param)
         contiguous = [prod(place.shape[dim + 1 :]) for dim in range(len(place.shape))]
         if not place.param.is_contiguous():
@@ -505,7 +506,7 @@ class Products(TorchFunctionMode):
         )
 
     def _matrix_product(self, x: Tensor, operand: _Operand, output: Tensor, how: _How) -> Product:
-        """Return a product by matmul, linear or their kin."""
+        """Return the product of a call of matmul, linear or a similar function."""
         output_shape = output.shape
         has_columns = how.is_left and x.ndim > 1  # W x, whose rows are the columns of x
         if has_columns:
@@ -696,8 +697,7 @@ MOST = 4
 
 
 class Uses(TorchFunctionMode):
-    """While it is entered, notes every torch function that has a weight, or a view of one, as an
-    argument.
+    """A mode that notes every torch function that gets a weight, or a view of one, as an argument.
 
     Args:
         weights: layer name -> its weight. The layers of a stack have the same weight.

@@ -37,17 +37,17 @@ from ds_kfac.model.convolutions import Convolution
 from ds_kfac.model.layers import LayerSpec
 
 PROBES = 4
-"""Pairs (u, v) of a layer. A layer has one pair if its rows of A are shorter than :data:`NARROW`,
-as in a depthwise convolution. Layers that share an A use the same v, and so have equally many
-pairs."""
+"""Number of pairs (u, v) of a layer. A layer has only one pair if its rows of A are shorter than
+:data:`NARROW`, as in a depthwise convolution. Layers that share an A use the same v, and so have
+the same number of pairs."""
 NARROW = 32
 CHUNK = 1 << 22
 """Largest number of elements that are converted to fp32 at a time."""
 SLACK = 10 * 0.2
 TF32 = 2.0**-10
-"""Relative accuracy that fp32 products may have on a GPU, and that convolutions may have on any
-device. A convolution adds up an image's pixels, which are alike, so its partial sums exceed R. On a
-CPU 1.6 times the error that eps_32 allows was measured, for a ResNet's first convolution."""
+"""Relative accuracy that is assumed for fp32 products on a GPU, and for convolutions on any device.
+A convolution adds up an image's pixels, which are similar, so its partial sums exceed R. For the
+first convolution of a ResNet on a CPU, the measured error was 1.6 times what eps_32 allows."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class _ProbeSums:
 
 @dataclass
 class _HostNumbers:
-    """Those of a layer's :class:`Numbers` that the host counts, for this rank."""
+    """The part of a layer's :class:`Numbers` that the host counts, for this rank."""
 
     calls: float = 0.0
     rows: float = 0.0

@@ -1,4 +1,5 @@
-"""Model -> the layers K-FAC preconditions, and everything it leaves alone with the reason."""
+"""Find the layers of a model that K-FAC preconditions, and list everything that it leaves alone,
+with the reason."""
 
 import re
 from collections import defaultdict
@@ -26,15 +27,16 @@ from ds_kfac.model.product_code import (
 from ds_kfac.model.registry import LAYERS, SHARDS, TYPES
 
 ADAPTER = re.compile(r"(^|\.)lora_[ab](\.|$)", re.IGNORECASE)
-"""Names of the two matrices of a low-rank adapter, as PEFT and torchtune give them. Only the short
-side of each gets a factor: the gradient has no higher rank, and a factor of the long side would be
-thousands of times the matrix's size."""
+"""Regex for the names that PEFT and torchtune give to the two matrices of a low-rank adapter. Only
+the short side of each gets a factor. The gradient has no higher rank, and a factor of the long side
+would be thousands of times as large as the matrix."""
 LONGEST = 16384
-"""Longest side with a block-diagonal factor, which then has half a GB. A longer side, such as a
-vocabulary, has a diagonal factor."""
+"""Length of the longest side with a block-diagonal factor, which then takes half a GB. A longer
+side, such as a vocabulary, has a diagonal factor."""
 LONGEST_INPUT = 65536
-"""The same where G is the identity. The sides that have factors are then inputs, of which none is a
-vocabulary, and the inputs of an MLP keep their blocks."""
+"""Length of the longest side with a block-diagonal factor if G is the identity. Only inputs have
+factors then. No input is a vocabulary, and with this limit the inputs of an MLP keep their
+blocks."""
 
 
 @dataclass(frozen=True)
@@ -189,8 +191,8 @@ class _Scanner:
     Attributes:
         modules: name -> module, for all modules that hold parameters themselves.
         names: parameter -> its name.
-        users: parameter -> names of the modules that hold it. None, in place of a missing bias, has
-            no users.
+        users: parameter -> names of the modules that hold it. The key None, which stands for a
+            missing bias, has no users.
         trained: the parameters that are trained.
         tied_stages: the parameters that a PipelineModule ties over its stages.
         borrowed: module whose weight is multiplied by other code, as torch's attention multiplies

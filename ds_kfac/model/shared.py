@@ -90,7 +90,8 @@ class SharedInputs:
     """Numbers the inputs of captured calls, and finds the groups of layers that share theirs.
 
     Args:
-        candidates: names of the layers that may form groups; if there are none, it does nothing.
+        candidates: names of the layers that may form groups. Without candidates, the object does
+            nothing.
 
     Attributes:
         searching: whether groups are still to be found.

@@ -1,7 +1,8 @@
-"""Numbers that change over steps, and which work is due at a step for which factors.
+"""Numbers that change over steps, and a timetable that says when each factor is captured and
+decomposed.
 
-All factors follow one schedule. A factor's schedule may be displaced by some steps, and SP-NGD's
-adaptive rule (Osawa et al. 2019, arXiv:1811.12019) may skip some of its captures.
+All factors follow one schedule. The schedule of a factor may be displaced by a number of steps, and
+SP-NGD's adaptive rule (Osawa et al. 2019, arXiv:1811.12019) may skip some of the factor's captures.
 """
 
 import math
@@ -14,13 +15,15 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class Value:
-    """A number as a function of the step. The config checks it, as it can name the key.
+    """A number as a function of the step. This class does not check its fields. The config does,
+    because its errors can name the key.
 
     Attributes:
-        kind: constant, piecewise, or a ramp: linear, cosine (half a period, flat at both ends),
+        kind: constant, piecewise, or a ramp: linear, cosine (half a period, flat at both ends) or
             exponential.
-        values: the numbers it goes through.
-        steps: increasing; begin and end of a ramp, or the beginnings of the pieces after the first.
+        values: start and end of a ramp, or the value of each piece.
+        steps: steps in increasing order: begin and end of a ramp, or the first step of each piece
+            after the first piece.
     """
 
     kind: str
@@ -33,17 +36,18 @@ class Value:
 
     @classmethod
     def ramp(cls, kind: str, start: float, end: float, steps: int, delay: int = 0) -> "Value":
-        """``start`` for ``delay`` steps, then to ``end`` within ``steps`` steps (at least 1), where
-        it stays."""
+        """Return a value that is ``start`` for ``delay`` steps, then moves to ``end`` within
+        ``steps`` steps (at least 1), and stays there."""
         return cls(kind, (float(start), float(end)), (delay, delay + steps))
 
     @classmethod
     def piecewise(cls, values: list[float], steps: list[int]) -> "Value":
-        """``values[i]`` from step ``steps[i - 1]`` on; one value more than steps."""
+        """Return a value that is ``values[i]`` from step ``steps[i - 1]`` on. ``values`` has one
+        entry more than ``steps``."""
         return cls("piecewise", tuple(map(float, values)), tuple(steps))
 
     def at(self, step: int) -> float:
-        """The number at ``step``, the number of applied steps before it."""
+        """Return the number at ``step``, which is the count of steps applied before it."""
         if self.kind in ("constant", "piecewise"):
             return self.values[bisect_right(self.steps, step)]
         (start, end), (first, last) = self.values, self.steps
@@ -56,7 +60,8 @@ class Value:
         return (1 - part) * start + part * end
 
     def interval_at(self, step: int) -> int:
-        """The number as an interval in steps: the nearest integer (a half goes up), at least 1."""
+        """Return the number as an interval in steps: rounded to the nearest integer (a half is
+        rounded up), and at least 1."""
         return max(1, math.floor(self.at(step) + 0.5))
 
     def times(self, factor: float) -> "Value":
@@ -64,7 +69,7 @@ class Value:
 
     @property
     def settled(self) -> int:
-        """The step after which it does not change."""
+        """The step after which the number does not change."""
         return self.steps[-1] if self.steps else 0
 
     def __str__(self) -> str:
@@ -82,8 +87,8 @@ class Value:
 
 @dataclass(frozen=True)
 class BurnIn:
-    """Other, constant intervals for the first ``steps`` steps (at least 1), where curvature changes
-    fastest."""
+    """Separate, constant intervals for the first ``steps`` steps (at least 1), in which curvature
+    changes fastest."""
 
     steps: int
     update_interval: int
@@ -96,7 +101,8 @@ class BurnIn:
 
 
 class Due(NamedTuple):
-    """Whether a step averages its batch into the factors, and whether it decomposes them again."""
+    """Two flags: whether a step averages its batch into the factors, and whether it decomposes the
+    factors again."""
 
     capture: bool
     refresh: bool
@@ -104,8 +110,8 @@ class Due(NamedTuple):
 
 @dataclass
 class _Walked:
-    """The part of a schedule that is worked out: the steps up to ``last`` that capture, and those
-    that refresh."""
+    """The part of a schedule that has been computed: which steps up to ``last`` capture, and which
+    refresh."""
 
     last: int = 0
     captures: list[int] = field(default_factory=lambda: [0])
@@ -114,8 +120,8 @@ class _Walked:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Two intervals in steps (Pauloski et al. 2020): factors are captured every ``update`` steps,
-    and decomposed again, refreshed, every ``refresh`` steps.
+    """Two intervals in steps (Pauloski et al. 2020). Factors are captured every ``update`` steps,
+    and refreshed, that is, decomposed again, every ``refresh`` steps.
 
     Step 0 captures and refreshes. A later step captures if at least ``update`` steps have passed
     since the last capture. A capture refreshes if at least ``refresh`` steps have passed since the
@@ -123,15 +129,16 @@ class Schedule:
     ``refresh`` is not a multiple of ``update``, a refresh waits for the next capture. Intervals are
     read at the current step, not at the last capture, so a shorter interval takes effect at once.
 
-    Note: Burn-in. In the burn-in its intervals hold if they are shorter. The first step after it,
-    ``burn_in.steps``, captures and refreshes in any case, so that the longer interval starts with
-    fresh bases.
+    Note: Burn-in. During the burn-in, an interval of ``burn_in`` applies if it is shorter than the
+    ordinary one. The first step after the burn-in, ``burn_in.steps``, always captures and
+    refreshes, so that the longer interval starts with fresh bases.
 
-    Note: Offset. An ``offset`` above 0 displaces the schedule from the end B of the burn-in on (B =
-    0 without one). Nothing is due before step B + offset % update interval, which captures in any
-    case. Nothing refreshes before step B + offset, which captures and refreshes. In the burn-in the
-    same holds from step 1 on with an offset of the same number of update intervals, counted in the
-    burn-in's own, and taken modulo its refresh interval.
+    Note: Offset. An ``offset`` above 0 displaces the schedule from step B on, where B is the first
+    step after the burn-in, or 0 without a burn-in. From B on, nothing is due before step
+    B + offset % update interval, which always captures. Nothing refreshes before step B + offset,
+    which captures and refreshes. The burn-in has the same rule from step 1 on, with an offset of
+    its own: as many update intervals as ``offset`` has, but in the burn-in's update intervals, and
+    taken modulo the burn-in's refresh interval.
     """
 
     update: Value
@@ -141,7 +148,7 @@ class Schedule:
     _walked: _Walked = field(default_factory=_Walked, init=False, repr=False, compare=False)
 
     def displaced(self, offset: int) -> "Schedule":
-        """Return the same intervals with this ``offset`` >= 0, see the class."""
+        """Return the same schedule with this ``offset`` >= 0, see "Note: Offset"."""
         assert offset >= 0, f"a schedule cannot be displaced by {offset} steps"
         return replace(self, offset=offset)
 
@@ -167,11 +174,11 @@ class Schedule:
     def due(self, step: int) -> Due:
         """Return the work due at a step. Steps may be queried in any order.
 
-        Up to ``settled`` the work depends on earlier steps, and is cached. From there on it is
-        periodic.
+        Up to step ``settled`` the work depends on earlier steps, and is cached. After it, the work
+        is periodic.
 
         Args:
-            step: number of applied steps before it, at least 0.
+            step: number of steps applied before this one, at least 0.
         """
         return Due(
             self.captures(step) > self.captures(step - 1),
@@ -195,7 +202,7 @@ class Schedule:
         return len(walked) + self._later_refreshes.count(step)
 
     def _walk(self, step: int) -> None:
-        """Work the schedule out up to ``step``, or up to ``settled``."""
+        """Compute the schedule up to ``step``, or up to ``settled``."""
         walked = self._walked
         while walked.last < min(step, self.settled):
             walked.last += 1
@@ -207,7 +214,7 @@ class Schedule:
         update, refresh = self.intervals(step)
         captures = step >= walked.captures[-1] + update
         refreshes = captures and step >= walked.refreshes[-1] + refresh
-        # the part of the run that the step is in, the burn-in or what follows, begins at `start`
+        # `start` is the first step of the phase that contains the step: the burn-in, or the rest
         start, offset = self.burnt_in, self.offset
         if step < start:
             start, offset = 0, self._offset_in_burn_in()
@@ -222,8 +229,9 @@ class Schedule:
             walked.refreshes.append(step)
 
     def _offset_in_burn_in(self) -> int:
-        """Return the offset in the burn-in: as many update intervals as after it, but the
-        burn-in's, plus the same rest, modulo the burn-in's refresh interval."""
+        """Return the offset that applies in the burn-in. It has as many update intervals as
+        ``offset``, but in the burn-in's update intervals, plus the same remainder. It is taken
+        modulo the burn-in's refresh interval."""
         update, refresh = self.intervals(0)
         update_after, _ = self.intervals(self.burnt_in)
         intervals, rest = divmod(self.offset, update_after)
@@ -237,8 +245,8 @@ class Schedule:
 
     @cached_property
     def _later_refreshes(self) -> "_Rhythm":
-        """The steps after ``settled`` that refresh. A refresh waits for a capture, so both the wait
-        for the first one and the interval are multiples of the update interval."""
+        """The steps after ``settled`` that refresh. A refresh waits for a capture. So the interval
+        between refreshes, and the wait for the first one, are multiples of the update interval."""
         update, refresh = self.intervals(self.settled)
         last_capture = self._walked.captures[-1]
         wait = self._walked.refreshes[-1] + refresh - last_capture
@@ -295,8 +303,8 @@ Similar = Mapping[str, tuple[bool, bool] | None]
 
 @dataclass(frozen=True)
 class FactorsDue:
-    """The keys of the factors into which a step's batch is averaged, and of those among them that
-    are decomposed again."""
+    """The keys of the factors that a step captures, and the keys of those that it also
+    refreshes."""
 
     capture: Keys
     refresh: Keys
@@ -306,15 +314,16 @@ NOTHING = FactorsDue(frozenset(), frozenset())
 SIMILAR_TO_LAST = 1
 SIMILAR_TO_BEFORE = 2
 NO_BATCH = 4.0
-"""Code of a factor's similarities: the sum of those of the first two that hold, or NO_BATCH where
-the factor had no batch to compare."""
+"""Code of a factor's similarities. It is the sum of the constants SIMILAR_TO_LAST and
+SIMILAR_TO_BEFORE that hold, or NO_BATCH if the factor had no batch to compare."""
 AHEAD = 1000
-"""Largest number of steps to look ahead for the next one at which anything is due."""
+"""Largest number of steps to look ahead for the next step with work due."""
 
 
 @dataclass(frozen=True)
 class _Unread:
-    """Similarities of a step that are still on the device, see :meth:`Timetable.record`."""
+    """Similarities of a step that have not been read from the device yet, see
+    :meth:`Timetable.record`."""
 
     step: int
     due: FactorsDue
@@ -323,7 +332,7 @@ class _Unread:
 
 @dataclass(frozen=True)
 class _Clock:
-    """The adaptive rule's state of a factor.
+    """The adaptive rule's state for one factor.
 
     Attributes:
         interval, previous: see :func:`next_interval`.
@@ -337,21 +346,23 @@ class _Clock:
 
 
 class Timetable:
-    """When each factor is captured and refreshed; the same on every rank that records the same.
+    """Decides when each factor is captured and refreshed. Ranks that record the same get the same
+    answers.
 
-    Without an adaptive rule it depends on the step alone. With an adaptive rule, after the burn-in,
-    a factor takes part in every n-th capture of its schedule, where n is the factor's interval. In
-    such a capture it refreshes if its schedule has refreshed since the factor's last refresh.
+    Without an adaptive rule, the answers depend only on the step. With an adaptive rule, after the
+    burn-in, a factor takes part in every n-th capture of its schedule, where n is the factor's
+    interval. In such a capture the factor is refreshed if its schedule has had a refresh since the
+    factor's last one.
 
     Args:
         keys: keys of all factors.
-        offsets: key -> steps by which its schedule is displaced, see :meth:`Schedule.displaced`; 0
-            if missing.
+        offsets: key -> number of steps by which the factor's schedule is displaced, see
+            :meth:`Schedule.displaced`; 0 if the key is missing.
 
     Attributes:
         clocks: key -> state of the adaptive rule.
-        captured, skipped: numbers of factors' captures that were recorded, and that the rule left
-            out.
+        captured: number of captures that were recorded, counted for each factor.
+        skipped: number of captures that the adaptive rule left out, counted for each factor.
     """
 
     def __init__(
@@ -382,8 +393,8 @@ class Timetable:
         self.restore({})
 
     def due(self, step: int) -> FactorsDue:
-        """Factors due at ``step``, the number of applied steps before it. Costs nothing if there
-        are none."""
+        """Return the factors due at ``step``, which is the number of steps applied before it. The
+        call is cheap if no factor is due."""
         if step in self._quiet:
             return NOTHING
         if self._unread is not None and self.captures_possible(step):
@@ -395,22 +406,23 @@ class Timetable:
         return self._cached[1]
 
     def captures_possible(self, step: int) -> bool:
-        """Whether any factor's schedule captures at ``step``; the adaptive rule may still skip
-        it."""
+        """Return whether any factor's schedule has a capture at ``step``. The adaptive rule may
+        still skip it."""
         return step not in self._quiet and any(
             schedule.due(step).capture for schedule, _ in self._groups
         )
 
     def next_due(self, key: str, step: int) -> tuple[int, int]:
-        """Return the first steps, ``step`` or later, at which the factor is captured and refreshed.
-        With an adaptive rule they hold as long as the factor's interval stays. Waits for the device
-        like :meth:`settle`."""
+        """Return the next step at which the factor is captured, and the next at which it is
+        refreshed; both are ``step`` or later. With an adaptive rule, the answers are right as long
+        as the factor's interval does not change. Synchronises with the device like
+        :meth:`settle`."""
         self.settle()
         schedule = self._schedules[key]
         clock = self.clocks[key]
         if not self.adaptive or step < self._adaptive_from:
             clock = _Clock(captured=step - 1, refreshed=step - 1)
-        # number of the schedule's captures before the one that the factor takes part in
+        # number of captures in the schedule before the one in which the factor takes part
         skipped_until = schedule.captures(clock.captured) + clock.interval - 1
         before = max(schedule.captures(step - 1), skipped_until)
         capture = _first(lambda later: schedule.captures(later) > before, step)
@@ -425,9 +437,10 @@ class Timetable:
     def exact(self, key: str, step: int, every: int) -> bool:
         """Whether a refresh at ``step`` decomposes from scratch instead of from the last result.
 
-        This is so in the burn-in, at the schedule's first refresh after it, and at every
-        ``every``-th one from there on. If the adaptive rule skips such a refresh, the factor's next
-        one is from scratch. The answer depends only on the step and on what a checkpoint has.
+        It does so in the burn-in, at the schedule's first refresh after the burn-in, and at every
+        ``every``-th refresh after that. If the adaptive rule skips such a refresh, the factor's
+        next refresh is from scratch. The answer depends only on the step and on state that a
+        checkpoint saves.
         """
         schedule = self._schedules[key]
         start = schedule.burnt_in
@@ -443,8 +456,8 @@ class Timetable:
         return exact_refreshes(step) > exact_refreshes(last_refresh)
 
     def settle(self) -> None:
-        """Read similarities that were recorded as a function, see :meth:`record`; waits for the
-        device."""
+        """Read similarities that were recorded as a function, see :meth:`record`. Synchronises with
+        the device."""
         if self._unread is None:
             return
         unread = self._unread
@@ -456,17 +469,19 @@ class Timetable:
     def record(
         self, step: int, due: FactorsDue, similar: Similar | Callable[[], Sequence[float]]
     ) -> None:
-        """After each applied step: count its captures, and set the next intervals of the factors
-        captured in it.
+        """Count the captures of a step, and set the next intervals of the captured factors. Call
+        this after each applied step.
 
         Args:
             due: the work that was done at ``step``: ``due(step)``, or more.
-            similar: key of a captured factor -> whether it is similar to its last value, and to the
-                one before; read after the burn-in with an adaptive rule only. None of one that had
-                no batch: it keeps its interval. Or a function that reads them from the device: for
-                each of ``sorted(due.capture)`` :data:`SIMILAR_TO_LAST` and
-                :data:`SIMILAR_TO_BEFORE` added up, or :data:`NO_BATCH`. It is called at the next
-                step that might capture.
+            similar: key of a captured factor -> (whether the factor is similar to its last value,
+                whether it is similar to the value before that). The value is None if the factor had
+                no batch; the factor then keeps its interval. ``similar`` is only read after the
+                burn-in with an adaptive rule. It may also be a function that reads the similarities
+                from the device. This function returns a code for each key in
+                ``sorted(due.capture)``: the sum of :data:`SIMILAR_TO_LAST` and
+                :data:`SIMILAR_TO_BEFORE`, as far as they hold, or :data:`NO_BATCH`. It is called at
+                the next step that might capture.
         """
         if callable(similar):
             self.settle()
@@ -492,7 +507,7 @@ class Timetable:
         self._cached = None
 
     def state(self) -> dict[str, Any]:
-        """State for a checkpoint, as plain numbers, strings, lists and dicts."""
+        """Return the state for a checkpoint, as plain numbers, strings, lists and dicts."""
         self.settle()
         clocks = self.clocks.items() if self.adaptive else ()
         factors = {
@@ -502,8 +517,9 @@ class Timetable:
         return {"captured": self.captured, "skipped": self.skipped, "factors": factors}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state`. Factors that are not in it start with interval 1, and
-        refresh at their next capture; those of another model are ignored."""
+        """Continue from a result of :meth:`state`. Factors that are not in the state start with
+        interval 1, and refresh at their next capture. Factors of another model in the state are
+        ignored."""
         self.clocks = dict.fromkeys(self.keys, _Clock())
         self._cached = self._unread = None
         self.captured, self.skipped = state.get("captured", 0), state.get("skipped", 0)
@@ -533,8 +549,8 @@ class Timetable:
 
 
 def _similarities(code: int) -> tuple[bool, bool] | None:
-    """Return what a code says: whether a factor is similar to its last value, and to the one
-    before; None if it had no batch."""
+    """Decode a code. Return whether a factor is similar to its last value, and whether to the value
+    before that. None if the factor had no batch."""
     if code == NO_BATCH:
         return None
     return bool(code & SIMILAR_TO_LAST), bool(code & SIMILAR_TO_BEFORE)

@@ -1,2 +1,2 @@
-"""Where DeepSpeed keeps gradients in each engine mode, and how they get to a layer's owner and
+"""Where DeepSpeed keeps gradients in each engine mode, and how they travel to a layer's owner and
 back."""

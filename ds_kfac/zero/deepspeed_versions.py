@@ -1,7 +1,9 @@
-"""Access to DeepSpeed's private attributes, and to those that not every supported version has: one
-function for each, which says since when it exists, and what replaces it before. "Since" names the
-first of :data:`TESTED` that has it. No other file reads such an attribute. The self-test at attach
-proves where a version keeps gradients.
+"""Access to DeepSpeed's private attributes, and to attributes that some supported versions lack.
+
+Each such attribute has one function here, and no other file reads it. The function's docstring says
+since which version the attribute exists, and what older versions have instead. "Since 0.18.9" means
+that 0.18.9 is the first version in :data:`TESTED` that has the attribute. The self-test at attach
+checks where the installed version keeps gradients.
 """
 
 import inspect
@@ -25,13 +27,14 @@ from packaging.version import Version
 from torch import Tensor
 
 OLDEST = "0.17"
-"""Oldest version that attach accepts; older ones reduce gradients otherwise, and are not tested."""
+"""Oldest version that attach accepts. Older versions reduce gradients differently and are not
+tested."""
 TESTED = ("0.17.0", "0.17.6", "0.18.0", "0.18.9", "0.19.0", "0.19.4", "0.19.8")
 """Versions that ``make versions`` tests, oldest first."""
 
 
 def check() -> None:
-    """Raise ImportError if the installed DeepSpeed cannot be used: what to install."""
+    """Raise ImportError if the installed DeepSpeed is too old. The message says what to install."""
     if Version(deepspeed.__version__).release < Version(OLDEST).release:
         raise ImportError(
             f"ds_kfac: deepspeed {deepspeed.__version__} is older than {OLDEST}, the oldest that "
@@ -41,7 +44,8 @@ def check() -> None:
 
 
 def untested() -> str | None:
-    """A line of the attach report if the installed DeepSpeed is newer than all tested versions."""
+    """Return a line for the attach report if the installed DeepSpeed is newer than all tested
+    versions, else None."""
     if Version(deepspeed.__version__).release <= Version(TESTED[-1]).release:
         return None
     return (
@@ -50,12 +54,12 @@ def untested() -> str | None:
     )
 
 
-# attributes that are others for a while
+# temporary replacement of attributes
 
 
 @contextmanager
 def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """Meanwhile an attribute of an instance or a module has this value."""
+    """Give an attribute of an instance or a module another value inside the ``with`` block."""
     before = vars(holder).get(name)
     setattr(holder, name, value)
     try:
@@ -65,7 +69,8 @@ def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def restore(holder: Any, name: str, before: Any) -> None:
-    """Restore an instance's attribute; ``before`` None: the instance had none, only its class."""
+    """Restore an instance's attribute. If ``before`` is None, the instance itself had no such
+    attribute, only its class, so the attribute is deleted."""
     if before is None:
         delattr(holder, name)
     else:
@@ -75,11 +80,11 @@ def restore(holder: Any, name: str, before: Any) -> None:
 def wrap_attribute(
     holder: Any, name: str, wrapper: Callable[..., Any], is_active: Callable[[], bool]
 ) -> Callable[[], None]:
-    """Replace a method of an instance by ``wrapper(original, *arguments, **keywords)``. Returns a
-    function that takes the wrapper away.
+    """Replace a method of an instance by ``wrapper(original, *arguments, **keywords)``. Return a
+    function that removes the wrapper.
 
-    If someone has wrapped ours since, it stays in their chain. So calls go straight to the original
-    where ``is_active`` returns False.
+    If other code has wrapped our wrapper in the meantime, ours cannot be removed from its chain.
+    For this case a call goes straight to the original method while ``is_active`` returns False.
     """
     original = getattr(holder, name)
 
@@ -93,8 +98,8 @@ def wrap_attribute(
 
 
 def put_attribute(holder: Any, name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute of an instance. Returns a function that restores it, unless someone else has
-    set it since."""
+    """Set an attribute of an instance. Return a function that restores the old value, unless other
+    code has set the attribute in the meantime."""
     before = vars(holder).get(name)
     setattr(holder, name, value)
 
@@ -109,7 +114,7 @@ def put_attribute(holder: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 def offload_faults(micro_batches: int) -> tuple[str, ...]:
-    """Faults of ZeRO-1/2 with offload; fixed in 0.19.0."""
+    """Return the faults of ZeRO-1/2 with offload, which 0.19.0 fixed."""
     if micro_batches < 3 or Version(deepspeed.__version__).release >= (0, 19):
         return ()
     return (
@@ -120,8 +125,8 @@ def offload_faults(micro_batches: int) -> tuple[str, ...]:
 
 
 def accumulation_faults(optimizer: Any, micro_batches: int) -> tuple[str, ...]:
-    """Faults of ZeRO-2 without offload in 0.17.6 and 0.18.0, not in 0.17.0 and 0.18.9; for others
-    read from its code."""
+    """Return the faults of ZeRO-2 without offload. 0.17.6 and 0.18.0 have them, 0.17.0 and 0.18.9
+    do not. The function inspects DeepSpeed's source, so it works for other versions, too."""
     code = inspect.getsource(type(optimizer).independent_gradient_partition_epilogue)
     mended = "all_grad_tensors[i] =" not in code or "in self.all_grad_tensors" in code
     if micro_batches < 2 or mended or not optimizer.partition_gradients:
@@ -133,8 +138,8 @@ def accumulation_faults(optimizer: Any, micro_batches: int) -> tuple[str, ...]:
 
 
 def reduction_faults(optimizer: Any) -> tuple[str, ...]:
-    """Faults of ZeRO-1/2 in which gradients are not averaged over ranks: up to 0.19.4, not in
-    0.19.8. Read from its code."""
+    """Return the faults of ZeRO-1/2 that leave gradients unaveraged over ranks. Versions up to
+    0.19.4 have them, 0.19.8 does not. The function inspects DeepSpeed's source."""
     cls = type(optimizer)
     if optimizer.use_grad_accum_attribute and "grad_accum.to(" in inspect.getsource(
         cls.get_gradient_for_reduction
@@ -156,7 +161,7 @@ def reduction_faults(optimizer: Any) -> tuple[str, ...]:
 
 
 def bf16_optimizer_faults() -> tuple[str, ...]:
-    """Faults of BF16_Optimizer: in 0.18.9, not in 0.18.0; fixed in 0.19.0."""
+    """Return the faults of BF16_Optimizer. 0.18.9 has them, 0.18.0 does not; 0.19.0 fixed them."""
     if not (0, 18, 0) < Version(deepspeed.__version__).release < (0, 19):
         return ()
     return (
@@ -167,8 +172,8 @@ def bf16_optimizer_faults() -> tuple[str, ...]:
 
 
 def pipeline_faults(micro_batches: int) -> tuple[str, ...]:
-    """Faults of pipelines: up to 0.18.0 no stage divides by the number of micro-batches; in 0.18.9
-    and 0.19.0 all but the last divide twice."""
+    """Return the faults of pipelines. Up to 0.18.0 no stage divides gradients by the number of
+    micro-batches. In 0.18.9 and 0.19.0 all stages but the last divide by it twice."""
     if micro_batches < 2 or Version(deepspeed.__version__).release >= (0, 19, 4):
         return ()
     return (
@@ -179,8 +184,8 @@ def pipeline_faults(micro_batches: int) -> tuple[str, ...]:
 
 
 def gather_faults(backend: str) -> tuple[str, ...]:
-    """Faults of ZeRO-3 with gloo, whose gathers end in any order: in 0.19.4, not in 0.19.8. Read
-    from its code."""
+    """Return the faults of ZeRO-3 with gloo, whose gathers can end in any order. 0.19.4 has them,
+    0.19.8 does not. The function inspects DeepSpeed's source."""
     code = inspect.getsource(partition_parameters.Init._allgather_params_coalesced)
     if backend != "gloo" or "launch_handles[-1].wait()" not in code:
         return ()
@@ -195,37 +200,40 @@ def gather_faults(backend: str) -> tuple[str, ...]:
 
 
 INSTRUCTIONS = "_INSTRUCTION_MAP"
-"""The pipeline engine's table of instructions, looked up on the instance. All versions."""
+"""Name of the pipeline engine's table of instructions, which is looked up on the instance. All
+versions."""
 
 
 def manual_backward(engine: Any) -> bool:
-    """Whether the user has scaled the next backward by ``engine.scale``; since 0.18.9."""
+    """Return whether the user has scaled the loss of the next backward pass with ``engine.scale``.
+    Since 0.18.9."""
     return getattr(engine, "_manual_backward_expected", False)
 
 
 def caller_sets_boundaries(engine: Any) -> bool:
-    """Whether the caller, not the engine, decides where a step ends.
-    ``managed_gradient_accumulation`` since 0.19.4."""
+    """Return whether the caller, not the engine, decides where a step ends.
+    ``managed_gradient_accumulation`` exists since 0.19.4."""
     managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
     return not managed or engine._is_gradient_accumulation_boundary is not None
 
 
 def computes_norms(engine: Any) -> bool:
-    """``zero_optimization.compute_grad_norm``, since 0.19.8; before, always."""
+    """Return whether ZeRO computes gradient norms: ``zero_optimization.compute_grad_norm``, since
+    0.19.8. Older versions always compute them."""
     return getattr(engine, "zero_compute_grad_norm", lambda: True)()
 
 
 def sent_in(parameter: Any) -> torch.dtype:
-    """dtype in which a parameter's gradient travels; with torch_autocast, since 0.17.6, it may not
-    be the parameter's."""
+    """Return the dtype in which a parameter's gradient travels between ranks. With torch_autocast,
+    which exists since 0.17.6, this dtype may differ from the parameter's."""
     module = sys.modules.get("deepspeed.runtime.torch_autocast")
     return parameter.dtype if module is None else module.get_comm_dtype(parameter)
 
 
 def reduced_in(engine: Any) -> set[torch.dtype]:
-    """dtypes that gradients are added up in: the config's ``communication_data_type``, and ZeRO's
-    own, which is that of the first parameter that it was given, though ZeRO-1 and 2 make all
-    parameters alike."""
+    """Return the dtypes in which gradients are summed over ranks: the config's
+    ``communication_data_type``, and the dtype of the ZeRO optimizer. The latter is the dtype of the
+    first parameter that ZeRO was given. (ZeRO-1 and 2 give all parameters the same dtype.)"""
     dtypes = (
         getattr(engine, "communication_data_type", None),
         getattr(engine.optimizer, "dtype", None),
@@ -234,29 +242,30 @@ def reduced_in(engine: Any) -> set[torch.dtype]:
 
 
 def autocast(engine: Any) -> torch.dtype | None:
-    """dtype of torch_autocast, since 0.17.6; None: off."""
+    """Return the dtype of torch_autocast, or None if it is off. Since 0.17.6."""
     enabled = getattr(engine, "torch_autocast_enabled", lambda: False)()
     return engine.torch_autocast_dtype() if enabled else None
 
 
 def zenflow(engine: Any) -> bool:
-    """Whether ZenFlow is on; since 0.17.6."""
+    """Return whether ZenFlow is on. Since 0.17.6."""
     return bool(getattr(engine, "zenflow", False))
 
 
 def offload(engine: Any) -> Any:
-    """``zero_optimization.offload_optimizer``; None: no offload. All versions."""
+    """Return ``zero_optimization.offload_optimizer``, or None without offload. All versions."""
     return getattr(engine._config.zero_config, "offload_optimizer", None)
 
 
 def writes_in_background(engine: Any) -> bool:
-    """Whether checkpoints are written after ``save_checkpoint`` has returned; since 0.17.6."""
+    """Return whether checkpoints are written after ``save_checkpoint`` has returned. Since
+    0.17.6."""
     return getattr(engine.checkpoint_engine, "is_decoupled", lambda: False)()
 
 
 def grad_scaler(engine: Any) -> Any:
-    """torch_autocast fp16's GradScaler: ZeRO's since 0.17.6, the engine's at stage 0 since 0.18.0;
-    None: none."""
+    """Return the GradScaler that torch_autocast uses in fp16, or None. ZeRO has one since 0.17.6,
+    the engine at stage 0 since 0.18.0."""
     optimizer = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
     return optimizer or getattr(engine, "torch_autocast_z0_gradscaler", None)
 
@@ -280,30 +289,33 @@ def sequence_parallel_size() -> int:
 
 
 def loss_scale(optimizer: Any) -> float:
-    """Loss scale of FP16_Optimizer and FP16_UnfusedOptimizer. In ``loss_scale_config`` since
-    0.18.9."""
+    """Return the loss scale of an FP16_Optimizer or FP16_UnfusedOptimizer. It lies in
+    ``loss_scale_config`` since 0.18.9."""
     return float(getattr(optimizer, "loss_scale_config", optimizer).cur_scale)
 
 
 def multiplies_loss(optimizer: Any) -> bool:
-    """Whether they multiply a loss by it: not since 0.18.9."""
+    """Return whether an FP16_Optimizer or FP16_UnfusedOptimizer multiplies the loss by its loss
+    scale. They no longer do since 0.18.9."""
     return not hasattr(optimizer, "loss_scale_config")
 
 
 def lacks_loss_scale(optimizer: Any) -> bool:
-    """Whether they divide by a scale that no loss was multiplied by (deepspeed PR 8393)."""
+    """Return whether an FP16_Optimizer or FP16_UnfusedOptimizer divides gradients by a loss scale
+    although the loss was not multiplied by it (deepspeed PR 8393)."""
     return not multiplies_loss(optimizer) and bool(optimizer.loss_scale_config.use_grad_scaling)
 
 
 # an outer optimizer's step
 
 UNSCALE = "unscale_and_clip_grads"
-"""The method by which ZeRO's and the 16-bit optimizers divide gradients by the loss scale and clip
-them, in place, before the inner optimizer steps; once for each group. All versions."""
+"""Name of the method with which ZeRO and the 16-bit optimizers divide gradients by the loss scale
+and clip them, in place. It is called once for each parameter group, before the inner optimizer
+steps. All versions."""
 
 
 class _Probe:
-    """An outer optimizer whose gradients are a single one."""
+    """A stand-in for an outer optimizer that has one gradient with a single element, 1."""
 
     def __init__(self, optimizer: Any) -> None:
         held = SimpleNamespace(
@@ -319,9 +331,13 @@ class _Probe:
 
 
 def unscaling(optimizer: Any, *arguments: Any) -> Tensor | None:
-    """What :data:`UNSCALE`, called with these arguments, multiplies gradients by: a scalar on the
-    device; None: nothing. It is asked by a gradient of 1. Stages 1, 2 and FP16_Optimizer get
-    gradients, stage 3 the number of a sub-group, then all the norm."""
+    """Return the factor by which :data:`UNSCALE`, called with these arguments, multiplies
+    gradients: a scalar tensor on the device, or None if it multiplies by nothing.
+
+    The factor is measured by calling the method with a gradient of 1. At stages 1 and 2 and for
+    FP16_Optimizer the first argument is a list of gradients; at stage 3 it is the number of a
+    sub-group. The last argument is always the norm.
+    """
     scale = getattr(optimizer, "loss_scale_config", None)
     scale = optimizer.loss_scale if scale is None else scale.cur_scale
     if not optimizer.clip_grad and scale == 1.0:
@@ -334,8 +350,8 @@ def unscaling(optimizer: Any, *arguments: Any) -> Tensor | None:
 
 
 def bf16_clipping(optimizer: Any) -> Tensor | None:
-    """What BF16_Optimizer has multiplied gradients by in this step; None: nothing, or another
-    optimizer. All versions."""
+    """Return the factor by which BF16_Optimizer has multiplied gradients in this step. None if it
+    does not clip, or if the optimizer is another one. All versions."""
     if not isinstance(optimizer, BF16_Optimizer) or not optimizer.clip_grad:
         return None
     device = get_accelerator().current_device_name()
@@ -344,14 +360,17 @@ def bf16_clipping(optimizer: Any) -> Tensor | None:
 
 
 def skips_by_rank(optimizer: Any) -> bool:
-    """Whether ZeRO leaves it to a GradScaler to skip a step, which it does on each rank and for
-    each group on its own: until 0.19.8. Read from its code: of the whole class, since stage 3 wraps
-    its ``step``."""
+    """Return whether ZeRO lets a GradScaler decide whether a step is skipped. The GradScaler
+    decides for each rank and each parameter group separately. Versions before 0.19.8 do this.
+
+    The function inspects the source of the whole class, because stage 3 wraps its ``step``.
+    """
     return "is_invalid_grad_norm" not in inspect.getsource(type(optimizer))
 
 
 def gives_gradients(optimizer: Any) -> bool:
-    """Whether a 16-bit optimizer calls ``step(grads=..., scale=...)``. All versions."""
+    """Return whether a 16-bit optimizer calls the inner optimizer as ``step(grads=...,
+    scale=...)``. All versions."""
     return bool(
         getattr(optimizer, "fused_adam_legacy", False)
         or getattr(optimizer, "fused_lamb_legacy", False)
@@ -359,8 +378,12 @@ def gives_gradients(optimizer: Any) -> bool:
 
 
 def never_steps(optimizer: Any) -> bool:
-    """Whether FP16_Optimizer returns before every step in fp16: in 0.17.6 and 0.18.0, not in 0.17.0
-    and 0.18.9. Read from its code: the return stands outside the branch for an overflow."""
+    """Return whether FP16_Optimizer in fp16 returns before every inner step. 0.17.6 and 0.18.0 do
+    so, 0.17.0 and 0.18.9 do not.
+
+    The function inspects DeepSpeed's source: in faulty versions the ``return`` stands outside of
+    the branch for an overflow.
+    """
     if (
         not isinstance(optimizer, FP16_Optimizer)
         or optimizer.fp16_groups[0][0].dtype is not torch.float16
@@ -372,8 +395,9 @@ def never_steps(optimizer: Any) -> bool:
 
 
 def looks_alone(optimizer: Any) -> bool:
-    """Whether each rank of ZeRO-1 skips a step by the gradients of its own slice: in 0.17.6, not in
-    0.17.0 and 0.18.0. Read from its code."""
+    """Return whether each rank of ZeRO-1 decides from the gradients of its own slice alone whether
+    to skip a step. 0.17.6 does so, 0.17.0 and 0.18.0 do not. The function inspects DeepSpeed's
+    source."""
     if getattr(optimizer, "partition_gradients", True) or not getattr(
         optimizer, "check_grad_overflow", False
     ):
@@ -383,17 +407,21 @@ def looks_alone(optimizer: Any) -> bool:
 
 
 def backup_optimizer(optimizer: Any) -> Any | None:
-    """The second inner optimizer of ZeRO-3 whose first sub-groups are not offloaded. All
-    versions."""
+    """Return the second inner optimizer, which ZeRO-3 has if its first sub-groups are not
+    offloaded, or None. All versions."""
     return getattr(optimizer, "backup_optimizer", None)
 
 
 @contextmanager
 def unchanged(optimizer: Any) -> Iterator[None]:
-    """Meanwhile an outer optimizer may take a step with gradients that are none: its attributes and
-    lists are then those of before, parameters are not linked to states that do not exist, and
-    ZeRO-3's are gathered only if they were: of one that is gathered DeepSpeed does not see that a
-    module uses another one's."""
+    """Let an outer optimizer take a step with artificial gradients inside the ``with`` block, and
+    leave no trace of that step.
+
+    Afterwards the optimizer's attributes and lists are what they were before. Parameters are not
+    linked to optimizer states, which do not exist yet. Parameters of ZeRO-3 that the step gathered
+    are released again: while a parameter is gathered, DeepSpeed does not notice that a module uses
+    a parameter of another module.
+    """
     link = "_lazy_init_hp_params_optimizer_state"
     scaler = "torch_autocast_gradscaler"
     holders = [
@@ -427,7 +455,7 @@ def unchanged(optimizer: Any) -> Iterator[None]:
 
 
 def is_gathered(parameter: Any) -> bool:
-    """Whether a parameter of ZeRO-3 is in memory as a whole. All versions."""
+    """Return whether a parameter of ZeRO-3 is gathered, that is, whole in memory. All versions."""
     return parameter.ds_status is partition_parameters.ZeroParamStatus.AVAILABLE
 
 
@@ -437,13 +465,14 @@ COMPACT = "_use_compact_grad_partition_buffer"
 
 
 def master_dtype(optimizer: Any) -> torch.dtype:
-    """dtype of masters and their gradients with offload. Not always fp32 since 0.18.9."""
+    """Return the dtype of masters and their gradients with offload. Since 0.18.9 it need not be
+    fp32."""
     return getattr(optimizer, "master_weights_and_grads_dtype", torch.float32)
 
 
 def gradient_dtype(optimizer: Any) -> torch.dtype:
-    """dtype of gradients without offload: ``data_types.grad_accum_dtype``, at stage 2 only since
-    0.19.8; before, the parameters' dtype."""
+    """Return the dtype of gradients without offload: ``data_types.grad_accum_dtype``. Before 0.19.8
+    stage 2 uses the parameters' dtype instead."""
     halves = (
         getattr(optimizer, "partition_gradients", False) and optimizer.dtype is not torch.float32
     )
@@ -457,21 +486,22 @@ def gradient_dtype(optimizer: Any) -> torch.dtype:
 
 
 def is_aligned(optimizer: Any) -> bool:
-    """``zero_optimization.parameter_alignment``, since 0.19.8."""
+    """Return ``zero_optimization.parameter_alignment``, which exists since 0.19.8."""
     return getattr(optimizer, "parameter_alignment", False)
 
 
 def applies_nonfinite(optimizer: Any) -> bool:
-    """Whether ZeRO-1/2 steps with gradients in bf16 that are not finite: always before 0.17.6
-    (``check_grad_overflow``)."""
+    """Return whether ZeRO-1/2 applies bf16 gradients that are not finite. Before 0.17.6, which
+    brought ``check_grad_overflow``, it always does."""
     return optimizer.dtype == torch.bfloat16 and not getattr(
         optimizer, "check_grad_overflow", False
     )
 
 
 def offsets(optimizer: Any, group: int) -> Sequence[int]:
-    """First element of each of ``round_robin_bit16_groups[group]`` in ZeRO-1/2's flat buffer.
-    Stored since 0.19.8, which can align parameters; before, they lie end to end."""
+    """Return where each parameter of ``round_robin_bit16_groups[group]`` begins in ZeRO-1/2's flat
+    buffer, in elements. DeepSpeed stores these offsets since 0.19.8, which can align parameters. In
+    older versions parameters lie end to end."""
     if (stored := getattr(optimizer, "round_robin_bit16_offsets", None)) is not None:
         return stored[group]
     return list(
@@ -480,26 +510,26 @@ def offsets(optimizer: Any, group: int) -> Sequence[int]:
 
 
 def wait_for_offload(optimizer: Any) -> None:
-    """Wait for gradients that ZeRO-1/2 copies in the background, since 0.19.8; before, the step
-    itself waited."""
+    """Wait for gradients that ZeRO-1/2 copies to the host in the background, since 0.19.8. In older
+    versions the step itself waits."""
     getattr(optimizer, "_wait_for_offload_copies", lambda: None)()
 
 
 def has_dynamic_scale(optimizer: Any) -> bool:
-    """Whether ZeRO's loss scale grows. It does so before gradients are divided by it. All
-    versions."""
+    """Return whether ZeRO's loss scale is dynamic. A dynamic scale grows before gradients are
+    divided by it. All versions."""
     return bool(optimizer.dynamic_loss_scale)
 
 
 def states_are_linked(optimizer: Any) -> bool:
-    """Whether ZeRO-1/2 has linked parameters to their optimizer states, as it does in its first
-    step. All versions."""
+    """Return whether ZeRO-1/2 has linked parameters to their optimizer states, which it does in its
+    first step. All versions."""
     return optimizer._hp_optimizer_states_linked
 
 
 def link_states(optimizer: Any) -> bool:
-    """Link ZeRO-1/2's parameters to their states again if they were linked; returns whether they
-    were. All versions."""
+    """Link ZeRO-1/2's parameters to their optimizer states again if they were linked. Return
+    whether they were. All versions."""
     if not optimizer._hp_optimizer_states_linked:
         return False
     optimizer._hp_optimizer_states_linked = False
@@ -508,17 +538,21 @@ def link_states(optimizer: Any) -> bool:
 
 
 def compact_buffer(optimizer: Any, group: int) -> Any:
-    """An empty buffer that ZeRO-1/2 accumulates a group's gradients in, since 0.19.8; None: in a
-    list of tensors."""
+    """Return an empty buffer in which ZeRO-1/2 accumulates a group's gradients, since 0.19.8. None
+    if it accumulates them in a list of tensors."""
     if not getattr(optimizer, COMPACT, lambda group: False)(group):
         return None
     return optimizer._build_compact_grad_partition_buffer(group)
 
 
 def flat_partition(optimizer: Any, group: int, gradients: list[Tensor]) -> list[Tensor]:
-    """ZeRO-1/2's list of gradients in this rank's slice of a group, cut from ``gradients`` of
-    ``params_in_partition``. Since 0.17.6 these are in ``all_grad_tensors``, before in the
-    parameters."""
+    """Return ZeRO-1/2's list of gradients in this rank's slice of a group.
+
+    Args:
+        gradients: whole gradients of the parameters in ``params_in_partition[group]``. DeepSpeed
+            cuts the slice from them. It reads them from ``all_grad_tensors`` since 0.17.6, and from
+            the parameters before.
+    """
     params = optimizer.params_in_partition[group]
     named = {}
     if (kept := getattr(optimizer, "all_grad_tensors", None)) is not None:
@@ -542,16 +576,16 @@ def flat_partition(optimizer: Any, group: int, gradients: list[Tensor]) -> list[
 
 
 def forget_gradients(optimizer: Any) -> None:
-    """Drop gradients outside of ``averaged_gradients``, see :func:`flat_partition`; and with
-    offload begin anew to count backwards: to gradients of an earlier one DeepSpeed would add the
-    next."""
+    """Drop the gradients that ZeRO-1/2 keeps outside of ``averaged_gradients`` (see
+    :func:`flat_partition`), and reset its count of backward passes. With offload and without the
+    reset, DeepSpeed would add the next gradients to those of the earlier backward pass."""
     for name in ("all_grad_tensors", "_offload_accumulated_param_ids"):
         getattr(optimizer, name, set()).clear()
     optimizer.micro_step_id = -1
 
 
 def accumulated(optimizer: Any) -> list[Any]:
-    """ZeRO-1/2's gradients that wait for a step; None in place of others."""
+    """Return ZeRO-1/2's gradients that wait for a step. The list has None where there are none."""
     return [
         *optimizer.averaged_gradients.values(),
         *getattr(optimizer, "all_grad_tensors", {}).values(),
@@ -559,16 +593,21 @@ def accumulated(optimizer: Any) -> list[Any]:
 
 
 def accumulated_on_host(optimizer: Any) -> bool:
-    """Whether ZeRO-1/2 with offload has gradients that wait for a step.
-    ``_offload_accumulated_param_ids`` since 0.19.8; before, the number of backwards since the last
-    step, which begins at -1."""
+    """Return whether ZeRO-1/2 with offload has gradients that wait for a step.
+
+    ``_offload_accumulated_param_ids`` shows it since 0.19.8. In older versions ``micro_step_id``
+    does: it counts backward passes since the last step, starting from -1.
+    """
     reduced = getattr(optimizer, "_offload_accumulated_param_ids", None)
     return optimizer.micro_step_id >= 0 if reduced is None else bool(reduced)
 
 
 def accumulated_at_stage_3(optimizer: Any) -> bool:
-    """The same at stage 3, by its number of backwards, which begins at 0; since 0.18.9 the next
-    forward increases it, and a flag tells of the last backward."""
+    """Return whether ZeRO-3 has gradients that wait for a step.
+
+    ``micro_step_id`` counts backward passes since the last step, starting from 0. Since 0.18.9 it
+    increases only in the next forward pass, and a flag tells whether the last backward pass ran.
+    """
     return optimizer.micro_step_id > 0 or getattr(optimizer, "_epilogue_ran_this_backward", False)
 
 
@@ -576,8 +615,8 @@ def accumulated_at_stage_3(optimizer: Any) -> bool:
 
 
 def with_global_state(optimizer: Any, new: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Replaces the optimizer-wide state that stages 1, 2 and BF16_Optimizer load from a universal
-    checkpoint."""
+    """Replace entries of the optimizer-wide state that stages 1, 2 and BF16_Optimizer load from a
+    universal checkpoint, inside the ``with`` block."""
     if not hasattr(optimizer, "_load_global_state"):
         return nullcontext()
     original = optimizer._load_global_state

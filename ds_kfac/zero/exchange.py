@@ -1,14 +1,14 @@
-"""Brings whole gradients to the layers' gradient workers, and results back to every shard.
+"""Bring whole gradients to the layers' gradient workers, and results back to every shard.
 
-ZeRO gives a rank shards of flat parameters, in which matrices cannot be seen. So the shards of a
-layer travel to its gradient workers, which put them together as [O, I], and the results travel back
-to the ranks that hold the shards.
+ZeRO gives a rank shards of flattened parameters, and a shard is usually not a whole matrix. So the
+shards of a layer travel to its gradient workers, which assemble them into a matrix [O, I]. The
+results travel back to the ranks that hold the shards.
 
-Note: Raw gradients. A gradient is *raw* if DeepSpeed has not multiplied it by the seam's factor
-    yet, and will do so after K-FAC's step. In one step some groups may be raw and others not. All
-    shards travel alike: raw if :attr:`ShardLayout.sends_raw`, since 16 bits then hold them exactly;
-    else as they will be applied. Results are divided by the factor where they are written over a
-    raw gradient.
+Note: Raw gradients. A gradient is *raw* if DeepSpeed has not multiplied it by the seam's factor yet
+    and will do so after K-FAC's step. In one step the gradients of some parameter groups may be raw
+    and those of others not. All shards travel in the same form: raw if
+    :attr:`ShardLayout.sends_raw`, because 16 bits then hold them exactly, otherwise as they will be
+    applied. A result that overwrites a raw gradient is divided by the factor first.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -29,13 +29,13 @@ Span = tuple[int, int]
 
 
 class ExchangePlan:
-    """What moves between the shards of a map and the gradient workers. Pure.
+    """All transfers between the shards of a map and the gradient workers. Uses no communication.
 
     Args:
         workers: layer name -> ranks of its gradient workers; one rank if gradients are partitioned.
 
     Attributes:
-        of_layer: layer name -> indices of its parameters in ``shards``.
+        of_layer: layer name -> indices of the layer's parameters in ``shards``.
         gather: moves of gradients to their workers.
         scatter: moves of results to the ranks that hold shards.
     """
@@ -58,8 +58,8 @@ class FlatGradient:
     Attributes:
         values: flat elements.
         is_raw: True if the gradient is raw, see "Raw gradients" at the top of this file.
-        is_copy: True if ``values`` was put together from several shards; False if it is DeepSpeed's
-            own memory.
+        is_copy: True if ``values`` is a new tensor, assembled from several shards; False if it is
+            DeepSpeed's own memory.
     """
 
     values: Tensor
@@ -68,13 +68,14 @@ class FlatGradient:
 
 
 class Gradients:
-    """Whole gradients of a rank's layers: layer name -> fp32 [O, I] as it will be applied. Each is
-    taken once: a step has a layer's gradient in memory, or its result.
+    """Whole gradients of a rank's layers: layer name -> fp32 matrix [O, I], as it will be applied.
 
-    A tensor may be DeepSpeed's own memory, which only the exchange may write to.
+    Take each gradient with :meth:`pop`, so that a step does not keep a layer's gradient and its
+    result in memory at the same time. A gradient may be DeepSpeed's own memory, which only the
+    exchange may write to.
 
     Args:
-        matrices: layer name -> (matrix [O, I], factor by which it is still to be multiplied).
+        matrices: layer name -> (matrix [O, I], factor by which it must still be multiplied).
         copies: names of layers whose matrices are not DeepSpeed's own memory.
     """
 
@@ -92,12 +93,12 @@ class Gradients:
         return matrix_OI.float() if factor is None else scaled(matrix_OI, factor)
 
     def is_copy(self, name: str) -> bool:
-        """Return whether the caller may overwrite the gradient that it takes."""
+        """Return whether the caller may overwrite the gradient of a layer."""
         matrix_OI, factor = self._matrices[name]
         return name in self._copies or factor is not None or matrix_OI.dtype is not torch.float32
 
     def pop(self, name: str) -> Tensor:
-        """Return a layer's gradient, and forget it."""
+        """Return a layer's gradient and drop it here."""
         matrix_OI = self[name]
         del self._matrices[name]
         return matrix_OI
@@ -107,19 +108,20 @@ class GradientExchange:
     """Moves gradients between a layout's shards and matrices [O, I] on the layers' workers, and
     results back.
 
-    A step calls :meth:`begin`, sends :attr:`gather_part`, takes the :meth:`gathered` gradients,
-    puts a result for each, sends :meth:`scatter_part`, and writes what arrived.
+    In a step, the caller calls :meth:`begin`, sends :attr:`gather_part`, passes what arrived to
+    :meth:`gathered`, calls :meth:`put` with the results, sends :meth:`scatter_part`, and passes
+    what arrived to :meth:`write`.
 
     Args:
         workers: layer name -> ranks of its gradient workers.
-        dtypes: (dtype of gradients, dtype of results) on the wire.
+        dtypes: (dtype of gradients, dtype of results) in messages between ranks.
 
     Attributes:
-        owned: layers that this rank is a gradient worker of.
-        params: layer name -> its parameters.
-        shards: parameter -> the shards of it on this rank.
-        sent: parameter -> the spans of its result that this rank sends to other ranks.
-        gradients: this rank's shards -> views of their gradients, which results overwrite.
+        owned: layers for which this rank is a gradient worker.
+        params: layer name -> the layer's parameters.
+        shards: index of a parameter -> the shards of the parameter on this rank.
+        sent: index of a parameter -> the spans of its result that this rank sends to other ranks.
+        gradients: shard on this rank -> view of its gradient, which the result overwrites.
     """
 
     def __init__(
@@ -155,7 +157,7 @@ class GradientExchange:
 
     def begin(self) -> None:
         """Look up where gradients lie in this step."""
-        self._outbox.clear()  # a step that raised may have left something
+        self._outbox.clear()  # a step that raised an error may have left results here
         self.gradients = self.layout.gradients()
 
     # gradients to their workers
@@ -164,7 +166,8 @@ class GradientExchange:
         return self._as_sent(self._shard_at[move.param, move.start])
 
     def _as_sent(self, shard: Shard) -> Tensor:
-        """Return a shard's gradient as it travels: raw, or as it will be applied."""
+        """Return a shard's gradient in the form in which it travels: raw, or as it will be
+        applied."""
         layout = self.layout
         gradient = self.gradients[shard]
         if layout.seam.factor is None:
@@ -192,8 +195,9 @@ class GradientExchange:
         return Gradients(matrices, copies)
 
     def _flat(self, param: int, arrivals: Arrivals) -> FlatGradient:
-        """Return the whole gradient of a parameter: DeepSpeed's memory if this rank has all of it,
-        else put together from this rank's shards and from what has arrived."""
+        """Return the whole gradient of a parameter. It is DeepSpeed's memory if this rank has all
+        of the gradient in one shard. Otherwise it is assembled from this rank's shards and from
+        those that have arrived."""
         layout = self.layout
         shards = self.shards.get(param, [])
         numel = layout.shards.numels[param]
@@ -211,14 +215,14 @@ class GradientExchange:
     def _matrix(
         self, layer: LayerSpec, flats: Sequence[FlatGradient]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return a layer's gradient [O, I], and the factor by which it is still to be multiplied.
+        """Return a layer's gradient [O, I] and the factor by which it must still be multiplied.
 
         Args:
             flats: gradients of the weight and, if there is one, of the bias.
         """
         factor = self.layout.seam.factor
         all_raw = all(flat.is_raw for flat in flats)
-        # of a weight and its bias, which may be in two groups, one alone may be raw
+        # a weight and its bias may be in two parameter groups, so only one of them may be raw
         weight, *bias = (
             scaled(flat.values, factor) if flat.is_raw and not all_raw else flat.values
             for flat in flats
@@ -226,18 +230,18 @@ class GradientExchange:
         # with a bias the matrix is a copy
         matrix_OI = LAYERS[layer.kind].matrix(weight, bias[0] if bias else None, layer.shape)
         if any(map(self.layout.lacks, self.params[layer.name])):
-            # a layer is stepped as a whole or stands still
+            # the optimizer changes all parameters of a layer or none of them
             matrix_OI = torch.zeros_like(matrix_OI)
         return matrix_OI, factor if all_raw else None
 
     # results to their shards
 
     def put(self, layers: Sequence[LayerSpec], matrices: Sequence[Tensor]) -> None:
-        """Take in results, one matrix of the layer's shape for each layer.
+        """Accept the results of layers, one matrix of the layer's shape for each layer.
 
-        What belongs to shards on this rank is written there. What other ranks get is kept for
-        :meth:`scatter_part`, in the dtype in which it travels. A parameter that was frozen since
-        attach gets zeros.
+        Elements that belong to shards on this rank are written there. Elements for other ranks are
+        kept for :meth:`scatter_part`, in the dtype in which they travel. A parameter that was
+        frozen after attach gets zeros.
         """
         shards: list[Shard] = []
         values: list[Tensor] = []
@@ -258,17 +262,22 @@ class GradientExchange:
         self._write(shards, values)
 
     def _is_rounded(self, layer: LayerSpec, param: int) -> bool:
-        """Return whether a result is rounded on this rank as it is rounded when it travels. Without
-        it, replicas would drift apart, and so would the copies of a layer that other
-        tensor-parallel ranks work for."""
+        """Return whether this rank must round a result to the dtype in which it travels.
+
+        Other ranks receive the rounded result. Without the same rounding here, replicas would drift
+        apart, and so would copies of a layer on different tensor-parallel ranks.
+        """
         is_replica = self.layout.replicated and param in self.sent
         is_copy = layer.copies > 1 and self.layout.world > 1
         return is_replica or is_copy
 
     def memory(self, layers: Sequence[LayerSpec]) -> Tensor | None:
-        """Return the memory of these layers' gradients as one fp32 tensor [n, O, I], for the caller
-        to write results to it instead of calling :meth:`put`. None if it is not one tensor, or if a
-        result belongs elsewhere, too, or is not written as it is."""
+        """Return the memory of these layers' gradients as one fp32 tensor [n, O, I].
+
+        The caller can write results to this tensor instead of calling :meth:`put`. None if the
+        gradients do not form one such tensor, if a result is also needed elsewhere, or if a result
+        must be changed before it is written.
+        """
         views = []
         for layer in layers:
             if not self._stays_in_place(layer):
@@ -285,8 +294,9 @@ class GradientExchange:
         return together.flatten(1, -2)
 
     def _stays_in_place(self, layer: LayerSpec) -> bool:
-        """Return whether a layer's result belongs where the layer's whole gradient lies, and
-        nowhere else, and is written there as it is."""
+        """Return whether a layer's result simply overwrites the layer's gradient: the whole
+        gradient lies on this rank in one shard, no other rank needs the result, and it is written
+        unchanged."""
         param, *bias = self.plan.of_layer[layer.name]
         shards = self.shards.get(param, [])
         if bias or len(shards) != 1 or shards[0].numel < self.layout.shards.numels[param]:
@@ -298,7 +308,7 @@ class GradientExchange:
         return bool(self.params[layer.name][0].requires_grad)
 
     def scatter_part(self) -> MessagePart:
-        """Return the message part with what other ranks get."""
+        """Return the message part with the results for other ranks."""
         outbox = self._outbox
         return MessagePart(
             "results",
@@ -308,15 +318,15 @@ class GradientExchange:
         )
 
     def sent_off(self) -> None:
-        """What other ranks get is in a message: free it."""
+        """Free the results for other ranks. Call this once they have been copied to a message."""
         self._outbox.clear()
 
     def write(self, received: Arrivals, scales: Mapping[str, Tensor] | None = None) -> None:
-        """Write the results of other ranks' layers to where the inner optimizer will find them, and
-        scale the results of all layers.
+        """Write received results of other ranks' layers to where the inner optimizer reads
+        gradients, then scale the results of all layers.
 
         Args:
-            scales: layer name -> scalar by which the layer's result is multiplied, for all layers.
+            scales: layer name -> scalar that multiplies the layer's result. Has all layers.
         """
         self._write(
             [self._shard_at[move.param, move.start] for move, _ in received],
@@ -324,11 +334,11 @@ class GradientExchange:
         )
         if scales is not None and self.gradients:
             self._scale(scales)
-        self.gradients = {}  # DeepSpeed's step frees what they are views of
+        self.gradients = {}  # views: DeepSpeed's step frees their memory
 
     def _scale(self, scales: Mapping[str, Tensor]) -> None:
-        """Multiply the results on this rank, layer by layer."""
-        by_device: dict[torch.device, list[Shard]] = {}  # with offload some may be on the host
+        """Multiply each result on this rank by its layer's scale."""
+        by_device: dict[torch.device, list[Shard]] = {}  # offload may put gradients on the host
         for shard, gradient in self.gradients.items():
             by_device.setdefault(gradient.device, []).append(shard)
         stacked = torch.stack([*scales.values()])
@@ -340,8 +350,8 @@ class GradientExchange:
             )
 
     def _write(self, shards: Sequence[Shard], values: list[Tensor]) -> None:
-        """Write values to this rank's shards, divided by what DeepSpeed will still multiply them
-        by. The list may change."""
+        """Write values to this rank's shards. Values for raw gradients are divided by the factor
+        with which DeepSpeed will still multiply them. May change the list ``values``."""
         if not shards:
             return
         for index, shard in enumerate(shards):
@@ -360,14 +370,14 @@ class GradientExchange:
 
 
 def scaled(x: Tensor, factor: Tensor | None) -> Tensor:
-    """Return x * factor in fp32. A factor without dimensions would not promote 16 bits to fp32; one
-    with a dimension does."""
+    """Return x * factor in fp32. ``factor`` gets one dimension first, because torch does not let a
+    tensor without dimensions promote 16 bits to fp32."""
     assert factor is not None
     return x * factor.view(1)
 
 
 def _cut_out(flat: Tensor, span: Span, dtype: torch.dtype) -> Tensor:
-    """Return a span of a tensor that does not keep the rest of it in memory: a copy, unless the
-    span is the whole tensor and has this dtype already."""
+    """Return a span of a flat tensor in ``dtype``. The span is copied, so that it does not keep the
+    rest of the tensor in memory, unless it is the whole tensor and already has this dtype."""
     part = flat.narrow(0, *span)
     return part.to(dtype, copy=len(part) < len(flat))

@@ -1,4 +1,4 @@
-"""Known faults of DeepSpeed's engine modes that K-FAC cannot mend, for the attach report."""
+"""Known faults of DeepSpeed's engine modes that K-FAC cannot fix, for the attach report."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from ds_kfac.zero.stages import BF16, Stage3, Stage12, ZeroLayout
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of all versions.
+    """A fault of all DeepSpeed versions.
 
     Attributes:
-        mode: layouts of this class may have it.
-        applies: whether a layout has it.
-        text: what DeepSpeed does, formatted with ``layout``.
+        mode: class of the layouts that may have the fault.
+        applies: function that returns whether a layout has the fault.
+        text: description of what DeepSpeed does, formatted with ``layout``.
     """
 
     mode: type
@@ -31,7 +31,7 @@ def has_sparse_modules(engine: Any) -> bool:
 
 
 def schedules_a_replaced_adagrad(engine: Any) -> bool:
-    """Whether the user's scheduler changes an Adagrad that ZeRO has replaced by one of its own."""
+    """Return whether the user's scheduler changes an Adagrad that ZeRO has replaced by its own."""
     inner = engine.basic_optimizer
     scheduled = getattr(engine.lr_scheduler, "optimizer", None)
     return isinstance(inner, torch.optim.Adagrad) and scheduled is inner
@@ -136,7 +136,8 @@ OF_VERSIONS: tuple[tuple[type, Callable[[Any], tuple[str, ...]]], ...] = (
         ),
     ),
 )
-"""Faults that some versions have: class of layouts, and what a layout of it has."""
+"""Faults of some DeepSpeed versions: (class of layouts, function that returns the faults of a
+layout of this class)."""
 
 
 def faults(layout: ShardLayout) -> Sequence[str]:

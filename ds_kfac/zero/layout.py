@@ -1,5 +1,6 @@
-"""Interface of an engine mode: where the gradients lie when the inner optimizer is about to step
-(``seam.py``). Below it the modes in which every rank holds every averaged gradient: stage 0."""
+"""Interface of an engine mode, which says where the gradients lie when the inner optimizer is about
+to step (``seam.py``). This file also has the modes of stage 0, in which every rank holds every
+averaged gradient."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -20,30 +21,33 @@ from ds_kfac.zero.seam import Seam
 from ds_kfac.zero.shards import ParameterPart, Shard, ShardMap
 
 KnownGradient = Callable[[nn.Parameter], Tensor]
-"""Parameter -> its full flat gradient, for the self-test."""
+"""Function that returns a parameter's full flat gradient, for the self-test."""
 
 
 class ShardLayout(ABC):
-    """One engine mode. DeepSpeed gives its inner optimizer *masters*: the parameters themselves,
-    fp32 copies of them, or flat tensors of many. See ``shards.py`` for shards, parts and spans.
+    """One engine mode.
+
+    DeepSpeed gives its inner optimizer *masters*. A master is a parameter itself, an fp32 copy of a
+    parameter, or a flat tensor with many parameters. ``shards.py`` explains shards, parts and
+    spans.
 
     Args:
         engine: a DeepSpeedEngine.
         params: parameters of the model.
         group: the ranks that average their gradients.
         parts: parts of parameters that are read and written separately; None: whole parameters.
-        seam: of the engine.
+        seam: the engine's seam; None: a new one.
 
     Attributes:
         parts: parts of the parameters that are read and written separately.
-        of_parameters: shards of the parameters, as DeepSpeed keeps them. ``Shard.param`` is a
-            number in ``params``.
-        shards: shards of the parts. ``Shard.param`` is a number in ``parts``.
+        of_parameters: shards of whole parameters, as DeepSpeed keeps them. ``Shard.param`` is an
+            index in ``params``.
+        shards: shards of the parts. ``Shard.param`` is an index in ``parts``.
         own: shards of the parts on this rank.
         averaged_over: number of ranks whose gradients are averaged.
-        divisor: DeepSpeed divides the sum of the ranks' gradients by it.
-        groups: parameters by the optimizer's group.
-        position: id of a parameter -> (its group, its number there).
+        divisor: number by which DeepSpeed divides the sum of the ranks' gradients.
+        groups: for each of the optimizer's parameter groups, its parameters.
+        position: id of a parameter -> (index of its group, its index in the group).
     """
 
     replicated = False
@@ -66,11 +70,11 @@ class ShardLayout(ABC):
         self.world = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         self.grad_scaler = deepspeed_versions.grad_scaler(engine)
-        # DeepSpeed divides by the number of data ranks only, except ZeRO-3 with reduce_scatter,
-        # which divides by that of sequence ranks, too
+        # DeepSpeed divides by the number of data ranks only. ZeRO-3 with reduce_scatter is the
+        # exception: it also divides by the number of sequence ranks.
         averages_sequence = engine.zero_optimization_stage() == 3 and engine.zero_reduce_scatter()
         summed = 1 if averages_sequence else engine.sequence_parallel_size
-        # also for experts' gradients, which fewer ranks have
+        # also for experts' gradients, although fewer ranks have those
         self.averaged_over = dist.get_world_size(engine.seq_data_parallel_group)
         self.divisor = self.averaged_over / summed
         self.groups = parameter_groups(self.optimizer)
@@ -91,7 +95,8 @@ class ShardLayout(ABC):
         return getattr(param, "ds_numel", param.numel())
 
     def _shards(self) -> list[Shard]:
-        """All shards of all ranks, without communication; here, every rank holds every gradient."""
+        """Return the shards of all ranks, without communication. In this base class every rank
+        holds every gradient."""
         on_first = [
             Shard(index, 0, self._numel(param), 0, self.group_index(param), self._offset(param))
             for index, param in enumerate(self.params)
@@ -99,58 +104,64 @@ class ShardLayout(ABC):
         return [replace(shard, rank=rank) for shard in on_first for rank in range(self.world)]
 
     def _offset(self, param: nn.Parameter) -> int:
-        """The parameter's first element in its master."""
+        """Return where the parameter begins in its master, in elements."""
         return 0
 
     @abstractmethod
     def master(self, shard: Shard) -> Any:
-        """The tensor that the inner optimizer steps, of which this rank's shard is the elements
-        from ``shard.offset`` on. A shard of :attr:`shards`."""
+        """Return the master that contains a shard of this rank, from element ``shard.offset`` on.
+
+        Args:
+            shard: a shard of :attr:`shards`.
+        """
 
     def gradients(self) -> dict[Shard, Tensor]:
-        """This rank's shards -> views of their gradients, flat, fp32 or bf16, where they lie now:
-        in a master's ``grad``, or where DeepSpeed will take it from. Those that are :meth:`raw`
-        will be multiplied by the seam's factor."""
+        """Return this rank's shards -> flat views of their gradients, fp32 or bf16.
+
+        The views point to where the gradients lie now: in a master's ``grad``, or in the buffer
+        from which DeepSpeed will form it. DeepSpeed will still multiply :meth:`raw` gradients by
+        the seam's factor.
+        """
         return {shard: self._gradient(shard) for shard in self.own}
 
     def _gradient(self, shard: Shard) -> Tensor:
         return flat_gradient(self.master(shard)).narrow(0, shard.offset, shard.numel)
 
     def raw(self, shard: Shard) -> bool:
-        """Whether DeepSpeed will still multiply a shard's gradient by the seam's factor."""
+        """Return whether DeepSpeed will still multiply a shard's gradient by the seam's factor."""
         return False
 
     def lacks(self, param: Any) -> bool:
-        """Whether DeepSpeed will not step a parameter in this step, as its gradient was taken
-        away."""
+        """Return whether DeepSpeed will leave a parameter out of this step because its gradient was
+        removed."""
         return False
 
     sends_raw = False
-    """Whether gradients travel raw: in 16 bits, as they were rounded."""
+    """Whether gradients travel raw, that is, in the 16 bits to which they are already rounded."""
 
     def param_of(self, part: int) -> Any:
-        """The parameter of a part, by the part's number."""
+        """Return the parameter to which a part belongs. ``part``: the part's index."""
         return self.params[self.parts[part].param]
 
     def span(self, part: int) -> tuple[int, int]:
-        """(first element of a part in its parameter, number of its elements)"""
+        """Return (first element of a part in its parameter, number of elements of the part)."""
         param = self.parts[part].param
         return self.parts[part].span(self.of_parameters.numels[param])
 
     def group_index(self, param: nn.Parameter) -> int:
-        """Number of a parameter's group in the optimizer's ``param_groups``. Of any parameter of
-        the engine."""
+        """Return the index of a parameter's group in the optimizer's ``param_groups``. Works for
+        any parameter of the engine."""
         return self.position[id(param)][0]
 
     @cached_property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """dtype of the averaged gradients; they travel in it, without loss."""
+        """dtype of the averaged gradients. They also travel in this dtype, so without loss."""
 
     @property
     def rounded_to(self) -> set[torch.dtype]:
-        """dtypes that gradients may be rounded to before they are stored. With torch_autocast ZeRO
-        sends a Linear's gradient in 16 bits, even if the model runs it in fp32."""
+        """dtypes to which gradients may be rounded before they are stored. With torch_autocast,
+        ZeRO sends a Linear's gradient in 16 bits, even if the model runs that Linear in fp32."""
         dtypes = {
             self.dtype,
             *(p.dtype for p in self.params),
@@ -164,25 +175,30 @@ class ShardLayout(ABC):
         return self.engine.zero_optimization_stage() == 3 and self.engine.zero_quantized_gradients()
 
     def begin(self) -> None:  # noqa: B027  most modes have nothing pending
-        """Before DeepSpeed looks at the gradients of a step."""
+        """Prepare for a step, before DeepSpeed looks at its gradients."""
 
     def end(self) -> None:  # noqa: B027  most modes leave nothing behind
-        """After DeepSpeed's step, whether it was applied or not."""
+        """Clean up after DeepSpeed's step, whether it was applied or not."""
 
     def loss_scale(self) -> Tensor | float:
-        """What ``engine.backward`` and ``engine.scale`` multiply a loss by. Never synchronises."""
+        """Return the factor by which ``engine.backward`` and ``engine.scale`` multiply a loss. Does
+        not synchronise with the device."""
         return scaler_scale(self.grad_scaler) if self.grad_scaler else 1.0
 
     def backward_scale(self, announced: bool) -> Tensor | float:
-        """The loss scale in a backward pass: of ``engine.backward``, or of a plain one, which only
-        newer versions of DeepSpeed scale."""
+        """Return the loss scale of a backward pass.
+
+        Args:
+            announced: True for ``engine.backward``; False for a plain ``loss.backward()``, whose
+                loss only newer versions of DeepSpeed scale.
+        """
         scales = announced or deepspeed_versions.manual_backward(self.engine)
         return self.loss_scale() if scales else 1.0
 
     @classmethod
     def is_waiting(cls, engine: Any) -> bool:
-        """Whether this rank has a gradient that waits for a step, which the self-test would
-        overwrite."""
+        """Return whether this rank has a gradient that waits for a step. The self-test would
+        overwrite such a gradient."""
         gradients = ((p.grad, getattr(p, "grad_accum", None)) for p in engine.module.parameters())
         return any(
             bool(gradient.norm()) for pair in gradients for gradient in pair if gradient is not None
@@ -190,11 +206,16 @@ class ShardLayout(ABC):
 
     def guard_states(self, refuse: Callable[[str], Any]) -> None:
         """Make DeepSpeed's ``safe_get_full_optimizer_state`` and ``safe_set_full_optimizer_state``
-        call ``refuse`` with the state's name, which raises on every rank: the optimizer has no
-        states of these parameters. DeepSpeed alone would fail on ranks that hold a part of the
-        parameter, while the others wait for ever."""
+        raise an error on every rank, because the optimizer has no states for these parameters.
+
+        Without this, DeepSpeed would fail only on the ranks that hold a part of the parameter, and
+        the other ranks would wait forever.
+
+        Args:
+            refuse: function that raises the error; called with the name of the optimizer state.
+        """
         for param in self.params:
-            # of ZeRO-1/2 and BF16_Optimizer
+            # ZeRO-1/2 and BF16_Optimizer add these methods to parameters
             for name in ("get_full_hp_param", "set_full_hp_param"):
                 if isinstance(plain := getattr(param, name, None), MethodType):
                     setattr(param, name, partial(_guarded, plain, refuse))
@@ -203,13 +224,13 @@ class ShardLayout(ABC):
 
     @abstractmethod
     def install(self, known: KnownGradient) -> None:
-        """Fill DeepSpeed's gradient buffers as its reduction would if ``known`` were the averaged
-        gradients."""
+        """Fill DeepSpeed's gradient buffers as its reduction would if ``known`` returned the
+        averaged gradients."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Reset the gradient buffers to their state before a first backward; they stay the same
-        objects."""
+        """Reset the gradient buffers to their state before a first backward pass. The buffers stay
+        the same objects."""
 
 
 def _guarded(
@@ -220,16 +241,16 @@ def _guarded(
 
 
 def flat_gradient(master: Any) -> Tensor:
-    """A view of a master's gradient, which is made contiguous if it is not, as that of a weight in
-    channels_last."""
+    """Return a flat view of a master's gradient. A gradient that is not contiguous, such as that of
+    a weight in channels_last, is made contiguous first."""
     if not master.grad.is_contiguous():
         master.grad.data = master.grad.contiguous()
     return master.grad.view(-1)
 
 
 def parameter_groups(optimizer: Any) -> list[list[Any]]:
-    """The model's parameters by optimizer group; ZeRO's param_groups hold flat slices in their
-    place."""
+    """Return the model's parameters by optimizer group. ZeRO's ``param_groups`` cannot be used,
+    because they hold flat slices instead of parameters."""
     for attribute in ("bit16_groups", "bf16_groups", "fp16_groups"):
         if (groups := getattr(optimizer, attribute, None)) is not None:
             return groups
@@ -237,7 +258,8 @@ def parameter_groups(optimizer: Any) -> list[list[Any]]:
 
 
 def scaler_scale(scaler: Any) -> Tensor | float:
-    """A torch GradScaler's scale, on its device: ``get_scale()`` would synchronise."""
+    """Return a torch GradScaler's scale as a tensor on its device. ``get_scale()`` would
+    synchronise. Before the first loss, return the initial scale."""
     scale = scaler._scale
     return scaler._init_scale if scale is None else scale
 
@@ -269,14 +291,14 @@ class Replicated(ShardLayout):
 
 
 class Bare(Replicated):
-    """The bare torch (or DeepSpeed fused/CPU) optimizer; fp32 or torch_autocast. Masters are the
-    parameters."""
+    """Stage 0 with the bare torch (or DeepSpeed fused/CPU) optimizer, in fp32 or with
+    torch_autocast. Masters are the parameters."""
 
     def master(self, shard: Shard) -> Any:
         return self.params[self.parts[shard.param].param]
 
     def lacks(self, param: Any) -> bool:
-        return param.requires_grad and param.grad is None  # that of a frozen one is zero
+        return param.requires_grad and param.grad is None  # frozen parameters count as zero
 
     def _gradient(self, shard: Shard) -> Tensor:
         param = self.master(shard)
@@ -286,18 +308,22 @@ class Bare(Replicated):
 
 
 class Half(Replicated):
-    """FP16_Optimizer and FP16_UnfusedOptimizer, used for bf16, too. Masters are fp32 copies: flat
-    ones of a group each, or one for each parameter. The master of a parameter without a gradient
-    has zeros."""
+    """Stage 0 with FP16_Optimizer or FP16_UnfusedOptimizer, in fp16 or bf16.
+
+    Masters are fp32 copies: FP16_Optimizer has one flat copy of each parameter group,
+    FP16_UnfusedOptimizer a copy of each parameter. If a parameter has no gradient, its master's
+    gradient is zero.
+    """
 
     @property
     def _flat(self) -> Sequence[Tensor] | None:
-        """FP16_Optimizer's masters; the other one has none."""
+        """FP16_Optimizer's flat masters, one for each group; None for FP16_UnfusedOptimizer."""
         return getattr(self.optimizer, "fp32_groups_flat", None)
 
     @cached_property
     def _offsets(self) -> dict[int, int]:
-        """Id of a parameter -> its first element in FP16_Optimizer's flat master of its group."""
+        """Id of a parameter -> where it begins in its group's flat master (FP16_Optimizer), in
+        elements."""
         offsets: dict[int, int] = {}
         for params in self.groups:
             starts = accumulate((param.numel() for param in params), initial=0)
@@ -312,7 +338,7 @@ class Half(Replicated):
         return self._flat[group] if self._flat else self.optimizer.fp32_groups[group][place]
 
     def end(self) -> None:
-        # up to 0.18.0 DeepSpeed keeps bf16 gradients and adds the next step's to them
+        # up to 0.18.0 DeepSpeed keeps bf16 gradients and adds those of the next step to them
         self.optimizer.zero_grad()
 
     def loss_scale(self) -> float:
@@ -321,8 +347,8 @@ class Half(Replicated):
 
 
 def is_hooked(parameter: Any) -> bool:
-    """Whether a hook that is neither DeepSpeed's nor ours gets a parameter's gradient: it may
-    change it."""
+    """Return whether a parameter has a gradient hook that is neither DeepSpeed's nor ours. Such a
+    hook may change the gradient."""
     for hooks in (
         parameter._backward_hooks,
         getattr(parameter, "_post_accumulate_grad_hooks", None),

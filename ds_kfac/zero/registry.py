@@ -1,8 +1,8 @@
 """An engine's domains, and the layout of its gradients.
 
-A domain is a group of ranks and the parameters whose gradients are averaged over it. Its layers are
-assigned, reduced and preconditioned as if it were the whole job; only kl-clip's sum and checkpoints
-span all domains.
+A domain is a group of ranks together with the parameters whose gradients are averaged over these
+ranks. K-FAC assigns, reduces and preconditions the layers of a domain as if the domain were the
+whole job. Only kl-clip's sum and checkpoints span all domains.
 
     parallelism     group               domains of a rank       layers of other ranks
     none, Ulysses   sequence x data     one                     the same
@@ -45,11 +45,11 @@ class Domain:
     Attributes:
         name: unique in the job; "" if the job is one domain.
         params: the trained parameters.
-        names: their names in the engine's module.
-        group: DeepSpeed's process group that averages their gradients.
-        shard: (rank, size) among the ranks that hold shards of one weight.
-        first_experts: name of a list or stack of experts on this rank -> number of its first expert
-            in the mixture.
+        names: the parameters' names in the engine's module.
+        group: DeepSpeed's process group that averages the parameters' gradients.
+        shard: (this rank's index, number of ranks) among the ranks that hold shards of one weight.
+        first_experts: name of a list or stack of experts on this rank -> index of its first expert
+            in the whole mixture of experts.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Domain:
     first_experts: Mapping[str, int] = field(default_factory=dict)
 
     def global_name(self, layer: LayerSpec) -> str:
-        """A layer's name in checkpoints, unique in the job."""
+        """Return a layer's name in checkpoints, which is unique in the job."""
         if layer.kind in SHARDS:
             return f"{layer.name}.shard_{self.shard[0]}_of_{self.shard[1]}"
         for experts, first in self.first_experts.items():
@@ -71,8 +71,8 @@ class Domain:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raise ValueError if checkpoints would hold two layers under one name: at attach, not at the
-    first save."""
+    """Raise ValueError if checkpoints would hold two layers under one name. The check runs at
+    attach, so that the first save does not fail."""
     if twice := [name for name, times in Counter(names).items() if times > 1]:
         raise ValueError(
             f"ds_kfac cannot attach: checkpoints would hold two layers under one name, "
@@ -82,10 +82,10 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def tensor_shard(engine: Any) -> tuple[int, int]:
-    """(rank, size) among the ranks that hold shards of one weight."""
+    """Return this rank's index among the ranks that hold shards of one weight, and their number."""
     mpu = engine.mpu
-    # a pipeline's grid counts stages as model parallel, DeepSpeed's sequence parallel state
-    # sequence groups
+    # a pipeline's grid counts stages as model parallel, and DeepSpeed's sequence-parallel state
+    # counts sequence groups as such: neither holds shards of weights
     if mpu is None or isinstance(engine, PipelineEngine):
         return 0, 1
     if hasattr(mpu, "initialize_sequence_parallel") and not hasattr(
@@ -96,7 +96,7 @@ def tensor_shard(engine: Any) -> tuple[int, int]:
 
 
 def domains(engine: Any, params: Sequence[nn.Parameter]) -> tuple[Domain, ...]:
-    """This rank's domains, the dense one first. ``params``: the optimizer's."""
+    """Return this rank's domains, the dense one first. ``params``: the optimizer's parameters."""
     trained = tuple(p for p in params if p.requires_grad)
     shard = tensor_shard(engine)
     mixtures: dict[str, list[Any]] = {}
@@ -128,7 +128,8 @@ def domains(engine: Any, params: Sequence[nn.Parameter]) -> tuple[Domain, ...]:
 
 
 def _dense_name(engine: Any, shard: tuple[int, int], *, has_experts: bool) -> str:
-    """The name of the domain of this rank's dense layers; "" if it is the only one of the job."""
+    """Return the name of the domain of this rank's dense layers; "" if the job has no other
+    domain."""
     if has_experts:
         return "dense"
     if shard[1] > 1:
@@ -161,11 +162,12 @@ SHARD_LAYOUTS: dict[type, type[ShardLayout]] = {
     FP16_Optimizer: Half,
     FP16_UnfusedOptimizer: Half,
 }
-"""The engine modes: exact class of ``engine.optimizer`` -> layout. An unknown wrapper raises."""
+"""The engine modes: exact class of ``engine.optimizer`` -> layout. :func:`shard_layout` raises an
+error for any other wrapper."""
 
 
 def is_waiting(engine: Any) -> bool:
-    """Whether some rank of an engine has a gradient that waits for a step. Collective."""
+    """Return whether any rank of an engine has a gradient that waits for a step. Collective."""
     layout = SHARD_LAYOUTS.get(type(engine.optimizer), Bare)
     return any(gathered(layout.is_waiting(engine)))
 
@@ -177,7 +179,8 @@ def shard_layout(
     parts: Sequence[ParameterPart] | None = None,
     seam: Seam | None = None,
 ) -> ShardLayout:
-    """The layout of the engine's mode. Raises ValueError for a wrapper that is not in the table."""
+    """Return the layout of the engine's mode. Raises ValueError for an optimizer wrapper that is
+    not in :data:`SHARD_LAYOUTS`."""
     optimizer = engine.optimizer
     wrapper = type(engine.optimizer)
     is_wrapper = isinstance(optimizer, DeepSpeedOptimizer)

@@ -1,19 +1,19 @@
-"""Where K-FAC runs: at the first step of DeepSpeed's inner optimizer, which is called only when a
-step is certain.
+"""Run K-FAC at the right moment: just before DeepSpeed's inner optimizer steps for the first time.
 
-The *outer* optimizer is DeepSpeed's wrapper. Its ``step`` looks for overflow, takes the norm, and
-may skip the step; only then does it call the *inner* optimizer, the user's, once or once for each
-parameter group. torch calls a public hook before an optimizer's step (``register_step_pre_hook``).
-So an outer step begins a step, and the first inner step in it runs K-FAC. At stage 0 in fp32 there
-is no outer optimizer: every inner step that has gradients is a step.
+The *outer* optimizer is DeepSpeed's wrapper. Its ``step`` checks for overflow, computes the norm,
+and may skip the step. If it does not skip, it calls the *inner* optimizer, which is the user's,
+once or once for each parameter group. Before an optimizer's step, torch calls the hooks that were
+added with ``register_step_pre_hook``. So a training step begins with the outer step, and the first
+inner step in it runs K-FAC. At stage 0 in fp32 there is no outer optimizer. There every inner step
+that has gradients is a training step.
 
-    mode                        inner steps             gradients at the first one
+    mode                        inner steps             gradients at the first inner step
     stage 0, 16-bit wrappers    one                     as they will be applied
     ZeRO 1, 2                   one for each group      group 0 as it will be applied, others raw
-    ZeRO 3                      one for each sub-group  the same
+    ZeRO 3                      one for each sub-group  the same, by sub-group
 
-Raw gradients are still to be multiplied by :attr:`Seam.factor`. DeepSpeed's own view of gradients,
-in its overflow check, its norm and its clipping, is that of training without K-FAC.
+DeepSpeed will still multiply raw gradients by :attr:`Seam.factor`. DeepSpeed checks for overflow,
+computes norms and clips before K-FAC runs, so it sees the same gradients as without K-FAC.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,12 +45,13 @@ BYPASSED = (
 )
 
 OUTSIDE_INFERENCE = torch.inference_mode(False)
-"""A decorator. A program may call ``engine.step()`` in inference mode, but hooks of later passes
-change what a step makes, and tensors made in inference mode could not be changed there."""
+"""A decorator that leaves inference mode, in which a program may call ``engine.step()``. Hooks of
+later passes change tensors that a step has created, and torch forbids this for tensors that were
+created in inference mode."""
 
 
 class State(Enum):
-    """Where an engine is in its steps."""
+    """The phase of an engine's step, as the seam sees it."""
 
     CLOSED = "K-FAC does not watch"
     IDLE = "between two steps"
@@ -59,45 +60,48 @@ class State(Enum):
 
 
 class Steps(Protocol):
-    """What is told of an engine's steps."""
+    """The methods that a :class:`Seam` calls during an engine's steps."""
 
     @property
     def proves(self) -> bool:
-        """Whether the next step compares gradients with captured rows, which takes the factor that
-        DeepSpeed has multiplied them by."""
+        """Whether the next step compares gradients with captured rows. The comparison needs the
+        factor by which DeepSpeed has multiplied the gradients."""
 
     def begin(self) -> None:
-        """DeepSpeed begins to look at the gradients of a step, which it may still skip."""
+        """Prepare for a step that DeepSpeed begins but may still skip."""
 
     def step(self) -> None:
-        """The step is certain, and weights have not moved. Collective."""
+        """Run K-FAC's step. DeepSpeed will not skip the step any more, and the weights have not
+        changed yet. Collective."""
 
     def end(self, *, applied: bool) -> None:
-        """The step was applied, or skipped. Collective."""
+        """Finish a step that was applied or skipped. Collective."""
 
     def raised(self, *, begun: bool) -> None:
-        """The step raised an error, here or in DeepSpeed. Local.
+        """Clean up after a step that raised an error, here or in DeepSpeed. Local.
 
         Args:
-            begun: whether :meth:`step` was called: the state is that of no step then.
+            begun: True if :meth:`step` was called. The state is then inconsistent.
         """
 
 
 class Seam:
-    """Calls :class:`Steps` at an engine's steps.
+    """Watches an engine's steps and calls the methods of :class:`Steps`.
 
     Attributes:
         inner: the user's optimizer.
-        outer: what decides whether a step is applied: DeepSpeed's wrapper, or at stage 0 a
-            GradScaler; None: nothing.
-        groups: the inner optimizer's parameter groups. During a step DeepSpeed shows it one at a
-            time.
-        factor: DeepSpeed multiplies this step's gradients by it (1 / loss scale, clipping); a
-            scalar on the device. None: by nothing, or K-FAC does not need to know.
-        inverse: 1 / factor: results are multiplied by it where DeepSpeed will multiply them by
-            ``factor``. 0 where ``factor`` is 0, as to clip an infinite norm: nothing moves then.
-        prepared: number of masters whose gradients DeepSpeed has multiplied by ``factor`` already,
-            in their order.
+        outer: the object that decides whether a step is applied: DeepSpeed's wrapper, or a
+            GradScaler at stage 0. None if every step is applied.
+        groups: all parameter groups of the inner optimizer. During a step, DeepSpeed gives the
+            inner optimizer only one group at a time.
+        factor: scalar on the device by which DeepSpeed multiplies this step's gradients (1 / loss
+            scale, and clipping). None if DeepSpeed multiplies by nothing, or if K-FAC does not need
+            the factor.
+        inverse: 1 / factor. A result that DeepSpeed will multiply by ``factor`` is multiplied by
+            ``inverse`` first. 0 if ``factor`` is 0, for example when an infinite norm is clipped:
+            then no weight changes.
+        prepared: number of masters whose gradients DeepSpeed has already multiplied by ``factor``.
+            It does so in the masters' order.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -105,7 +109,7 @@ class Seam:
         self.engine = engine
         self.scaler = deepspeed_versions.grad_scaler(engine)
         self._is_bare = isinstance(optimizer, torch.optim.Optimizer)
-        # not always engine.basic_optimizer: in place of an Adagrad ZeRO makes one of its own
+        # not always engine.basic_optimizer: ZeRO replaces the user's Adagrad by its own
         self.inner = optimizer if self._is_bare else optimizer.optimizer
         self.outer = self.scaler if self._is_bare else optimizer
         self._optimizers = [self.inner]
@@ -118,11 +122,12 @@ class Seam:
         self._steps: Any = None
         self._state = State.CLOSED
         self._installed = ExitStack()  # of hooks and wrappers
-        # of nested inner steps: torch runs the hooks of a class and of the one it is derived from
+        # depth of nested inner steps: torch runs the hooks in the step of a class and again in the
+        # step of its base class
         self._depth = 0
 
     def open(self, steps: Steps) -> None:
-        """Begin to call ``steps``. Raises ValueError for an optimizer that has no hooks."""
+        """Start calling ``steps``. Raises ValueError if the optimizer supports no hooks."""
         self._steps = steps
         self._state = State.IDLE
         if self.outer is not None:
@@ -140,8 +145,8 @@ class Seam:
         self._installed.close()
 
     def forget(self) -> None:
-        """No step is going on. One that has not ended was interrupted, and the next inner step
-        begins a new one."""
+        """Drop a step that has begun but not ended: it was interrupted. The next inner step then
+        begins a new step. Call this only when no step is running."""
         if self._depth:
             self._interrupted()
 
@@ -176,14 +181,17 @@ class Seam:
         self._state = State.DECIDING
         self.groups = self.inner.param_groups
         self.prepared = 0
-        # at stage 0 engine.step() has clipped before this: keep that factor
+        # at stage 0 engine.step() has clipped before this point: keep the factor of the clipping
         if not self._is_bare:
             self.factor = None
 
     @contextmanager
     def _restored_groups(self) -> Iterator[None]:
-        """Wraps an outer step. DeepSpeed takes groups out of the inner optimizer while it steps one
-        of them, and puts them back unless the step raises: every later step would fail."""
+        """Restore the inner optimizers' parameter groups if an outer step raises an error.
+
+        While DeepSpeed steps one group, it removes the others from the inner optimizer. After an
+        error it does not put them back, so every later step would fail.
+        """
         before = [
             (
                 optimizer,
@@ -243,8 +251,9 @@ class Seam:
     # the factor
 
     def complete_factor(self) -> None:
-        """Add what else multiplies gradients: a GradScaler, and BF16_Optimizer, which has no method
-        of its own for it. The factor is final then, and has its inverse."""
+        """Complete :attr:`factor` and set :attr:`inverse`. Two multipliers are added here: the
+        scale of a GradScaler, and the clipping of BF16_Optimizer, which has no method that could be
+        wrapped."""
         if self.scaler is not None and self.scaler._scale is not None:
             unscaled = self.scaler._scale.reciprocal().reshape(())
             self.factor = unscaled if self.factor is None else self.factor * unscaled
@@ -256,12 +265,13 @@ class Seam:
 
     @property
     def _needs_factor(self) -> bool:
-        """Whether the factor is needed even if all gradients are multiplied by it already: for a
-        proof of rows, and for the self-test, which runs before :meth:`open`."""
+        """Whether the factor is needed even if DeepSpeed has already multiplied all gradients by
+        it. Two cases need it: a proof of rows, and the self-test, which runs before
+        :meth:`open`."""
         return self._steps is None or self._steps.proves
 
     def _watch_factor(self, installed: ExitStack) -> None:
-        """Wrap DeepSpeed's own functions that multiply gradients, until ``installed`` is closed."""
+        """Wrap the DeepSpeed functions that multiply gradients, until ``installed`` is closed."""
         if self._is_bare:
             self._wrap(installed, self.engine, "clip_fp32_gradients", self._clip)
         elif hasattr(self.engine.optimizer, deepspeed_versions.UNSCALE):
@@ -280,11 +290,11 @@ class Seam:
         return original(*arguments, **keywords)
 
     def _clip(self, original: Callable[..., Any]) -> Any:
-        # DeepSpeed does not tell how it clips: the norms before and after show it
+        # DeepSpeed does not report its clipping factor, so compare the norms before and after
         if not self._needs_factor:
             return original()
         gradients = [p.grad for group in self.groups for p in group["params"] if p.grad is not None]
-        # which DeepSpeed does not clip
+        # DeepSpeed does not clip sparse gradients
         gradients = [gradient for gradient in gradients if not gradient.is_sparse]
         if not gradients:
             return original()
@@ -297,9 +307,11 @@ class Seam:
 
     @contextmanager
     def stubbed(self, stub: Callable[[], None]) -> Iterator[Callable[[], Any]]:
-        """Wraps the self-test: the inner optimizer's step is ``stub``. Yields the outer one's,
-        which takes a step with the gradients that lie where DeepSpeed keeps them, and moves no
-        weight."""
+        """Replace the inner optimizer's step by ``stub`` during the self-test.
+
+        Yields the outer optimizer's step function. It takes a step with the gradients in
+        DeepSpeed's buffers, but changes no weight.
+        """
         state = self._state
         groups = [
             (group, group["params"], [master.grad for master in group["params"]])
@@ -325,8 +337,8 @@ class Seam:
 
 
 def _with_hooks(optimizer: Any) -> Any:
-    """The optimizer, or the one that it wraps if it has no hooks of its own, as timm's
-    Lookahead."""
+    """Return the optimizer if it supports hooks, else the optimizer that it wraps. timm's
+    Lookahead, for example, supports no hooks."""
     for candidate in (optimizer, *vars(optimizer).values()):
         if isinstance(candidate, torch.optim.Optimizer) and hasattr(
             candidate, "_optimizer_step_pre_hooks"

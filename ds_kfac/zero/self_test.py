@@ -1,11 +1,11 @@
-"""A test at attach that this DeepSpeed keeps gradients where we read and write them: else that is
-an error, not a wrong gradient.
+"""A test at attach that the installed DeepSpeed keeps gradients where we read and write them. If it
+does not, attach raises an error instead of training with wrong gradients.
 
-DeepSpeed's code fills its gradient buffers with known values. Then its optimizer takes a step,
-whose inner optimizer only notes what it would step with. It is taken twice: as it is, and with the
-known gradients sent to the layers' workers, who check them and send back each value plus a little.
-What the inner optimizer notes must be larger by that at the preconditioned elements and unchanged
-elsewhere, in every group.
+DeepSpeed's code fills its gradient buffers with known values. Then the outer optimizer takes two
+steps, in which the inner optimizer only records the gradients that it is given. The first step runs
+without K-FAC. In the second, the gradients are sent to the layers' workers, which check them and
+send each value back with a small constant added. Between the two records, every preconditioned
+element must have grown by this constant, and all others must be equal, in every parameter group.
 """
 
 import zlib
@@ -21,21 +21,22 @@ from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
 
 MODULUS = 113
-"""A prime. A shifted sequence of 1 .. 113 equals the right one nowhere; twice a value, and 3 more,
-is exact in bf16."""
+"""Period of the known values, a prime. A shifted sequence of 1 .. 113 differs from the right one at
+every element. Twice such a value, and up to 3 more than that, is exact in bf16."""
 ADDED = 2.0
 FRACTION = 2.0**-4
-"""Added, too, where results are kept in more than 16 bits: it shows rounding to them."""
+"""Also added where results are kept in more than 16 bits. It is lost if a result is rounded to 16
+bits, so the test notices such rounding."""
 TOLERANCE = 1e-4
-"""Of values that have been multiplied by the loss scale and divided by it, and clipped. An eighth
-of what bf16 rounds."""
+"""Absolute tolerance of values that have been multiplied by the loss scale, divided by it, and
+clipped. It is much smaller than the rounding error of bf16."""
 
 
 def self_test(exchange: GradientExchange, channel: Channel) -> None:
-    """See the module. Collective; leaves no trace.
+    """Run the test that this module describes. Collective; changes nothing.
 
     Raises:
-        RuntimeError: on every rank, naming what does not fit on which rank.
+        RuntimeError: on every rank; the message says what failed on which rank.
     """
     layout = exchange.layout
     headline = (
@@ -48,7 +49,8 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
     errors: list[str] = []
 
     def noting(exchanges: bool) -> list[Tensor]:
-        """What the inner optimizer would step with, of every master in turn."""
+        """Let the outer optimizer take a step. Return the gradient of every master, as the inner
+        optimizer gets it."""
         noted: list[Tensor] = []
 
         def inner_step() -> None:
@@ -83,8 +85,8 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
                 problems.append(f"DeepSpeed stepped {len(before)} tensors, then {len(after)}")
             for group, (noted, with_exchange) in enumerate(zip(before, after, strict=False)):
                 plain = noted.cpu() / factor
-                # known() gives even numbers to K-FAC's parameters, odd ones to others, and padding
-                # has 0
+                # known() gives even numbers to K-FAC's parameters and odd numbers to others;
+                # padding has 0
                 ours = (plain.round() % 2 == 0) & (plain.round() > 0)
                 expected = plain + test.added * ours.float()
                 if not torch.allclose(
@@ -100,7 +102,7 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
 
 
 class _Test:
-    """The values of one test."""
+    """The known values of one test, and the check of a round trip to the workers."""
 
     def __init__(self, exchange: GradientExchange) -> None:
         self.exchange = exchange
@@ -115,22 +117,24 @@ class _Test:
         self.added = ADDED if any(dtype.itemsize == 2 for dtype in dtypes) else ADDED + FRACTION
 
     def known(self, param: nn.Parameter) -> Tensor:
-        """2, 4 .. 226 repeated, starting at a number that depends on the name; 1 more if the
-        parameter is in no layer. fp32 [numel]."""
+        """Return the known gradient of a parameter, fp32 [numel]. Its values are 2, 4 .. 226,
+        repeated, starting at a number that depends on the parameter's name. If the parameter is in
+        no layer, each value is 1 larger."""
         start = zlib.crc32(self.names[id(param)].encode()) % MODULUS
         device = self.layout.engine.device
         values = torch.arange(self.layout._numel(param), device=device, dtype=torch.int32)
-        # in place: a vocabulary's embedding is large
+        # in place, because an embedding of a vocabulary is large
         values = values.add_(start).remainder_(MODULUS).add_(1).mul_(2)
         return values.add_(id(param) not in self.ours).float()
 
     def exchanged(self, channel: Channel) -> list[str]:
-        """Gradients go to their workers and results back. Returns what is wrong. Collective."""
+        """Send gradients to their workers and results back. Return descriptions of the faults.
+        Collective."""
         exchange = self.exchange
         layout = self.layout
         problems: list[str] = []
         exchange.begin()
-        # no rounding on the way, here and back
+        # fp32 in both directions, so that nothing is rounded on the way
         (arrived,) = deliver(
             [replace(exchange.gather_part, dtype=torch.float32)], channel, exchange.device
         )
@@ -156,8 +160,8 @@ class _Test:
 
 
 def _zero3_chunks(layout: ShardLayout) -> list[str]:
-    """Differences between our ZeRO-3 chunks and DeepSpeed's partition of the weights. Gathers every
-    parameter."""
+    """Return descriptions of the differences between our ZeRO-3 chunks and DeepSpeed's partition of
+    the weights. Gathers every parameter."""
     mine = {shard.param: shard for shard in layout.of_parameters.on(layout.rank)}
     problems = []
     for index, param in enumerate(layout.params):

@@ -1,10 +1,11 @@
-"""Plans of gradients: which rank holds which elements, which layer they belong to, and what moves
-to the layer's worker and back. Pure, the same on every rank; ``comm/message.py`` executes them.
+"""Plans for moving gradients: which rank holds which elements, which layer the elements belong to,
+and which of them travel to the layer's worker and back. Plans need no communication and are the
+same on every rank. ``comm/message.py`` executes them.
 
-    part    one of a number of equal parts of a flattened parameter: one expert's of a stack that is
-            one parameter, or one of a large head that is cut (``model/blocks.py``). Most
-            parameters have one part, all of it.
-    shard   what a rank holds of a part, or of a parameter, in one place
+    part    one of several equal parts of a flattened parameter. A stack of experts that is one
+            parameter has a part for each expert; a large head may be cut into parts
+            (``model/blocks.py``). Most parameters have a single part, the whole parameter.
+    shard   a contiguous piece of a part, or of a parameter, that a rank holds in one place
     span    (start, number of elements) in a flattened part or parameter
 """
 
@@ -18,7 +19,8 @@ from ds_kfac.comm.message import Move, RelayoutPlan
 from ds_kfac.model.layers import LayerSpec
 
 FLAT_ALIGNMENT = 2
-"""ZeRO-1/2 pads a group's flat buffer to a multiple of this many elements a rank."""
+"""ZeRO-1/2 pads a group's flat buffer so that each rank's slice has a multiple of this many
+elements."""
 
 
 @dataclass(frozen=True, order=True)
@@ -28,8 +30,8 @@ class Shard:
 
     Attributes:
         param: index of the parameter or part in :attr:`ShardMap.numels`.
-        group: DeepSpeed's parameter group or sub-group that stores it.
-        offset: its first element in that group's storage on ``rank``.
+        group: index of DeepSpeed's parameter group or sub-group that stores the shard.
+        offset: where the shard begins in that group's storage on ``rank``, in elements.
     """
 
     param: int
@@ -57,11 +59,11 @@ class ParameterPart:
 class ShardMap:
     """All shards of the preconditioned parameters, or of parts of them.
 
+    Each element is on exactly one rank if gradients are partitioned, and on all ranks if they are
+    replicated.
+
     Attributes:
         numels: number of elements of each parameter or part.
-
-    Each element is on exactly one rank if gradients are partitioned, on all if
-    they are replicated.
     """
 
     world: int
@@ -94,7 +96,7 @@ class ShardMap:
         return tuple(tuple(sorted(of_one, key=order)) for of_one in shards)
 
     def held(self, params: Sequence[int]) -> tuple[int, ...]:
-        """Elements of ``params`` on each rank."""
+        """Return how many elements of ``params`` each rank holds."""
         held = [0] * self.world
         for param in params:
             for shard in self.of_param[param]:
@@ -105,8 +107,8 @@ class ShardMap:
         return tuple(shard for shard in self.shards if shard.rank == rank)
 
     def cut(self, parts: Sequence[ParameterPart]) -> "ShardMap":
-        """Return the map of some parts, in which ``Shard.param`` is a part's number. A shard of
-        several parts is cut."""
+        """Return the map of the given parts, in which ``Shard.param`` is an index in ``parts``. A
+        shard that covers several parts is cut."""
         shards: list[Shard] = []
         numels = []
         for number, part in enumerate(parts):
@@ -126,8 +128,8 @@ class ShardMap:
 def partition_flat(
     numel: int, param: int, group: int, offset: int, size: int, world: int
 ) -> list[Shard]:
-    """Shards of one parameter that begins at ``offset`` in a flat buffer with ``size`` elements a
-    rank (ZeRO-1/2)."""
+    """Return the shards of a parameter that begins at ``offset`` in a flat buffer of which each
+    rank holds ``size`` elements (ZeRO-1/2)."""
     shards: list[Shard] = []
     for rank in range(world):
         start = max(offset, rank * size)
@@ -140,7 +142,8 @@ def partition_flat(
 
 
 def partition_chunks(numel: int, param: int, group: int, offset: int, world: int) -> list[Shard]:
-    """Shards of one parameter in ``world`` equal chunks, the last ones padded (ZeRO-3)."""
+    """Return the shards of a parameter that is cut into ``world`` equal chunks, the last ones
+    padded (ZeRO-3)."""
     chunk = -(-numel // world)
     return [
         Shard(param, rank * chunk, min(chunk, numel - rank * chunk), rank, group, offset)
@@ -150,12 +153,12 @@ def partition_chunks(numel: int, param: int, group: int, offset: int, world: int
 
 
 def parameter_names(layers: Sequence[LayerSpec]) -> list[str]:
-    """Names of the preconditioned parameters, each once."""
+    """Return the names of the preconditioned parameters, each once."""
     return list(dict.fromkeys(name for layer in layers for name in layer.parameters))
 
 
 def parts_of(layers: Sequence[LayerSpec]) -> tuple[ParameterPart, ...]:
-    """The layers' parts of the parameters in :func:`parameter_names`, layer after layer."""
+    """Return the layers' parts of the parameters in :func:`parameter_names`, layer after layer."""
     place = {name: index for index, name in enumerate(parameter_names(layers))}
     return tuple(
         ParameterPart(place[name], *layer.part) for layer in layers for name in layer.parameters
@@ -163,7 +166,7 @@ def parts_of(layers: Sequence[LayerSpec]) -> tuple[ParameterPart, ...]:
 
 
 def of_layers(layers: Sequence[LayerSpec]) -> Mapping[str, tuple[int, ...]]:
-    """Layer name -> indices of its parts in :func:`parts_of`."""
+    """Return layer name -> indices of the layer's parts in :func:`parts_of`."""
     indices: dict[str, tuple[int, ...]] = {}
     start = 0
     for layer in layers:
@@ -173,14 +176,14 @@ def of_layers(layers: Sequence[LayerSpec]) -> Mapping[str, tuple[int, ...]]:
 
 
 def held_by_layer(layers: Sequence[LayerSpec], shards: ShardMap) -> Mapping[str, tuple[int, ...]]:
-    """Layer name -> number of its gradient's elements on each rank. ``shards``: of
-    :func:`parts_of`."""
+    """Return layer name -> number of elements of the layer's gradient on each rank. ``shards``: the
+    shards of :func:`parts_of`."""
     return {name: shards.held(params) for name, params in of_layers(layers).items()}
 
 
 def plan_gather(shards: ShardMap, workers: Mapping[int, Sequence[int]]) -> RelayoutPlan:
-    """Moves that bring partitioned gradients to their workers, one each. ``workers``:
-    ``Shard.param`` -> ranks."""
+    """Return the moves that bring partitioned gradients to their workers. Each parameter or part
+    goes to its first worker. ``workers``: ``Shard.param`` -> ranks."""
     in_place = {
         (shard.param, shard.start)
         for shard in shards.shards
@@ -195,8 +198,8 @@ def plan_gather(shards: ShardMap, workers: Mapping[int, Sequence[int]]) -> Relay
 
 
 def plan_scatter(shards: ShardMap, workers: Mapping[int, Sequence[int]]) -> RelayoutPlan:
-    """Moves that bring results to every rank that holds a shard: for partitioned gradients the
-    gather's inverse."""
+    """Return the moves that bring results to every rank that holds a shard. For partitioned
+    gradients these are the moves of :func:`plan_gather` in the opposite direction."""
     moves = []
     for shard in shards.shards:
         worker = worker_that_sends_to(workers[shard.param], shard.rank, shards.world)
@@ -206,8 +209,8 @@ def plan_scatter(shards: ShardMap, workers: Mapping[int, Sequence[int]]) -> Rela
 
 
 def worker_that_sends_to(workers: Sequence[int], rank: int, world: int) -> int:
-    """Return the worker from which a rank gets a result: the one in its group of consecutive
-    ranks, maybe itself."""
+    """Return the worker that sends a result to a rank. Ranks form consecutive groups with one
+    worker each; the worker may be the rank itself."""
     return workers[rank // (world // len(workers))]
 
 
@@ -219,13 +222,13 @@ def planned_shards(
     stage: int,
     round_robin: bool = False,
 ) -> ShardMap:
-    """Where DeepSpeed will put the layers' gradients, predicted without an engine.
+    """Predict, without an engine, where DeepSpeed will put the layers' gradients.
 
     Args:
-        groups: the optimizer's parameter groups: (name, elements) of trained parameters, in its
-            order.
-        stage: ZeRO's; 0 if every rank has every averaged gradient. At stage 3 ``Shard.group`` and
-            ``offset``, which depend on its sub-groups, are 0.
+        groups: for each of the optimizer's parameter groups, (name, number of elements) of its
+            trained parameters, in the optimizer's order.
+        stage: ZeRO stage; 0 if every rank has every averaged gradient. At stage 3, ``Shard.group``
+            and ``Shard.offset`` depend on ZeRO's sub-groups and are set to 0.
         round_robin: ``round_robin_gradients`` of ZeRO-1/2.
     """
     place = {name: index for index, name in enumerate(parameter_names(layers))}

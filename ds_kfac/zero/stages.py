@@ -1,14 +1,15 @@
-"""The modes in which a rank holds a part of the gradients, in flat masters. ZeRO steps them one
-after the other.
+"""The engine modes with flat masters, in which a rank steps only its part of the parameters. ZeRO
+steps the masters one after the other.
 
-ZeRO-1/2 and BF16_Optimizer: every parameter group is one flat buffer, cut in equal slices; a rank
-holds the gradient of its slice. ZeRO-3: every parameter is cut in ``world`` equal chunks, the last
-ones padded, and a master is a sub-group's chunks on this rank.
+With ZeRO-1/2 and BF16_Optimizer, every parameter group is one flat buffer that is cut into equal
+slices, and a rank steps its slice. With ZeRO-3, every parameter is cut into ``world`` equal chunks,
+the last ones padded, and a master holds the chunks of one sub-group on this rank.
 
-When ZeRO's first master is stepped, the others' gradients are still raw, as they were reduced:
-without offload as lists of tensors, of which DeepSpeed will make the flat gradient, with offload in
-the masters' ``grad``. A result that fp16 does not hold lies there in fp32: DeepSpeed's
-concatenation promotes types and keeps it so.
+When ZeRO steps its first master, the gradients of the other masters are still raw. Without offload
+they lie in lists of tensors, which DeepSpeed will concatenate to the flat gradient. With offload
+they lie in the masters' ``grad``. In a list, an fp16 gradient is replaced by an fp32 tensor before
+a result is written, because fp16 may not hold the result. DeepSpeed's concatenation promotes dtypes
+and so keeps fp32.
 """
 
 from abc import abstractmethod
@@ -30,8 +31,8 @@ NO_GRADIENTS = (
 
 
 class BF16(ShardLayout):
-    """BF16_Optimizer (stage 1, bf16, fp32 accumulation). Every rank has every averaged gradient,
-    but steps its slice."""
+    """Stage 1 with BF16_Optimizer (bf16 parameters, fp32 accumulation). Every rank has every
+    averaged gradient, but steps only its slice of the parameters."""
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -73,20 +74,20 @@ class BF16(ShardLayout):
 
     @classmethod
     def is_waiting(cls, engine: Any) -> bool:
-        # p.grad does not tell: it stays until the next backward, though it was added to
-        # fp32_groups_gradients long ago
+        # p.grad does not show it: it stays until the next backward pass, although it has already
+        # been added to fp32_groups_gradients
         return any(map(any, engine.optimizer.fp32_groups_has_gradients))
 
 
 class ZeroLayout(ShardLayout):
-    """Common to ZeRO-1/2 and 3.
+    """What ZeRO-1/2 and ZeRO-3 have in common.
 
     Attributes:
-        offloads: see :meth:`offloaded`.
+        offloads: whether DeepSpeed keeps gradients and masters on the host.
     """
 
     OFFLOADS = ""
-    """Name of DeepSpeed's attribute that says whether it offloads."""
+    """Name of the DeepSpeed attribute that says whether it offloads."""
     MASTERS = ""
     """Name of DeepSpeed's list of flat fp32 masters, one for each group."""
 
@@ -97,7 +98,7 @@ class ZeroLayout(ShardLayout):
 
     @classmethod
     def offloaded(cls, optimizer: Any) -> bool:
-        """Whether DeepSpeed keeps gradients and masters on the host."""
+        """Return whether DeepSpeed keeps gradients and masters on the host."""
         return bool(getattr(optimizer, cls.OFFLOADS))
 
     @cached_property
@@ -108,13 +109,18 @@ class ZeroLayout(ShardLayout):
         return dtype(self.optimizer)
 
     def loss_scale(self) -> Tensor | float:
-        # as a float: it may be an int of 2**32 or more, whose square no integer tensor holds
+        # a float, because the scale may be an int of 2**32 or more, and no integer tensor can hold
+        # its square
         return super().loss_scale() if self.grad_scaler else float(self.optimizer.loss_scale)
 
     def begin(self) -> None:
-        """Raise if no backward pass came since the last step: ranks without layers would wait for
-        others. With offload: zero what DeepSpeed left of the last step in buffers of parameters
-        that had no gradient, else our last result would be preconditioned again."""
+        """Check that there are gradients, or with offload drop those of the last step.
+
+        Without offload: raise RuntimeError if there was no backward pass since the last step.
+        Otherwise ranks without layers would wait for the others. With offload: zero the buffers of
+        parameters that had no gradient. DeepSpeed leaves our last result there, and it would be
+        preconditioned again.
+        """
         if not self.offloads:
             if all(own is None for own in self.optimizer.averaged_gradients.values()):
                 raise RuntimeError(NO_GRADIENTS)
@@ -142,19 +148,21 @@ class ZeroLayout(ShardLayout):
 
     @abstractmethod
     def _entry(self, shard: Shard) -> tuple[list[Tensor], int, int]:
-        """Where a raw gradient lies: a list, the place in it, and the first element there."""
+        """Return where a raw gradient lies: a list of tensors, the index of a tensor in the list,
+        and the gradient's first element in that tensor."""
 
-    # self-test: filled by DeepSpeed's own functions
+    # for the self-test: DeepSpeed's own functions fill the buffers
 
     def _note_norm(self, param: Any, known: KnownGradient) -> None:
-        """As DeepSpeed does with offload in a backward pass: it clips by these norms."""
+        """Store the norm of a parameter's gradient, as DeepSpeed does in a backward pass with
+        offload. DeepSpeed clips by these norms."""
         self.optimizer.norm_for_param_grads[self.optimizer.get_param_id(param)] = (
             known(param).double().norm()
         )
 
     def clear(self) -> None:
         if not self.offloads:
-            # the dict itself: DeepSpeed has linked parameters to it
+            # clear the dict, do not replace it: DeepSpeed has linked parameters to it
             self.optimizer.averaged_gradients.clear()
             return
         self.optimizer.norm_for_param_grads.clear()
@@ -163,8 +171,8 @@ class ZeroLayout(ShardLayout):
 
 
 class Stage12(ZeroLayout):
-    """Gradients in DeepSpeedZeroOptimizer's flat buffers: a slice of every parameter group on every
-    rank."""
+    """ZeRO-1/2: DeepSpeedZeroOptimizer keeps a slice of every parameter group's flat buffer on
+    every rank."""
 
     OFFLOADS = "cpu_offload"
     MASTERS = "single_partition_of_fp32_groups"
@@ -196,15 +204,15 @@ class Stage12(ZeroLayout):
         super().begin()
 
     def end(self) -> None:
-        """Link parameters to their optimizer states again: in its first step DeepSpeed does so when
-        only the first group has been stepped, and the others have no states yet."""
+        """Link parameters to their optimizer states again after the first step. DeepSpeed links
+        them when it has stepped only the first group, and the other groups have no states yet."""
         self._linked = self._linked or deepspeed_versions.link_states(self.optimizer)
 
     def _entry(self, shard: Shard) -> tuple[list[Tensor], int, int]:
         gradients = self.optimizer.averaged_gradients
         group = shard.group
         flat = getattr(gradients[group], "flat_partition", None)
-        if flat is not None:  # DeepSpeed reads this buffer, not the list that it is an attribute of
+        if flat is not None:  # DeepSpeed reads this buffer and ignores the list that has it
             gradients[group] = [flat]
         if group not in self._starts:
             *starts, end = accumulate((entry.numel() for entry in gradients[group]), initial=0)
@@ -274,16 +282,15 @@ class Stage12(ZeroLayout):
 
 
 class Stage3(ZeroLayout):
-    """Gradients in DeepSpeedZeroOptimizer_Stage3's partitions: a chunk of every parameter on every
-    rank."""
+    """ZeRO-3: DeepSpeedZeroOptimizer_Stage3 keeps a chunk of every parameter on every rank."""
 
     OFFLOADS = "offload_optimizer"
     MASTERS = "fp32_partitioned_groups_flat"
 
     def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
         super().__init__(engine, *values, **named)
-        self._chunks: list[Tensor] = []  # of the current step
-        # where each of them lies in averaged_gradients
+        self._chunks: list[Tensor] = []  # gradients of the current step
+        # (sub-group, index) in averaged_gradients of each chunk
         self._places = [
             self.position[id(self.params[shard.param])]
             for shard in self.of_parameters.on(self.rank)
@@ -299,7 +306,7 @@ class Stage3(ZeroLayout):
         return shards
 
     def _chunk_start(self, param: Any) -> int:
-        """First element of a parameter's chunk in its master."""
+        """Return where a parameter's chunk begins in its master, in elements."""
         return self.optimizer.grad_position[self.optimizer.get_param_id(param)][1]
 
     def group_index(self, param: nn.Parameter) -> int:
@@ -313,8 +320,8 @@ class Stage3(ZeroLayout):
             self._chunks = [gradients[group][place] for group, place in self._places]
 
     def end(self) -> None:
-        """Clear gradients: DeepSpeed would step a parameter that the next step does not use with
-        its old one."""
+        """Zero the gradients. Otherwise, if the next step does not use a parameter, DeepSpeed would
+        step it with its old gradient."""
         while self._chunks:
             self._chunks.pop().zero_()
 
@@ -325,8 +332,8 @@ class Stage3(ZeroLayout):
 
     @classmethod
     def is_waiting(cls, engine: Any) -> bool:
-        # its buffers do not tell: they keep the last step's gradient until the next backward
-        # overwrites it
+        # the buffers do not show it: they keep the last step's gradient until the next backward
+        # pass overwrites it
         return deepspeed_versions.accumulated_at_stage_3(engine.optimizer)
 
     def install(self, known: KnownGradient) -> None:

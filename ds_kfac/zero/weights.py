@@ -1,7 +1,7 @@
-"""Rescales weights after a step (Osawa et al. 2019, arXiv:1811.12019; SP-NGD), for layers before a
-norm, where the size of a weight only acts as a learning rate:
+"""Rescale weights after a step (Osawa et al. 2019, arXiv:1811.12019; SP-NGD). This is meant for
+layers followed by a norm, where the size of a weight only acts as a learning rate:
 
-    w <- w min(1, sqrt(2 O) / (|w| + 1e-9))        O the first dimension of w: outputs
+    w <- w min(1, sqrt(2 O) / (|w| + 1e-9))        O is the first dimension of w: outputs
 
 DeepSpeed's fp32 masters and the weights that the model computes with are multiplied by the same
 factor. Every rank computes it from the norm of the whole weight, which at stage 3 is summed over
@@ -28,10 +28,10 @@ class WeightRescaling:
     """Rescales linear and convolutional layers.
 
     Args:
-        layers: the layers that the layout's parts belong to, in their order.
+        layers: the layers to which the layout's parts belong, in the order of the parts.
 
     Attributes:
-        weights: numbers of the layout's parts that are rescaled. May be empty: then do not call it.
+        weights: indices of the layout's parts that are rescaled. If empty, do not call the object.
     """
 
     def __init__(self, layout: ShardLayout, layers: Sequence[LayerSpec]) -> None:
@@ -44,16 +44,17 @@ class WeightRescaling:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """Rescale, after an applied step. Collective at stage 3."""
+        """Rescale the weights after an applied step. Collective at stage 3."""
         factors = (self._limits / (self._norms() + SMALLEST)).clamp(max=1.0)
         for part, factor in zip(self.weights, factors.unbind(), strict=True):
             if not self.layout.param_of(part).requires_grad:
-                continue  # frozen since attach: no step moves it
+                continue  # frozen after attach: no step changes it
             for view in (*self._computed_with(part), *self._masters(part)):
                 view.mul_(factor.to(view.device))
 
     def _norms(self) -> Tensor:
-        """Norms of the weights, fp32, each over all ranks."""
+        """Return the norm of each whole weight, fp32 [number of weights]. At stage 3, squares are
+        summed over the chunks of all ranks."""
         if not isinstance(self.layout, Stage3):
             weights = (self.layout.param_of(part).detach().float() for part in self.weights)
             return torch.stack([torch.linalg.vector_norm(weight) for weight in weights])
@@ -65,14 +66,14 @@ class WeightRescaling:
         return squares.sqrt()
 
     def _masters(self, part: int) -> Iterator[Tensor]:
-        """Views of this rank's masters of a weight. None where the inner optimizer steps the
-        parameter itself."""
+        """Yield views of a weight in this rank's masters. Yields nothing if the inner optimizer
+        steps the parameter itself."""
         layout = self.layout
         for shard in layout.shards.of_param[part]:
             if shard.rank != layout.rank or layout.master(shard) is layout.param_of(part):
                 continue
             master = layout.master(shard).data
-            # a master of the weight alone may be stored in another order than its shape, as in
+            # a master that holds only this weight may not be contiguous, for example in
             # channels_last
             if shard.numel == master.numel():
                 yield master
@@ -80,8 +81,8 @@ class WeightRescaling:
                 yield master.view(-1).narrow(0, shard.offset, shard.numel)
 
     def _computed_with(self, part: int) -> list[Tensor]:
-        """The tensors of a weight that the model computes with on this rank: at stage 3 a chunk,
-        and the gathered weight while there is one."""
+        """Return the tensors of a weight with which the model computes on this rank. At stage 3
+        these are the chunk, and the gathered weight while it exists."""
         param = self.layout.param_of(part)
         if not isinstance(self.layout, Stage3):
             return [param.data]
