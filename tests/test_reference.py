@@ -2,13 +2,11 @@
 update rules."""
 
 from functools import partial
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from ds_kfac import reference
 from ds_kfac.reference import KFAC
 from tests import spread
 from tests.close import near
@@ -148,7 +146,3 @@ def test_a_heads_step_on_the_page_sums_to_zero_over_classes(head_is_orthogonaliz
         1e-5 * moved.norm(),
         "five steps lift what is rounded",
     )
-
-
-def test_the_page_is_a_page():
-    assert len(Path(reference.__file__).read_text().splitlines()) <= 160
