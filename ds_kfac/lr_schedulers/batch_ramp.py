@@ -116,8 +116,9 @@ class BatchRamp:
         """Advance after an applied step; DeepSpeed calls this.
 
         Args:
-            args, named: arguments such as a number of samples or a metric. If there are any, the
-                engine's own scheduler is stepped once, with them.
+            args: arguments such as a number of samples or a metric. If there are any, positional or
+                named, the engine's own scheduler is stepped once, with them.
+            named: named arguments.
         """
         if caller_sets_boundaries(self.engine):
             raise RuntimeError(

@@ -220,7 +220,9 @@ class KFACAdamW(torch.optim.Optimizer):
             K-FAC has no layer for have this learning rate, too.
         adam_lr: learning rate of embeddings, norms and biases, and of heads as ``direction.py``
             says; None: 8 lr. A schedule multiplies lr and adam_lr alike.
-        betas, eps, weight_decay: as for torch's AdamW.
+        betas: as for torch's AdamW.
+        eps: as for torch's AdamW.
+        weight_decay: as for torch's AdamW.
         torch_adam: whether to step all other parameters by torch's AdamW, for a machine on which
             DeepSpeed's would have to be compiled.
 
