@@ -171,11 +171,16 @@ def _with_head(
 
     The head is the last layer, if it has the shape of an embedding. A layer in the middle of the
     model that is as wide as an embedding of positions is no head. A head whose weight is tied to
-    the embedding is no layer, and then the last layer has another shape.
+    the embedding is no layer, and then the last layer has another shape. A tensor-parallel head has
+    a part of the words, while a plain embedding beside it has all of them.
     """
     head = layers[-1]
-    shape = (head.G.dim, head.A.dim - (head.bias is not None))
-    if head.kind not in ("Linear", "Conv1D", "ColumnParallelLinear") or shape not in shapes:
+    outputs, inputs = head.G.dim, head.A.dim - (head.bias is not None)
+    if head.kind == "ColumnParallelLinear":
+        is_head = any(words % outputs == 0 and width == inputs for words, width in shapes)
+    else:
+        is_head = head.kind in ("Linear", "Conv1D") and (outputs, inputs) in shapes
+    if not is_head:
         return layers
     return [*layers[:-1], replace(head, makes_words=True)]
 

@@ -199,3 +199,12 @@ class RowParallelLinear(ColumnParallelLinear):
 def test_a_megatron_layer_whose_tensors_are_not_its_shards_is_left_alone(module, words):
     (skipped,) = scan(nn.ModuleDict({"known": nn.Linear(4, 3), "unknown": module})).skipped
     assert skipped.name == "unknown" and words in skipped.reason
+
+
+@pytest.mark.parametrize(("words", "is_head"), [(3, True), (12, True), (13, False)])
+def test_a_shard_of_a_head_is_found_beside_an_embedding_of_all_words(words, is_head):
+    model = nn.Sequential(
+        nn.Embedding(words, 4), nn.Linear(4, 4), ColumnParallelLinear(gather_output=False)
+    )
+    *_, last = scan(model).layers
+    assert last.kind == "ColumnParallelLinear" and last.makes_words is is_head
