@@ -456,6 +456,19 @@ class SummedVector:
         return torch.stack([vectors[rank] for rank in sorted(vectors)]).sum(dim=0)
 
 
+def stacked(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
+    """Return an fp32 vector of scalars on the device and of numbers that the host knows. The
+    numbers are filled in on the device, because a tensor made from a list would be copied from the
+    host."""
+    if not values:
+        return torch.zeros(0, device=device, dtype=torch.float32)
+    numbers = {x for x in values if not isinstance(x, Tensor)}
+    filled = {x: torch.full((), x, device=device, dtype=torch.float32) for x in numbers}
+    return torch.stack(
+        [x.float().reshape(()) if isinstance(x, Tensor) else filled[x] for x in values]
+    )
+
+
 class Scalars:
     """Scalars that each rank sends to all other ranks in a step.
 
@@ -488,14 +501,7 @@ class Scalars:
         Args:
             values: name -> scalar tensor on the device, or a number that the host knows.
         """
-        mine = [values[name] for name in self.names[self.rank]]
-        # filled in on the device, because a tensor made from a list would be copied from the host
-        numbers = {x for x in mine if not isinstance(x, Tensor)}
-        filled = {x: torch.full((), x, device=device, dtype=torch.float32) for x in numbers}
-        scalars = [x.float().reshape(()) if isinstance(x, Tensor) else filled[x] for x in mine]
-        self._sent = (
-            torch.stack(scalars) if scalars else torch.zeros(0, device=device, dtype=torch.float32)
-        )
+        self._sent = stacked([values[name] for name in self.names[self.rank]], device)
         return MessagePart("numbers", self.plan, lambda move: self._sent, torch.float32)
 
     def read(self, received: Arrivals) -> dict[Hashable, Tensor]:

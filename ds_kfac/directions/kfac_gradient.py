@@ -85,13 +85,7 @@ class KFACGradient(Direction):
         inputs: dict[str, Any] = {"damping": self.config.damping.at(context.step)}
         if self.config.preconditioner.eigenvalues == "corrected":
             inputs["terms"] = torch.cat([group.terms for group in self.layer_groups])
-        flag = context.factor_is_zero
-        if flag is not None:
-            inputs["factor_is_zero"] = flag
-        elif self.recorded is not None:
-            # Steps with and without a factor alternate. All of them have this input, so that one
-            # recording fits all.
-            inputs["factor_is_zero"] = 0.0
+        inputs["factor_is_zero"] = context.factor_is_zero
         compute = partial(self._directions, ready, split)
         if self.recorded is None:
             dots, outcome = compute(StepTensors(gradients, self.exchange), **inputs)

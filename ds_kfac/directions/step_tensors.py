@@ -122,7 +122,7 @@ class RecordedStep(Recorded[T]):
         self,
         compute: Callable[..., T],
         gradients: Gradients,
-        inputs: Mapping[str, Tensor | float],
+        inputs: Mapping[str, Tensor | float | None],
         values: Any,
     ) -> T:
         """Run ``compute(step tensors, **inputs)``, or its recording, and send the results.
@@ -130,7 +130,8 @@ class RecordedStep(Recorded[T]):
         Args:
             compute: changes state in place, puts a result for each group, and decides nothing on
                 the host, because a recording does not run the host's code.
-            inputs: values of this step, by the names of the constructor's ``inputs``.
+            inputs: values of this step, by the names of the constructor's ``inputs``. None: 0.
+                So steps with and without the value have one recording.
             values: settings that ``compute`` depends on. If they change, the step is recorded anew.
 
         Returns what ``compute`` returns.
@@ -143,7 +144,7 @@ class RecordedStep(Recorded[T]):
             if isinstance(value, Tensor):
                 places[name].copy_(value)
             else:
-                places[name].fill_(value)
+                places[name].fill_(0.0 if value is None else value)
         rotations = [group.rotation for group in self.groups]
         result = self(partial(compute, tensors, **places), rotations, (*places, values))
         for group in self.groups:

@@ -1,13 +1,12 @@
 """Sums over all layers that travel with a step's results: numbers of the update rule, counts, and
 flags."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ds_kfac.comm.message import Arrivals, Channel, MessagePart, SummedVector
+from ds_kfac.comm.message import Arrivals, Channel, MessagePart, SummedVector, stacked
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.direction import Direction, Outcome, StepContext
 from ds_kfac.metrics import SUMMARY
@@ -73,7 +72,7 @@ class Totals:
                 f"Direction.step gave "
                 f"{len(outcome.numbers)} scalars in Outcome.numbers; make them the same number"
             )
-        vector = _stacked([*outcome.numbers, *self._counts(running)], self.device)
+        vector = stacked([*outcome.numbers, *self._counts(running)], self.device)
         if self.flag_count:
             assert outcome.flags is not None
             flags = torch.zeros(self.flag_count, dtype=torch.float32, device=self.device)
@@ -121,14 +120,3 @@ class Totals:
             summary[_NAMES.index("refresh_failures")].add_(failed)
             summary[-len(UNUSUAL) :].add_(unusual(update.scalars))
         return numbers, summary, flags > 0 if self.flag_count else None
-
-
-def _stacked(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
-    """Return an fp32 vector of scalars on the device and of numbers that the host knows. The
-    numbers are filled in on the device, because a tensor made from a list would be copied from the
-    host."""
-    numbers = {x for x in values if not isinstance(x, Tensor)}
-    filled = {x: torch.full((), x, device=device, dtype=torch.float32) for x in numbers}
-    return torch.stack(
-        [x.float().reshape(()) if isinstance(x, Tensor) else filled[x] for x in values]
-    )

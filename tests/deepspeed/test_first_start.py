@@ -5,6 +5,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import deepspeed
 import pytest
@@ -27,6 +28,23 @@ TORCH_ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 SHM, ADAM = "deepspeed_shm_comm", "fused_adam"
 
 
+def environment_without(*variables: str) -> dict[str, str]:
+    """Return the environment without these variables."""
+    return {key: value for key, value in os.environ.items() if key not in variables}
+
+
+def started(script: Path, environment: dict[str, str], *options: str):
+    """Run a script in a process of its own, with ds_kfac of this checkout."""
+    return subprocess.run(
+        [sys.executable, *options, str(script)],
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
 @pytest.mark.parametrize(
     "optimizer, launched, ops",
     [
@@ -40,24 +58,13 @@ def test_what_will_be_compiled_is_said_before_with_the_remedy(optimizer, launche
     script = tmp_path / "train.py"
     imports, rest = FIRST.replace("OPTIMIZER", repr(optimizer)).split("ds_kfac\n", 1)
     script.write_text(f"{imports}ds_kfac\ndeepspeed.ops.__compatible_ops__['{SHM}'] = True\n{rest}")
-    kept = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in (*RANK_VARIABLES, *OTHER_LAUNCHERS)
-    }
+    kept = environment_without(*RANK_VARIABLES, *OTHER_LAUNCHERS)
     if launched:
         kept |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         kept["MASTER_PORT"] = str(free_port())
-    kept |= {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "CXX": "false"}
+    kept |= {"DS_ACCELERATOR": "cpu", "CXX": "false"}
     kept["TORCH_EXTENSIONS_DIR"] = str(tmp_path / "builds")
-    run = subprocess.run(
-        [sys.executable, str(script)],
-        env=kept,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    run = started(script, kept)
     lines = [line for line in run.stderr.splitlines() if line.startswith("ds_kfac")]
     line = lines[0 if launched else 1]  # without a launcher the first says so
     assert line.startswith(
@@ -104,20 +111,9 @@ ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=conf
 def test_where_a_launchers_variables_are_incomplete_it_is_said_how_to_start(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    kept = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    }
-    kept |= {"PYTHONPATH": str(ROOT), "WORLD_SIZE": "1"}
-    run = subprocess.run(
-        [sys.executable, str(script)],
-        env=kept,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    kept = environment_without("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    kept["WORLD_SIZE"] = "1"
+    run = started(script, kept)
     assert run.returncode == 1
     assert (
         "no launcher has started this process" in run.stderr
@@ -128,18 +124,6 @@ def test_where_a_launchers_variables_are_incomplete_it_is_said_how_to_start(tmp_
 def test_python_without_asserts_attaches(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    kept = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    }
-    command = [sys.executable, "-O", str(script)]
-    run = subprocess.run(
-        command,
-        env=kept | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    kept = environment_without("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    run = started(script, kept | {"DS_ACCELERATOR": "cpu"}, "-O")
     assert run.returncode == 0 and "ds_kfac steps 100%" in run.stderr, run.stderr[-2000:]

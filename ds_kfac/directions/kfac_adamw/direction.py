@@ -164,12 +164,9 @@ class AdamDirection(Direction):
         for index in self.groups_in_use:
             group = context.groups[index]
             self.betas_and_eps[index] = tuple(group["betas"]), group["eps"]
-        flag = context.factor_is_zero
+        inputs = {"factor_is_zero": context.factor_is_zero}
         if self.recorded is None:
-            return self._directions(StepTensors(gradients, self.exchange), flag)
-        # Steps with and without a factor alternate. All of them have this input, so that one
-        # recording fits all.
-        inputs = {"factor_is_zero": 0.0 if flag is None else flag}
+            return self._directions(StepTensors(gradients, self.exchange), **inputs)
         values = [*self.betas_and_eps.values()]
         return self.recorded.step(self._directions, gradients, inputs, values)
 
