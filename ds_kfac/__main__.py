@@ -218,7 +218,8 @@ def must_exist(option: str, path: str | os.PathLike, what: str) -> None:
 def _check_files(arguments: argparse.Namespace) -> None:
     """Raise ValueError if an argument names a file that does not exist, or a module that is not
     installed."""
-    model, data = getattr(arguments, "model", None) or "", getattr(arguments, "data", None) or ""
+    model = getattr(arguments, "model", None) or ""
+    data = getattr(arguments, "data", None) or ""
     if config := getattr(arguments, "config", None):
         must_exist("--config ", config, "a DeepSpeed config")
     if costs := getattr(arguments, "costs", None):
@@ -250,7 +251,7 @@ def _check_files(arguments: argparse.Namespace) -> None:
         ):
             raise ValueError(
                 f"{option} {name}: no module {module}; is it installed, or is its folder in "
-                f"PYTHONPATH?"
+                "PYTHONPATH?"
             )
 
 

@@ -61,7 +61,9 @@ class Metrics:
     """
 
     def __init__(self, device: torch.device, timers: Any = None) -> None:
-        self.timings, self.timers, self.current = False, timers, ""
+        self.timings = False
+        self.timers = timers
+        self.current = ""
         self.counts: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.nu: Tensor | None = None

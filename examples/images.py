@@ -205,8 +205,7 @@ def load(path: str | None, *, per_pixel: bool = False) -> Images:
         else:
             raise ValueError(
                 f"--data {root}: neither a CIFAR folder (python version), an npz file, nor a "
-                f"folder or tar archive "
-                "with train/ and val/ or test/ of class folders"
+                "folder or tar archive with train/ and val/ or test/ of class folders"
             )
     if (found.train.labels.ndim > 1) != per_pixel:
         want = "a label for each pixel" if per_pixel else "a label for each image"
@@ -312,7 +311,7 @@ def _archive(path: Path) -> Images:
                 if max(pixels.shape) > IN_MEMORY:
                     raise ValueError(
                         f"--data {path}: images above {IN_MEMORY} pixels are read one by one: "
-                        f"unpack it"
+                        "unpack it"
                     )
                 part, label, *rest = place.parts[at:]
                 found.setdefault(part, []).append((label, "/".join(rest), pixels))
@@ -324,7 +323,7 @@ def _archive(path: Path) -> Images:
     if "train" not in found or held is None:
         raise ValueError(
             f"--data {path}: has no train/ and {', '.join(name + '/' for name in HELD_OUT)} of "
-            f"images"
+            "images"
         )
     names = sorted({label for label, _, _ in found["train"]})
     parts = []

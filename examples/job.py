@@ -280,8 +280,7 @@ def main(script: str, config: str, arguments: argparse.Namespace, make: Any) -> 
     if "RANK" not in os.environ:
         print(
             "error: no launcher environment (RANK is not set); start with: deepspeed "
-            "--num_accelerators 2 "
-            f"examples/{script} --deepspeed_config configs/{config}",
+            f"--num_accelerators 2 examples/{script} --deepspeed_config configs/{config}",
             file=sys.stderr,
         )
         return 2

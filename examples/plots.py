@@ -126,8 +126,8 @@ def main() -> None:
         losses = [y for y in table["held_out_loss"] if y == y]
         step = 1000 * statistics.median(table["step_seconds"])
         print(
-            f"{run.name:24} {len(table['step']):6d} {losses[-1]:14.4f} "
-            f"{table['seconds'][-1]:8.1f} {step:17.1f}"
+            f"{run.name:24} {len(table['step']):6d} {losses[-1]:14.4f} {table['seconds'][-1]:8.1f} "
+            f"{step:17.1f}"
         )
 
 

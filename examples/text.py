@@ -56,8 +56,7 @@ def load(path: str | None, context: int) -> Corpus:
     if held <= context + 1:
         raise ValueError(
             f"--data {root}: {len(raw):,} bytes in {len(files)} text files is too little; windows "
-            f"of {context} bytes "
-            f"need at least {400 * (context + 2):,}"
+            f"of {context} bytes need at least {400 * (context + 2):,}"
         )
     data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)[: stretch * STRETCHES].view(
         STRETCHES, stretch

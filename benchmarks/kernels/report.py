@@ -46,8 +46,8 @@ def _rounded(value: Any) -> Any:
 def table(rows: Sequence[Row]) -> str:
     """Return markdown: implementations with their speed over each baseline of the same run."""
     lines = [
-        "| op | size | by | median [ms] | quartiles | GB/s | GFLOP/s | of the roofline "
-        "| speed over the library |",
+        "| op | size | by | median [ms] | quartiles | GB/s | GFLOP/s | of the roofline | speed "
+        "over the library |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:

@@ -380,12 +380,16 @@ def refresh_offsets(
     this number modulo the update interval is the step of its captures. The second is the time of
     the slowest rank in the slowest step, in seconds.
     """
-    costs, refresh, update = work.costs, work.refresh_interval, work.update_interval
+    costs = work.costs
+    refresh = work.refresh_interval
+    update = work.update_interval
     steps = refresh // update * update or refresh
     if costs.gpu and steps >= 2 * update:  # all captures are in the same steps
-        capture_steps, distance = 1, update
+        capture_steps = 1
+        distance = update
     else:
-        capture_steps, distance = min(update, steps), 1
+        capture_steps = min(update, steps)
+        distance = 1
     seconds = {
         factor.key: costs.decompose(factor.side, work.method)
         for factor in (*work.factors, *factors)

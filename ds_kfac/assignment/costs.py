@@ -415,7 +415,8 @@ class Work:
         if self.held is not None:
             missing = max(0, layer.numel - self.held[layer.name][rank])
             return self.costs.transfer(2 * ELEMENT_BYTES * missing)
-        nbytes, width = ELEMENT_BYTES * layer.numel, self.world // workers
+        nbytes = ELEMENT_BYTES * layer.numel
+        width = self.world // workers
         within = min(width, self.costs.node_size) - 1
         sends = within * self.costs.transfer(nbytes, within_node=True)
         return sends + (width - 1 - within) * self.costs.transfer(nbytes)
@@ -433,12 +434,10 @@ class Work:
     def loads(self, workers: Workers, eigen_workers: Mapping[str, int]) -> list[float]:
         """Return the seconds per step of every rank. Factors without an eigen worker are left
         out."""
-        loads, sent, received, to_all = (
-            [0.0] * self.world,
-            [0.0] * self.world,
-            [0.0] * self.world,
-            0.0,
-        )
+        loads = [0.0] * self.world
+        sent = [0.0] * self.world
+        received = [0.0] * self.world
+        to_all = 0.0
         for layer in self.layers:
             ranks = workers[layer.name]
             for rank in ranks:
@@ -470,7 +469,8 @@ class Work:
         """Add the cost of a factor to ``loads``, in place: its decomposition on its eigen worker,
         and the transfer of the eigenbasis on sender and receivers."""
         loads[rank] += self.factor[factor.key]
-        near, far = self.travel(factor, within_node=True), self.travel(factor)
+        near = self.travel(factor, within_node=True)
+        far = self.travel(factor)
         node = rank // self.costs.node_size
         sent = {
             user: near if user // self.costs.node_size == node else far for user in users - {rank}

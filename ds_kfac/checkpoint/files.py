@@ -105,7 +105,8 @@ def layer_file(layer: str) -> str:
 
 def factor_file(key: str) -> str:
     """Return the name of a factor's file. ``key``: "<layer>/A" or "<layer>/G"."""
-    layer, side = key[:-2], key[-1]
+    layer = key[:-2]
+    side = key[-1]
     return f"{stem(layer)}.{side}.factor.pt"
 
 

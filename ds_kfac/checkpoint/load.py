@@ -256,7 +256,8 @@ def _warnings(kfac: KFACPreconditioner, header: Header, restarted: Sequence[str]
         keys = [key for key in restarted if key[-1] == side]
         if not keys:
             continue
-        then, now = getattr(header.kinds, side), getattr(kinds, side)
+        then = getattr(header.kinds, side)
+        now = getattr(kinds, side)
         why = "the saved run kept none" if then == now else f"saved: {then}; now: {now}"
         texts.append(
             f"{', '.join(keys)} start empty ({why}); until their first batch arrives the saved "
@@ -296,7 +297,8 @@ def _load_factor(
         raise ValueError(f"{path}: the average of factor {key} has a negative diagonal")
     last = before = None
     if content.history is not None:
-        last, before = content.history.last, content.history.before
+        last = content.history.last
+        before = content.history.before
     return kfac.curvature.factor(saved, content.packed, content.updates, last, before)
 
 
@@ -473,8 +475,8 @@ def _loaded(engine: Any, job: Job, tag_directory: Path, entry: Mapping[str, Any]
         if kfac.config.checkpoint.on_missing == "fresh":
             text = str(error).removeprefix("ds_kfac: ")
             return (
-                f"WARNING: {text}\n  K-FAC starts afresh, without {lost}: expect some steps to "
-                "recover"
+                f"WARNING: {text}\n"
+                f"  K-FAC starts afresh, without {lost}: expect some steps to recover"
             )
         raise CheckpointError(
             f"{error}\nDeepSpeed has loaded weights, optimizer and step. To continue with them "
@@ -517,10 +519,10 @@ def _check_schedule(scheduler: Any, tag_directory: Path) -> None:
     optimizer = getattr(scheduler, "optimizer", None)
     if rates is not None and optimizer is not None and len(rates) != len(optimizer.param_groups):
         raise CheckpointError(
-            f"ds_kfac: the {type(scheduler).__name__} in {tag_directory} has rates of "
-            f"{len(rates)} parameter groups, here it has {len(optimizer.param_groups)}. With "
-            "KFACAdamW a scheduler has the groups that you gave. Load with "
-            "load_lr_scheduler_states=False, and step it to where it was"
+            f"ds_kfac: the {type(scheduler).__name__} in {tag_directory} has rates of {len(rates)} "
+            f"parameter groups, here it has {len(optimizer.param_groups)}. With KFACAdamW a "
+            "scheduler has the groups that you gave. Load with load_lr_scheduler_states=False, and "
+            "step it to where it was"
         )
 
 

@@ -16,9 +16,9 @@ OTHER_GROUPS = "parameter group", "parameter-alignment", "must match the size of
 STAGES = ("stage 0", "stage 1 or 2", "stage 3")
 """ZeRO stages, those with the same kind of checkpoint together."""
 CONVERT = (
-    "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder "
-    '{folder} --output_folder {folder}_universal, and load that with "checkpoint": '
-    '{{"load_universal": true}} in the DeepSpeed config (docs/howto/resume_and_move.md)'
+    "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {folder} "
+    '--output_folder {folder}_universal, and load that with "checkpoint": {{"load_universal": '
+    "true}} in the DeepSpeed config (docs/howto/resume_and_move.md)"
 )
 """Template of a remedy. ``folder``: the tag's."""
 
@@ -149,7 +149,7 @@ def weights_from(load_dir: Path, folder: Path) -> str:
         file = str(folder / "mp_rank_00_model_states.pt")
         return (
             f"import torch; model.load_state_dict(torch.load({file!r}, "
-            f'weights_only=False)["module"])'
+            'weights_only=False)["module"])'
         )
     tag = folder.name.removesuffix("_universal")
     return (

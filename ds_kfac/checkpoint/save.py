@@ -193,7 +193,8 @@ def _write(kfac: KFACPreconditioner, folder: Path) -> Entries:
     state = kfac.state_dict()
     entries: Entries = {}
     for key, factor in state["factors"]["factors"].items():
-        layer, side = key[:-2], key[-2:]
+        layer = key[:-2]
+        side = key[-2:]
         if layer in kfac.saved:
             holds = names[layer] + side
             path = folder / files.factor_file(holds)

@@ -105,6 +105,6 @@ def _blamed(ranks: Sequence[int], number: int) -> list[str]:
             who = ", ".join(map(str, missing))
             return [
                 f"rank {who} did not come: it died (killed, out of memory), or is in another part "
-                f"of the program"
+                "of the program"
             ]
         time.sleep(0.1)

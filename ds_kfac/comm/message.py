@@ -84,7 +84,8 @@ class Channel:
     def __init__(self, group: Any) -> None:
         self._own: OwnGroup | None = own_group(group)
         self.group = self._own.group
-        self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.rank = dist.get_rank(self.group)
+        self.world = dist.get_world_size(self.group)
         self.calls: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
@@ -478,7 +479,8 @@ class Scalars:
     """
 
     def __init__(self, names: Sequence[Sequence[Hashable]], rank: int) -> None:
-        self.names, self.rank = names, rank
+        self.names = names
+        self.rank = rank
 
     @cached_property
     def plan(self) -> RelayoutPlan:

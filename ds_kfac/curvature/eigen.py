@@ -195,7 +195,8 @@ def joined(
     """Return the results of requests from the results of their blocks."""
     results: list[Refreshed] = []
     for index, request in enumerate(requests):
-        side, packed_P = request.factor.side, request.factor.packed_P
+        side = request.factor.side
+        packed_P = request.factor.packed_P
         if side.block < 2:  # a diagonal or an identity, which needs no solver
             values = packed_P.clamp(min=0) if side.block else packed_P.new_ones(side.dim)
             results.append(Refreshed(Eigenbasis((), values), "diagonal"))

@@ -123,7 +123,8 @@ def _columns(x_nbb: Tensor, order_nb: Tensor) -> Tensor:
 
 def _has_last_basis(request: Request) -> bool:
     """Return whether the request has a last basis with the same blocks as the factor."""
-    side, last = request.factor.side, request.last
+    side = request.factor.side
+    last = request.last
     if side.block < 2 or last is None:
         return False
     return [tuple(vectors.shape[:2]) for vectors in last.vectors] == [*map(tuple, side.groups)]

@@ -162,7 +162,8 @@ class _Iterated(_Eigen):
     into each new one."""
 
     solver = f"orthogonal iteration, every {EXACT_EVERY}th time and in the burn-in by eigh"
-    step_flops, exact_every = STEP_FLOPS, EXACT_EVERY
+    step_flops = STEP_FLOPS
+    exact_every = EXACT_EVERY
     decompose = staticmethod(refresh_from_last)
 
 

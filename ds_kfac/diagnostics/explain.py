@@ -93,7 +93,9 @@ class LayerExplanation:
 
     def text(self) -> str:
         """Return all that there is to say, a fact a line."""
-        kfac, layer, schedule = self.kfac, self.layer, self.kfac.plan.schedule
+        kfac = self.kfac
+        layer = self.layer
+        schedule = self.kfac.plan.schedule
         state = self._has()
         if not state:
             state = f"{self._lacks()}; {kfac.rule.facts.without_curvature}"
@@ -141,7 +143,8 @@ class LayerExplanation:
         A layer without a basis is refreshed at its next update. One that is not proven is refreshed
         at the update after the next, which may prove it.
         """
-        timetable, steps = self.curvature.timetable, self.kfac.steps
+        timetable = self.curvature.timetable
+        steps = self.kfac.steps
         keys = [factor.key for factor in self.factors.values()]
         ordinary = [timetable.next_due(key, steps) for key in keys]
         is_repeated = any(key in self.kfac.due.capture for key in keys)
@@ -186,7 +189,7 @@ class LayerExplanation:
         if hook_error:
             texts.append(
                 f"{NO_ROWS.format(hook_error)}, and from the next check of rows on it is without "
-                f"curvature"
+                "curvature"
             )
         for side, factor in self.factors.items():
             step, outcome = self.curvature.log.tried.get(factor.key, (0, FRESH))
@@ -225,7 +228,8 @@ class LayerExplanation:
 
     def _missing(self) -> str:
         """Say why the layer has no basis or inverse."""
-        kfac, name = self.kfac, self.layer.name
+        kfac = self.kfac
+        name = self.layer.name
         if name in kfac.proving.unfit:
             hook_error = kfac.capture.failed.get(name)
             if hook_error:
@@ -247,7 +251,8 @@ class LayerExplanation:
 
     def _not_decomposed(self, factor: FactorSpec) -> str:
         """Say why a factor is not decomposed."""
-        curvature, key = self.curvature, factor.key
+        curvature = self.curvature
+        key = factor.key
         owner = f"rank {self._owner(factor)}"
         step, outcome = curvature.log.tried.get(key, (0, FRESH))
         if outcome == FAILED:
@@ -265,7 +270,8 @@ class LayerExplanation:
 
     def _factor_text(self, factor: FactorSpec) -> str:
         """Say how wide a factor is, where it is kept, and how many updates it has taken."""
-        curvature, key = self.curvature, factor.key
+        curvature = self.curvature
+        key = factor.key
         others = ", ".join(name for name in factor.layers if name != self.layer.name)
         shared = f", one with {others}" if others else ""
         text = f"{factor.side.kind}, {factor.side.dim} wide{shared}; on rank {self._owner(factor)}"

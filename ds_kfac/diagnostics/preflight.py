@@ -29,9 +29,9 @@ COMPILED = "deepspeed_shm_comm"
 NOT_PASSED_ON = (
     "a KFACAdamW was made for {count} of the parameters that this engine trains, but "
     "deepspeed.initialize was not given it. Pass it on as optimizer=. transformers' Trainer drops "
-    "optimizers=(..) under DeepSpeed: give it "
-    'optimizer_cls_and_kwargs=(ds_kfac.KFACAdamW, {{"lr": 1e-3}}), or name KFACAdamW in the '
-    "DeepSpeed config. If the object is not meant to train, delete it before the engine is built"
+    'optimizers=(..) under DeepSpeed: give it optimizer_cls_and_kwargs=(ds_kfac.KFACAdamW, {{"lr": '
+    "1e-3}}), or name KFACAdamW in the DeepSpeed config. If the object is not meant to train, "
+    "delete it before the engine is built"
 )
 NO_RANK = (
     "ds_kfac: no launcher has started this process: RANK is not in its environment, but other "

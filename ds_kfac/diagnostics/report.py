@@ -147,12 +147,13 @@ def summary(
 
 def _details(kfac: KFACPreconditioner) -> list[str]:
     """Return what was configured or chosen, and the tables of a domain."""
-    config, plan = kfac.config, kfac.plan
+    config = kfac.config
+    plan = kfac.plan
     domain = kfac.engine_view.domain.name
     lines = ["", f"{domain}:"] if domain else []
     lines += [
-        f"  deepspeed {deepspeed.__version__}, torch {torch.__version__}; "
-        f"load max/mean {plan.assignment.imbalance:.2f}",
+        f"  deepspeed {deepspeed.__version__}, torch {torch.__version__}; load max/mean "
+        f"{plan.assignment.imbalance:.2f}",
         f"  factors: decay {config.factor.decay}, {config.factor.fisher} Fisher, "
         f"{config.factor.weight_sharing}, {plan.method.words} by {plan.method.solver}",
         f"  products: {kfac.direction.precision}; {_batched(kfac)}",
@@ -245,7 +246,8 @@ def _name(dtype: torch.dtype) -> str:
 
 def _mode(kfac: KFACPreconditioner) -> str:
     """Say how DeepSpeed trains here."""
-    layout, engine = kfac.layout, kfac.layout.engine
+    layout = kfac.layout
+    engine = kfac.layout.engine
     parameters = next(iter(layout.params)).dtype
     is_offloaded = engine.zero_optimization() and engine.zero_cpu_offload()
     offload = ", optimizer offloaded to CPU" if is_offloaded else ""

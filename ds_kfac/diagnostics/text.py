@@ -79,7 +79,8 @@ def _folded_name(pattern: str, numbers: Sequence[Sequence[int]]) -> str:
     """Return a pattern with the ranges of the numbers that rows have in place of each ``#``."""
     texts = []
     for place in zip(*numbers, strict=True):
-        low, high = min(place), max(place)
+        low = min(place)
+        high = max(place)
         texts.append(str(low) if low == high else f"[{low}-{high}]")
     replacements = iter(texts)
     name = re.sub("#", lambda _: next(replacements), pattern)

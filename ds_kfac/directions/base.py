@@ -159,7 +159,7 @@ class UpdateRule(ABC):
             raise ValueError(
                 f'kfac.preconditioner.method "{name}" keeps no eigenbasis, in which '
                 f'{self.optimizer_type or type(self).__name__} steps; use "eigen", or another '
-                f"optimizer"
+                "optimizer"
             )
         self.check(config)
         is_adaptive = "preconditioner" in self.blocks and adaptive(optimizer)

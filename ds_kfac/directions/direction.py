@@ -141,7 +141,8 @@ class Direction:
                 gradient = gradients.pop(layer.name)
                 basis = group.preconditioner(index)
                 moments = group.state(index).moments
-                result, new_moments = gradient, moments
+                result = gradient
+                new_moments = moments
                 if basis is not None:
                     result, new_moments = self.layer(context, layer, gradient, basis, moments)
                 # the largest entry instead of isfinite(): no mask of the matrix's size in memory

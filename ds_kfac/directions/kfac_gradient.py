@@ -133,7 +133,8 @@ class KFACGradient(Direction):
             first = layers.stop
             gradient, _ = tensors.take(group)
             ready_n = group.flags(ready[layers], gradient.device)
-            V, dot = gradient, gradient.new_zeros(group.n)
+            V = gradient
+            dot = gradient.new_zeros(group.n)
             if any(ready[layers]):
                 terms_n = None if terms is None else repeated(terms[layers], group.maps)
                 V, dot, limited = self._precondition(
@@ -184,7 +185,8 @@ class KFACGradient(Direction):
             V, dot = group.preconditioner(0).precondition(
                 of_layer, damping=damping, precision=self.precision
             )
-            V, dot = V.view_as(gradient), dot.view(-1)
+            V = V.view_as(gradient)
+            dot = dot.view(-1)
         elif terms_n is not None:
             norm = norms(gradient.flatten(-2)).float()
             # a norm of NaN leaves the second moments as they are
@@ -338,7 +340,8 @@ def precondition(
     Returns V [n, O, I], and <V, gradient> [n]. The product is computed in the eigenbasis, where it
     is the same.
     """
-    beta_nO, alpha_nI = rotation.values_G, rotation.values_A
+    beta_nO = rotation.values_G
+    alpha_nI = rotation.values_A
     e_nOI = beta_nO[:, :, None] * alpha_nI[:, None, :]
     if damping_kind == "tikhonov":
         e_nOI += damping

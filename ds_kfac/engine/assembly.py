@@ -183,7 +183,8 @@ def _costs(device: torch.device) -> CostModel:
     node_cores = at_once if device.type == "cpu" and node_size > at_once else 0
     are_alike = len(set(gathered((node_size, node_cores)))) == 1
     if not are_alike:
-        node_size, node_cores = 1, 0
+        node_size = 1
+        node_cores = 0
     return replace(
         BUILTIN["cpu" if device.type == "cpu" else "cuda"],
         node_size=node_size,
@@ -247,6 +248,6 @@ def _check_copies(views: Sequence[EngineView], plans: Sequence[Plan]) -> None:
     if views[0].domain.shard[1] > 1 and len(set(gathered(str(plans[0].wire)))) > 1:
         raise ValueError(
             "ds_kfac: the tensor-parallel ranks' shards are so different in size that their plans "
-            "for the layers they "
-            'have copies of differ in the dtype on the wire; set "dtype" in kfac.communication'
+            'for the layers they have copies of differ in the dtype on the wire; set "dtype" in '
+            "kfac.communication"
         )

@@ -52,8 +52,7 @@ _ATTACHED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]]" = (
 )
 NEW = (
     "not stepped by K-FAC, by DeepSpeed at stage 0 in fp32 alone: frozen, or not in the model, at "
-    "attach; freeze "
-    "later, add before (docs/howto/frameworks.md): "
+    "attach; freeze later, add before (docs/howto/frameworks.md): "
 )
 BY_HAND = (
     "optimizer.load_state_dict loads nothing of K-FAC's, which stays as it is here; "
@@ -61,8 +60,7 @@ BY_HAND = (
 )
 BROKEN = (
     "the step raised an error, so parameters, moments and factors are those of no step, as with "
-    "any optimizer: load a "
-    "checkpoint before training goes on"
+    "any optimizer: load a checkpoint before training goes on"
 )
 OUTSIDE = "gradients of other backwards"
 """Key in ``Attachment._warned`` of a warning that the user gets once."""
@@ -90,13 +88,20 @@ class Attachment:
     """
 
     def __init__(self, engine: Any, given: KFACConfig, job: Job, found: Scan) -> None:
-        self.engine, self.given, self.job = engine, given, job
-        self._active, self._warned = True, set[str]()
-        self._reports, self._monitored, self.by_hand = given.report != "none", False, True
-        self._found, self._share = found, share_of(engine.module, found)
+        self.engine = engine
+        self.given = given
+        self.job = job
+        self._active = True
+        self._warned = set[str]()
+        self._reports = given.report != "none"
+        self._monitored = False
+        self.by_hand = True
+        self._found = found
+        self._share = share_of(engine.module, found)
         self._known = {id(p) for p in engine.module.parameters() if p.requires_grad}
         self._captures = [kfac.capture for kfac in job.preconditioners]
-        kfac, config = job.preconditioners[0], job.preconditioners[0].config
+        kfac = job.preconditioners[0]
+        config = job.preconditioners[0].config
         self.sampling = (
             LossSampling(kfac, engine) if config.factor.fisher == "monte_carlo" else None
         )
@@ -145,15 +150,14 @@ class Attachment:
         self.report = report(job.preconditioners, found, given)
 
     def __repr__(self) -> str:
-        rule, kfac = self.preconditioner.rule, self.preconditioner
-        by, steps = (
-            rule.optimizer_type or type(kfac.engine_view.inner).__name__,
-            kfac.metrics.counts["steps"],
-        )
+        rule = self.preconditioner.rule
+        kfac = self.preconditioner
+        by = rule.optimizer_type or type(kfac.engine_view.inner).__name__
+        steps = kfac.metrics.counts["steps"]
         stage = f"ZeRO stage {int(self.engine.zero_optimization_stage())}"
         layers = (
-            f"{len(self._found.layers)} K-FAC layers, {self._share.fraction:.0%} of the "
-            f"trained matrix parameters"
+            f"{len(self._found.layers)} K-FAC layers, {self._share.fraction:.0%} of the trained "
+            "matrix parameters"
         )
         return (
             f"<ds_kfac.Attachment: {by}, {stage}, {layers}, {steps} "
@@ -331,7 +335,7 @@ class Attachment:
         self._captured = self.job.active
         with telling(
             lambda: (
-                f"K-FAC's step "
+                "K-FAC's step "
                 f"({', '.join(part.metrics.current for part in self.job.preconditioners)})"
             )
         ):
@@ -349,7 +353,8 @@ class Attachment:
             rescale()
         engine = self.engine
         if self._captured and engine.monitor.enabled and engine.global_rank == 0:
-            known, self._monitored = self._constants() if self._monitored else {}, True
+            known = self._constants() if self._monitored else {}
+            self._monitored = True
             shown = {
                 PREFIX + name: value for name, value in self.counters().items() if name not in known
             }
@@ -378,7 +383,8 @@ class Attachment:
             added := {id(p) for p in self.engine.module.parameters() if p.requires_grad}
             - self._known
         ):
-            model, self._known = self.engine.module, self._known | added
+            model = self.engine.module
+            self._known = self._known | added
             matrices = sorted(other_matrices(model, Scan((), ())))
             if named := [(name,) for name in matrices if id(model.get_parameter(name)) in added]:
                 warn(NEW + ", ".join(name for name, *_ in folded(named)))
@@ -391,16 +397,15 @@ class Attachment:
             self._warned.add(OUTSIDE)
             logger.warning(
                 f"ds_kfac: rank {self.engine.global_rank}: gradients came through {outside} calls "
-                f"of layers, none of "
-                "them in this engine's own backward, so the factors were not updated. Call "
-                "engine.backward(loss) of "
-                "the engine that owns the loss"
+                "of layers, none of them in this engine's own backward, so the factors were not "
+                "updated. Call engine.backward(loss) of the engine that owns the loss"
             )
 
     def _tell(self) -> None:
         """Warn once about each layer that failed the proof of its rows. The warning is added to the
         report, and rank 0 prints it on standard error."""
-        kfacs, texts = self.job.preconditioners, []
+        kfacs = self.job.preconditioners
+        texts = []
         unfit = {
             name: f"a hook failed: {kfac.capture.failed[name]}"
             if name in kfac.capture.failed
@@ -413,12 +418,10 @@ class Attachment:
             layers = "; ".join(f"{name}: {why}" for name, why in folded(new))
             left = share_of(self.engine.module, self._found, without=unfit).curved_fraction
             texts.append(
-                f"the rows that were seen of these layers do not make up their gradients, so "
-                f"until they do "
-                f"{kfacs[0].rule.facts.without_curvature}: {layers}. With curvature are "
-                f"{left:.0%} of the trained "
-                f"matrix parameters, not {self._share.curved_fraction:.0%} "
-                f"(docs/explanation/capture.md)"
+                "the rows that were seen of these layers do not make up their gradients, so until "
+                f"they do {kfacs[0].rule.facts.without_curvature}: {layers}. With curvature are "
+                f"{left:.0%} of the trained matrix parameters, not "
+                f"{self._share.curved_fraction:.0%} (docs/explanation/capture.md)"
             )
         for text in texts:
             self.report += f"\n  WARNING: {text}"

@@ -49,9 +49,8 @@ _enabled: bool | None = None
 """Set by :func:`enable` and :func:`disable`. None if neither was called; then the environment
 variable ``DS_KFAC`` decides."""
 _unattached: str | None = (
-    "deepspeed.initialize was never called, and K-FAC works in the engines that it makes. Give "
-    "the launcher or the "
-    "trainer a DeepSpeed config"
+    "deepspeed.initialize was never called, and K-FAC works in the engines that it makes. Give the "
+    "launcher or the trainer a DeepSpeed config"
 )
 """The reason why no engine has K-FAC so far. None once an engine has it, or once a config said
 ``"enabled": false``."""
@@ -59,17 +58,16 @@ YES, NO = ("1", "true", "yes", "on"), ds_kfac_startup.NO
 """Valid values of ``DS_KFAC``."""
 NOT_ENABLED = (
     'not attached: the config has a "kfac" block, but deepspeed.initialize ran without '
-    "ds_kfac.enable(). "
-    "Call that before it, start with `python -m ds_kfac run` or with DS_KFAC=1, or "
-    "ds_kfac.attach(engine) now; otherwise this engine trains without K-FAC"
+    "ds_kfac.enable(). Call that before it, start with `python -m ds_kfac run` or with DS_KFAC=1, "
+    "or ds_kfac.attach(engine) now; otherwise this engine trains without K-FAC"
 )
 
 on_attached: list[Callable[[], None]] = []
 """Functions that :func:`initialize` calls once an engine has K-FAC. Integrations add functions
 here, because this module must not import them."""
 NO_MODEL = (
-    "ds_kfac.initialize: model: got {got}; must be a torch.nn.Module: "
-    'initialize(model=model, model_parameters=model.parameters(), config="ds_config.json")'
+    "ds_kfac.initialize: model: got {got}; must be a torch.nn.Module: initialize(model=model, "
+    'model_parameters=model.parameters(), config="ds_config.json")'
 )
 NO_ENGINE = (
     "it takes the engine that deepspeed.initialize returns. For a model call "
@@ -77,8 +75,8 @@ NO_ENGINE = (
 )
 ATTACHED = "ds_kfac: attached already: this call of ds_kfac.attach changes nothing"
 FROZEN = (
-    "ds_kfac: all parameters are frozen: unfreeze what is to be trained, or to evaluate take "
-    "ZeRO stage 0 or 3"
+    "ds_kfac: all parameters are frozen: unfreeze what is to be trained, or to evaluate take ZeRO "
+    "stage 0 or 3"
 )
 NOT_NAMED = (
     'the DeepSpeed config names it nowhere. Set its optimizer to {"type": "KFACAdamW"}, or add a '
@@ -228,8 +226,8 @@ def _attach_or_say_why_not(engine: Any, block: Any, *, wanted: bool) -> None:
         # do not warn if another engine has K-FAC
         if not (without_optimizer(engine) or (enabled() and _unattached is None)):
             warn(
-                f'this engine trains without K-FAC: {NOT_NAMED}. "kfac": {{"enabled": false}} '
-                f"says that it is meant"
+                f'this engine trains without K-FAC: {NOT_NAMED}. "kfac": {{"enabled": false}} says '
+                "that it is meant"
             )
     elif without_optimizer(engine):
         say("ds_kfac: this engine has no optimizer, so it trains nothing: left as it is")
@@ -353,7 +351,8 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
     if problems := refused(of_engine(engine, config, rule.optimizer_type)):
         raise ValueError("ds_kfac cannot attach to this engine:\n  " + "\n  ".join(problems))
     job, found = assembled(engine, config, answers, rule)
-    attachment, _unattached = Attachment(engine, given, job, found), None
+    attachment = Attachment(engine, given, job, found)
+    _unattached = None
     return attachment
 
 

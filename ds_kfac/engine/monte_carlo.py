@@ -124,9 +124,8 @@ class LossSampling:
         if not calls or any(forward not in self._predictions for forward in forwards):
             raise ValueError(
                 'kfac.factor.fisher "monte_carlo": no prediction since the last backward; the '
-                "module named in "
-                "kfac.factor.prediction must be called in every forward, and backward follow each "
-                "forward"
+                "module named in kfac.factor.prediction must be called in every forward, and "
+                "backward follow each forward"
             )
         if self._step != self.kfac.steps:
             self._step = self.kfac.steps

@@ -128,16 +128,16 @@ def of_config(
     """Return the facts of the data-parallel engine that DeepSpeed would build from a config.
     ``stage`` overrides the config's ZeRO stage. Raises ValueError for a stage or a dtype that does
     not exist."""
-    optimizer, zero = block(ds_config, "optimizer"), block(ds_config, "zero_optimization")
-    name, offload = str(optimizer.get("type") or ""), block(zero, "offload_optimizer")
+    optimizer = block(ds_config, "optimizer")
+    zero = block(ds_config, "zero_optimization")
+    name = str(optimizer.get("type") or "")
+    offload = block(zero, "offload_optimizer")
     stage = zero.get("stage", 0) if stage is None else stage
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_optimization.stage: got {stage!r}; must be 0, 1, 2 or 3")
-    parameters, device, autocast = (
-        torch.float32,
-        offload.get("device"),
-        block(ds_config, "torch_autocast"),
-    )
+    parameters = torch.float32
+    device = offload.get("device")
+    autocast = block(ds_config, "torch_autocast")
     for key, dtype in (
         ("fp16", torch.float16),
         ("bf16", torch.bfloat16),
@@ -182,8 +182,7 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     "middle of a step": (
         lambda e: e.engine is not None and is_waiting(e.engine),
         "there is a gradient that no step has taken yet, and it would be lost: attach before the "
-        "first backward of a "
-        "step, or after the engine.step() that ends one",
+        "first backward of a step, or after the engine.step() that ends one",
     ),
     "pipeline of another kind": (
         lambda e: e.pipeline and type(e.engine) is not PipelineEngine,
@@ -230,8 +229,7 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     "sequence parallelism by mesh_param": (
         lambda e: e.engine is not None and e.engine.mesh_device is not None,
         "DeepSpeed does not sum its gradients over the sequence group: pass "
-        "mpu=deepspeed.runtime.sequence_parallel."
-        "parallel_state_sp, or one like it, instead",
+        "mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp, or one like it, instead",
     ),
     "DeepCompile": (
         lambda e: e.deep_compiled,
@@ -261,8 +259,8 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     "torch_autocast fp16 without gradient norms": (
         lambda e: e.stage > 0 and e.autocast is torch.float16 and not e.computes_norms,
-        "each rank would skip overflowed steps on its own: set "
-        "zero_optimization.compute_grad_norm to true",
+        "each rank would skip overflowed steps on its own: set zero_optimization.compute_grad_norm "
+        "to true",
     ),
     "torch_autocast fp16 with ZeRO in this DeepSpeed": (
         lambda e: (
@@ -272,8 +270,7 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
             and deepspeed_versions.skips_by_rank(e.engine.optimizer)
         ),
         "each rank skips a step on its own, for each parameter group, and the others would wait "
-        "for it: use deepspeed "
-        "0.19.8, or bf16",
+        "for it: use deepspeed 0.19.8, or bf16",
     ),
     "torch_autocast fp16 with a fused optimizer": (
         lambda e: (
@@ -286,9 +283,8 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     "an optimizer that is given gradients": (
         lambda e: e.engine is not None and deepspeed_versions.gives_gradients(e.engine.optimizer),
-        "DeepSpeed's legacy fusion and its unfused Lamb step with scaled 16-bit gradients of "
-        "their own: leave "
-        '"legacy_fusion" out, or use another optimizer',
+        "DeepSpeed's legacy fusion and its unfused Lamb step with scaled 16-bit gradients of their "
+        'own: leave "legacy_fusion" out, or use another optimizer',
     ),
     "fp16 at stage 0 in this DeepSpeed": (
         lambda e: e.engine is not None and deepspeed_versions.never_steps(e.engine.optimizer),
@@ -302,8 +298,8 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
             and deepspeed_versions.looks_alone(e.engine.optimizer)
         ),
         "deepspeed 0.17.6 looks for overflow on each rank alone: one would skip a step, and the "
-        "others would wait for "
-        "it. Use another version, ZeRO stage 2, or in bf16 set bf16.check_grad_overflow to false",
+        "others would wait for it. Use another version, ZeRO stage 2, or in bf16 set "
+        "bf16.check_grad_overflow to false",
     ),
     "Adagrad of several parameter groups with ZeRO": (
         lambda e: (
@@ -314,8 +310,7 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
             and len(e.engine.basic_optimizer.param_groups) > 1
         ),
         "DeepSpeed replaces it by one of a single group and would fail at the first step: give it "
-        "one group, or use "
-        "ZeRO stage 0 or another optimizer",
+        "one group, or use ZeRO stage 0 or another optimizer",
     ),
     "Muon": (
         lambda e: "muon" in e.optimizer.lower(),
@@ -328,8 +323,7 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
             and len(set(gathered(socket.gethostname()))) > 1
         ),
         "K-FAC's state is spread over all ranks and is saved to one folder that all of them see: "
-        "set it to false and "
-        "save to a shared file system",
+        "set it to false and save to a shared file system",
     ),
     f"{SAMPLED} with a pipeline": (
         lambda e: e.sampled and e.pipeline,
@@ -337,9 +331,8 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     f"{SAMPLED} at ZeRO stage 3": (
         lambda e: e.sampled and e.stage == 3,
-        "its second backward would fetch weights out of the order that DeepSpeed has recorded: "
-        "use stage 0, 1 or 2, "
-        'or "empirical"',
+        "its second backward would fetch weights out of the order that DeepSpeed has recorded: use "
+        'stage 0, 1 or 2, or "empirical"',
     ),
     f"{SAMPLED} with tensor parallelism": (
         lambda e: e.sampled and e.sharded,
@@ -367,14 +360,12 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
             and len(set(gathered(len(e.engine.optimizer.param_groups)))) > 1
         ),
         "ZeRO-1 computes one norm per group across stages, so it would deadlock: give every stage "
-        "both K-FAC and other "
-        "parameters, or only one kind (kfac.layers.types)",
+        "both K-FAC and other parameters, or only one kind (kfac.layers.types)",
     ),
     "KFACAdamW with AutoTP": (
         lambda e: bool(e.own and e.engine is not None and e.engine.autotp_size() > 1),
         "its parameter groups are made before AutoTP cuts the layers: use another optimizer, or "
-        "layers that are made "
-        "as shards (Megatron's)",
+        "layers that are made as shards (Megatron's)",
     ),
 }
 """Mode or combination -> (function that says whether it applies, why it is refused and what to
@@ -409,8 +400,7 @@ def check_config(config: KFACConfig) -> None:
         if rank is not None:
             raise ValueError(
                 f"ds_kfac: kfac.{key} is not the same on all ranks: {value} on rank 0, "
-                f"{everyone[rank][key]} on rank "
-                f"{rank}. Give every rank one config"
+                f"{everyone[rank][key]} on rank {rank}. Give every rank one config"
             )
 
 

@@ -167,8 +167,8 @@ def described(
     lines = [f"  {share(subject.layers, parameters)}{sharing}"]
     if not subject.trace.units:
         lines.append(
-            "  no forward was traced: no layers are assumed to share their inputs, each sees a "
-            "row a token"
+            "  no forward was traced: no layers are assumed to share their inputs, each sees a row "
+            "a token"
         )
     lines += [*skipped_lines(subject.scan), ""]
     lines.append(
@@ -192,8 +192,7 @@ def factors_lines(subject: Subject, world: int) -> list[str]:
     return [
         "",
         "  A and G of this model by ds_kfac.fit, without training "
-        "(docs/howto/factors_for_other_tools.md): "
-        f"{nbytes} on a rank at most",
+        f"(docs/howto/factors_for_other_tools.md): {nbytes} on a rank at most",
     ]
 
 
@@ -281,7 +280,8 @@ def chosen_lines(chosen: Estimate, assumed: str = "") -> list[str]:
     Args:
         assumed: words that follow the batch in the text if the batch is assumed.
     """
-    plan, memory = chosen.plan, chosen.memory
+    plan = chosen.plan
+    memory = chosen.memory
     state, beside = (number(nbytes.max(), "B") for nbytes in (chosen.state, memory[BESIDE]))
     answer = f"K-FAC takes {state} of state on a rank, at most {beside} beside it in a step"
     if chosen.model is not None:
@@ -289,8 +289,8 @@ def chosen_lines(chosen: Estimate, assumed: str = "") -> list[str]:
         dtype = str(chosen.subject.context.parameters).removeprefix("torch.")
         answer += (
             f"; it adds {chosen.overhead:.1%} to a step of {chosen.rows:,} tokens or images a "
-            f"rank{assumed} in "
-            f"{dtype}{chosen.subject.assumed}, its worst step is {worst:.2f} x the mean"
+            f"rank{assumed} in {dtype}{chosen.subject.assumed}, its worst step is {worst:.2f} x "
+            "the mean"
         )
     lines = ["", f"  {answer}", f"  {chosen.name}: load max/mean {plan.assignment.imbalance:.2f}"]
     lines += [f"  plan: {reason}" for reason in plan.reasons]
@@ -363,7 +363,8 @@ def run(arguments: argparse.Namespace) -> str:
         raise ValueError(
             "kfac.enabled is false: K-FAC adds no cost to such a run; leave the key out to estimate"
         )
-    costs, flops = costs_of(arguments.device, arguments.costs), arguments.device_flops
+    costs = costs_of(arguments.device, arguments.costs)
+    flops = arguments.device_flops
     if flops:
         costs = replace(
             costs, gemm_flops=flops, syrk_flops=flops, product_flops=(), model_flops=0.0
@@ -376,7 +377,9 @@ def run(arguments: argparse.Namespace) -> str:
         node_size=arguments.node_size or 1,
         **link_rates,
     )
-    rows, origin, assumed = arguments.batch_rows, "--batch-rows", ""
+    rows = arguments.batch_rows
+    origin = "--batch-rows"
+    assumed = ""
     if rows is None and trace is not None:
         rows, origin, in_config = batch_units(ds_config, arguments.world, trace.units)
         assumed = "" if in_config else " (assumed: the config has no batch size, give --batch-rows)"
@@ -413,12 +416,10 @@ def check(arguments: argparse.Namespace) -> str:
     ds_config = config_of(arguments.config, arguments.optimizer, arguments.dtype)
     model, _ = build(arguments.model, arguments.lora)
     subject = Subject(model, ds_config)
-    config, rule, optimizer, scanned = (
-        subject.config,
-        subject.rule,
-        subject.context.optimizer,
-        subject.scan,
-    )
+    config = subject.config
+    rule = subject.rule
+    optimizer = subject.context.optimizer
+    scanned = subject.scan
     if find_block(ds_config) is None and rule.optimizer_type is None:
         why = 'has no "kfac" block and its optimizer is not KFACAdamW: it trains without K-FAC'
         raise ValueError(f"{arguments.config} {why}")

@@ -65,13 +65,13 @@ def steps_of(plan: planning.Plan) -> tuple[list[FactorsDue], list[FactorsDue]]:
 
     The adaptive rule is ignored, because it only leaves work out.
     """
-    schedule, timetable = plan.schedule, replace(plan, adaptive=None).timetable()
-    settled, burn_in = (
-        schedule.displaced(max(plan.offsets.values(), default=0)).settled,
-        schedule.burn_in,
-    )
+    schedule = plan.schedule
+    timetable = replace(plan, adaptive=None).timetable()
+    settled = schedule.displaced(max(plan.offsets.values(), default=0)).settled
+    burn_in = schedule.burn_in
     update, refresh = schedule.intervals(settled)
-    early, period = schedule.intervals(0)[1], update * -(-refresh // update)
+    early = schedule.intervals(0)[1]
+    period = update * -(-refresh // update)
     first = range(1, min(burn_in.steps, 2 * early + 1) if burn_in else 1)
     last = range(settled + 2 * period, settled + 3 * period)
     return [*map(timetable.due, first)], [*map(timetable.due, last)]
@@ -148,8 +148,12 @@ class Estimate:
     def __init__(
         self, subject: Subject, costs: rates.CostModel, world: int, rows: int | None = None
     ) -> None:
-        self.subject, self.costs, self.world, self.rows = subject, costs, world, rows
-        self.shards, self.rule = subject.shards(world), subject.rule
+        self.subject = subject
+        self.costs = costs
+        self.world = world
+        self.rows = rows
+        self.shards = subject.shards(world)
+        self.rule = subject.rule
         plan = subject.plan(self.shards, costs, rows)
         # make_plan has chosen for this process's device. Choose again, for a GPU with TF32.
         if costs.gpu:
@@ -160,10 +164,15 @@ class Estimate:
                 precision=precision,
                 batched=planning.batched(torch.device("cuda"), plan.method),
             )
-        self.plan, self.name, roles = plan, subject.strategy(plan.workers, world), plan.assignment
-        self.factors, self.homes, self.workers = roles.factors, roles.eigen_workers, roles.workers
+        self.plan = plan
+        self.name = subject.strategy(plan.workers, world)
+        roles = plan.assignment
+        self.factors = roles.factors
+        self.homes = roles.eigen_workers
+        self.workers = roles.workers
         self.exchange = ExchangePlan(self.shards, plan.layers, self.workers)
-        wire, method = plan.wire, plan.method
+        wire = plan.wire
+        method = plan.method
         self.delivery = Delivery(
             self.factors,
             self.homes,
@@ -178,8 +187,10 @@ class Estimate:
             self.factors, self.homes, plan.contributors, wire, plan.bucket_bytes
         )
         self._gradients = self._moved(self.exchange.gather, plan.gradient_dtypes[0])
-        self.every, none = frozenset(factor.key for factor in self.factors), frozenset[str]()
-        self.plain, self.update = self._traffic(none, none), self._traffic(self.every, none)
+        self.every = frozenset(factor.key for factor in self.factors)
+        none = frozenset[str]()
+        self.plain = self._traffic(none, none)
+        self.update = self._traffic(self.every, none)
         self.refresh = self._traffic(self.every, self.every)
         self._mean_step()
 
@@ -193,10 +204,8 @@ class Estimate:
     def _traffic(self, captured: Keys, arriving: Keys) -> StepTraffic:
         """Return the traffic of a step that captures the factors ``captured`` and delivers new
         eigenbases of the factors ``arriving``."""
-        payload, calls = (
-            np.zeros((len(KINDS), self.world, self.world), np.int64),
-            np.zeros(len(KINDS), np.int64),
-        )
+        payload = np.zeros((len(KINDS), self.world, self.world), np.int64)
+        calls = np.zeros(len(KINDS), np.int64)
         delivered = (message for message, _ in self._delivered(captured, arriving))
         for message in (
             *self._sums(captured, self.reduction),
@@ -256,7 +265,8 @@ class Estimate:
         over a row of ranks: those of the direction, those of the metrics, and a flag per layer if
         the rule needs flags."""
         flags = len(self.plan.layers) if self.rule.flags(self.plan.config) else 0
-        count, results = self.rule.numbers + len(SUMMARY) + flags, self.exchange.scatter
+        count = self.rule.numbers + len(SUMMARY) + flags
+        results = self.exchange.scatter
         numbers = self._numbers([count] * self.world, len(self.plan.rows[0]))
         return [
             ("results", self._moved(results, self.plan.gradient_dtypes[1])),
@@ -293,7 +303,8 @@ class Estimate:
     @cached_property
     def memory(self) -> Mapping[str, np.ndarray]:
         """Kind -> bytes [W], once all factors and eigenbases exist."""
-        plan, groups = self.plan, self._layer_groups
+        plan = self.plan
+        groups = self._layer_groups
         nbytes_of = plan.assignment.work.bytes_of(self.workers, self.homes)
         memory = {kind: np.array(nbytes_of[kind]) for kind in STATE if kind in nbytes_of}
         # Layers that are stepped in one batch have copies of their eigenvectors in stacks. Each
@@ -329,13 +340,13 @@ class Estimate:
             self._buffers(message)[1] for message, _ in self._delivered(self.every, self.every)
         ]
         (sent, gathers), (_, scatters) = self._buffers(self._gather), self._buffers(self._scatter)
-        gathered, results = (
-            np.maximum(gathers, gathers - sent + gathered),
-            np.maximum(results, scatters),
-        )
+        gathered = np.maximum(gathers, gathers - sent + gathered)
+        results = np.maximum(results, scatters)
         peaks += [gathered, working, results]
         memory["messages"] = np.max([under_way, gathers, scatters, *delivers], axis=0)
-        memory["gradients"], memory["results"], memory["workspace"] = gathered, results, working
+        memory["gradients"] = gathered
+        memory["results"] = results
+        memory["workspace"] = working
         memory[BESIDE] = np.max(peaks, axis=0) + recorded
         return {kind: nbytes.astype(np.int64) for kind, nbytes in memory.items()}
 
@@ -357,7 +368,8 @@ class Estimate:
     def _refreshed(self, due: FactorsDue) -> np.ndarray:
         """Return the most bytes [W] that a step holds at a time, from its decompositions until the
         new eigenbases are in use."""
-        plan, keys = self.plan, due.refresh
+        plan = self.plan
+        keys = due.refresh
         held = self._on_homes(lambda factor: self._basis[factor.key], keys)
         peaks = [held]
         for message, brought in self._delivered(due.capture, keys):
@@ -453,7 +465,8 @@ class Estimate:
             alone = (
                 {group[0].name for group in groups if len(group) == 1} & held if finished else set()
             )
-            done, most = 0, 0
+            done = 0
+            most = 0
             for chunk, nbytes in self.rule.facts.workspace(plan, groups):
                 nbytes -= sum(FP32 * layer.numel for layer in chunk if layer.name in alone)
                 before = left
@@ -479,14 +492,17 @@ class Estimate:
     def _mean_step(self) -> None:
         """Set the means over a period."""
         (_, steps), seconds = steps_of(self.plan), dict[FactorsDue, dict[str, float]]()
-        costs, method = self.costs, self.plan.method
+        costs = self.costs
+        method = self.plan.method
         # gradients are copied once when they are gathered, and results once when they are written
         copies = self._on_workers(lambda layer: 4 * FP32 * layer.numel / costs.copy_bytes)
         precondition = self._on_workers(self._precondition)
-        payload, calls = np.zeros_like(self.plain.payload), np.zeros_like(self.plain.calls)
+        payload = np.zeros_like(self.plain.payload)
+        calls = np.zeros_like(self.plain.calls)
         for step, times in Counter(steps).items():
             traffic = self._traffic(step.capture, step.refresh)
-            payload, calls = payload + times * traffic.payload, calls + times * traffic.calls
+            payload = payload + times * traffic.payload
+            calls = calls + times * traffic.calls
             # KINDS begins with the factors
             reduce = travel(costs, traffic.payload[0], traffic.calls[0])
             moved = travel(costs, traffic.payload[1:].sum(axis=0), traffic.calls[1:].sum())
@@ -505,10 +521,8 @@ class Estimate:
         self.stages = {
             stage: sum(each[stage] for each in of_steps) / len(of_steps) for stage in STAGES
         }
-        self.seconds, self.worst = (
-            sum(self.stages.values()),
-            max(sum(each.values()) for each in of_steps),
-        )
+        self.seconds = sum(self.stages.values())
+        self.worst = max(sum(each.values()) for each in of_steps)
         # 2 FLOPs per multiplication in the forward pass, 4 in the backward pass
         flops = 6.0 * self.subject.forward * (self.rows or 0)
         self.model = flops / (costs.model_flops or costs.gemm_flops) if flops else None
@@ -531,12 +545,10 @@ class Estimate:
     def flops(self) -> Mapping[str, np.ndarray]:
         """Stage -> FLOPs [W]: to capture every factor once, to decompose every factor once, and to
         precondition one step."""
-        method, config, facts, half = (
-            self.plan.method,
-            self.plan.config,
-            self.rule.facts,
-            self._half,
-        )
+        method = self.plan.method
+        config = self.plan.config
+        facts = self.rule.facts
+        half = self._half
         return {
             "capture": self._captures(self.every),
             "refresh": self._on_homes(lambda factor: rates.decompose_flops(factor.side, method)),
@@ -547,10 +559,12 @@ class Estimate:
 
     def _captures(self, keys: Keys) -> np.ndarray:
         """Return the FLOPs [W] to capture the factors ``keys`` in one step."""
-        plan, layers = self.plan, {layer.name: layer for layer in self.plan.layers}
+        plan = self.plan
+        layers = {layer.name: layer for layer in self.plan.layers}
 
         def flops(factor: rates.FactorSpec) -> int:
-            layer, members = layers[factor.layers[0]], len(planning.rows_from(factor, layers))
+            layer = layers[factor.layers[0]]
+            members = len(planning.rows_from(factor, layers))
             rows = round((self.rows or 0) * self.subject.trace.rows_of(layer) * members)
             if isinstance(LAYERS[layer.kind], Convolution) and plan.config.factor.rows != "all":
                 dims = int(layer.kind[-2])

@@ -131,7 +131,8 @@ class Trace(TorchFunctionMode):
                 if len(shape) == 3:
                     outputs = shape[-1] if layout.transposed else shape[-2]
                     self._stacks[id(weight)] = f"{name}.{parameter}".lstrip("."), shape[0], outputs
-        shared, handles = SharedInputs(modules), []
+        shared = SharedInputs(modules)
+        handles = []
 
         def called(
             name: str, module: nn.Module, inputs: tuple, named: Mapping[str, Any], output: Any
@@ -158,8 +159,8 @@ class Trace(TorchFunctionMode):
         except Exception as problem:
             raise ValueError(
                 f"{type(model).__name__} does not run on its example inputs "
-                f"({type(problem).__name__}: {problem}); "
-                "give others, or none: without them no layers are assumed to share their inputs"
+                f"({type(problem).__name__}: {problem}); give others, or none: without them no "
+                "layers are assumed to share their inputs"
             ) from problem
         finally:
             for handle in handles:
@@ -225,7 +226,9 @@ class Subject:
         stage: int | None = None,
         trace: Trace | None = None,
     ) -> None:
-        self.ds_config, self.trace, self.rule = ds_config, trace or Trace(), rule_in(ds_config)
+        self.ds_config = ds_config
+        self.trace = trace or Trace()
+        self.rule = rule_in(ds_config)
         written = find_block(ds_config)
         optimizer = str(block(ds_config, "optimizer").get("type") or "")
         self.user_config = parse({} if written is None else written)
@@ -235,8 +238,7 @@ class Subject:
         if block(ds_config, "tensor_parallel").get("autotp_size", 0) not in (0, 1):
             problems.append(
                 "tensor_parallel.autotp_size: the estimator knows data parallelism only: take it "
-                "out, and give the "
-                "data-parallel ranks as the world"
+                "out, and give the data-parallel ranks as the world"
             )
         if problems:
             raise ValueError("; ".join(problems))
@@ -249,7 +251,8 @@ class Subject:
             )
         scanned = scan(model, self.rule.scanned(self.config))
         self.layers = self.rule.cut(self.config, scanned.layers)
-        self.model, self.scan = model, replace(scanned, layers=self.layers)
+        self.model = model
+        self.scan = replace(scanned, layers=self.layers)
         groups = [list(model.parameters())]
         if self.rule.optimizer_type is not None:
             groups = [group["params"] for group in split_groups(model, self.scan, None)]
@@ -286,8 +289,8 @@ class Subject:
         if not unknown or self.context.parameters is not torch.float32:
             return ""
         return (
-            f' (assumed: {" and ".join(unknown)} {"are" if unknown[1:] else "is"} "auto", '
-            f"--dtype says which)"
+            f' (assumed: {" and ".join(unknown)} {"are" if unknown[1:] else "is"} "auto", --dtype '
+            "says which)"
         )
 
     def strategy(self, workers: int, world: int) -> str:
@@ -337,7 +340,8 @@ def _forward(model: nn.Module, trace: Trace) -> float:
     """Return the number of multiplications per unit in the forward pass: parameter elements times
     rows per unit. The look-up of an embedding costs nothing. A head that shares the embedding's
     weight is counted."""
-    total, counted = 0.0, set[int]()
+    total = 0.0
+    counted = set[int]()
     for name, module in model.named_modules():
         parameters = (
             {}
@@ -380,8 +384,7 @@ def build(name: str, lora: int | None = None) -> tuple[nn.Module, tuple[Any, ...
     if not library or not attribute:
         raise ValueError(
             f"model {name}: give module:factory, a function that returns a model, such as "
-            f"my_models:gpt; or hf:PATH, a "
-            "config.json of transformers"
+            "my_models:gpt; or hf:PATH, a config.json of transformers"
         )
     try:
         module = importlib.import_module("transformers" if library == "hf" else library)
@@ -427,7 +430,7 @@ def _of_transformers(transformers: Any, path: str) -> Any:
     if not os.path.exists(path):
         raise ValueError(
             f"model hf:{path}: no such file or folder; give a model's config.json, nothing is "
-            f"downloaded"
+            "downloaded"
         )
     try:
         config = transformers.AutoConfig.from_pretrained(path)

@@ -186,7 +186,8 @@ def table(factors: Factors) -> list[str]:
     """Return the lines of a table with a row for each layer."""
     rows: list[Row] = [("layer", "[O, I]", "rows", "A rank", "A cond", "G rank", "G cond")]
     for layer in list(factors)[:SHOWN]:
-        A, G = factors.side(layer, "A"), factors.side(layer, "G")
+        A = factors.side(layer, "A")
+        G = factors.side(layer, "G")
         count = f"{factors.count(layer, 'A'):,.0f}" if factors.has(layer, "A") else ""
         cells = [layer, f"{G.dim:,} x {A.dim:,}", count]
         for side, shape in (("A", A), ("G", G)):

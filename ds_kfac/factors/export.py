@@ -59,7 +59,8 @@ def export(
                 keys = {side: names[spec.key] for side, spec in specs.items()}
                 layers[kfac.names[layer.name]] = files.described(layer, keys)
             for key, factor in kfac.curvature.factors.items():
-                layer_name, side = key[:-2], key[-1]
+                layer_name = key[:-2]
+                side = key[-1]
                 is_exported = side in sides and layer_name in kfac.saved
                 if is_exported and float(factor.updates) > 0:
                     tensors[names[key]] = factor.packed_P.to(dtype)
@@ -138,7 +139,8 @@ def _owned_factors(kfac: KFACPreconditioner, factors: Factors) -> dict[str, Kron
     saved_fisher = factors.header["fisher"]
     owned = {}
     for key, spec in kfac.curvature.specs.items():
-        layer, side = kfac.names[spec.layers[0]], key[-1]
+        layer = kfac.names[spec.layers[0]]
+        side = key[-1]
         saved_side = factors.side(layer, side)
         if saved_side != spec.side:
             text = f"{side} is {saved_side}, of this model and config {spec.side}"

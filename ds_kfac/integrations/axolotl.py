@@ -20,8 +20,8 @@ class KFACPlugin(BasePlugin):
     def pre_model_load(self, cfg: Any) -> None:
         if not cfg.deepspeed:
             raise ValueError(
-                "KFACPlugin: K-FAC works with DeepSpeed only: set deepspeed: ds_config.json in "
-                "the YAML"
+                "KFACPlugin: K-FAC works with DeepSpeed only: set deepspeed: ds_config.json in the "
+                "YAML"
             )
         enable()
 

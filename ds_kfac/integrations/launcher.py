@@ -60,8 +60,8 @@ def check_script(arguments: Sequence[str]) -> None:
 
 def missing(script: str) -> str:
     return (
-        f"{script}: no such file in {os.getcwd()}; give the script's path, and before it "
-        f"arguments of the launcher"
+        f"{script}: no such file in {os.getcwd()}; give the script's path, and before it arguments "
+        "of the launcher"
     )
 
 

@@ -105,10 +105,9 @@ def run(arguments: argparse.Namespace) -> str:
     series = read(source)
     if not series:
         raise ValueError(
-            f"{source}: no csv_monitor, tensorboard or trainer_state.json logs; enable one of "
-            f"them in the "
-            'DeepSpeed config, such as "csv_monitor": {"enabled": true, "output_path": "runs", '
-            '"job_name": "kfac"}'
+            f"{source}: no csv_monitor, tensorboard or trainer_state.json logs; enable one of them "
+            'in the DeepSpeed config, such as "csv_monitor": {"enabled": true, "output_path": '
+            '"runs", "job_name": "kfac"}'
         )
     folder = arguments.out or (source if source.is_dir() else source.parent)
     folder.mkdir(parents=True, exist_ok=True)
@@ -159,7 +158,7 @@ def _numbers(path: Path, *, alone: bool) -> Iterator[tuple[str, float, float]]:
     elif alone:
         raise ValueError(
             f"{path}: not a trainer_state.json, .csv or events.out.tfevents file; name the run's "
-            f"folder"
+            "folder"
         )
 
 
@@ -193,7 +192,8 @@ def lines(series: Series, question: Question) -> Series:
             continue
         label = name if question.whole else name[match.end() :] or "all"
         if "elapsed_time_ms" in name:
-            label, points = f"{label}{OF_DEEPSPEED}", [(x, value / 1e3) for x, value in points]
+            label = f"{label}{OF_DEEPSPEED}"
+            points = [(x, value / 1e3) for x, value in points]
         elif question.grows:
             points = per_step(points, steps)
         if points:

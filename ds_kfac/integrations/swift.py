@@ -23,7 +23,8 @@ class KFACOptimizerCallback(OptimizerCallback):
     swift's arguments."""
 
     def create_optimizer(self, model: Any = None) -> KFACAdamW:
-        args, model = self.args, self.trainer.model if model is None else model
+        args = self.args
+        model = self.trainer.model if model is None else model
         decays = set(self.trainer.get_decay_parameter_names(model))
         trained = {
             name: parameter

@@ -70,15 +70,16 @@ class BatchRamp:
 
     def _refusal(self) -> str | None:
         """Return why this engine cannot have this ramp; None if it can."""
-        engine, at = self.engine, self.at
+        engine = self.engine
+        at = self.at
         most_doublings = max(0, int(math.log2(self.largest / self.first)))
         if not most_doublings:
             return f"largest is {self.largest}, but the batch is {self.first} and doubles"
         if not at:
             return (
                 "give at, the numbers of samples after which the batch doubles, as at=[2_000, "
-                "4_000]; ramps by the "
-                "noise scale were removed in 0.2 because they lost to these (docs/notes/batches.md)"
+                "4_000]; ramps by the noise scale were removed in 0.2 because they lost to these "
+                "(docs/notes/batches.md)"
             )
         if list(at) != sorted(set(at)) or len(at) > most_doublings:
             return (
@@ -123,9 +124,8 @@ class BatchRamp:
         if caller_sets_boundaries(self.engine):
             raise RuntimeError(
                 "ds_kfac: BatchRamp: the caller decides where a step ends "
-                "(set_gradient_accumulation_boundary), so the "
-                "batch would not grow, but DeepSpeed would divide the loss as if it did; train "
-                "without a ramp"
+                "(set_gradient_accumulation_boundary), so the batch would not grow, but DeepSpeed "
+                "would divide the loss as if it did; train without a ramp"
             )
         self._take_over()
         # some schedulers compute the next learning rate from the current one: without our factor
@@ -230,9 +230,8 @@ class BatchRamp:
         if ramp and ramp["batch"] % self._micro_batch:
             raise ValueError(
                 f"ds_kfac: BatchRamp: the checkpoint's batch is {ramp['batch']} samples, which "
-                f"{self._micro_batch} (a "
-                "micro-batch of all ranks) does not divide: load it with another number of ranks "
-                "or train_micro_batch_size_per_gpu"
+                f"{self._micro_batch} (a micro-batch of all ranks) does not divide: load it with "
+                "another number of ranks or train_micro_batch_size_per_gpu"
             )
         if self.inner is not None and schedule:
             self.inner.load_state_dict(schedule)

@@ -358,8 +358,8 @@ class Capture:
             logger.warning(
                 f"ds_kfac: {', '.join(group)} had one input in the first captured step, and have "
                 f"several in step {self.step}: the factor A that they share has the rows of all of "
-                f"them. If their inputs differ for good, exclude some of these layers "
-                f"(kfac.layers.exclude)"
+                "them. If their inputs differ for good, exclude some of these layers "
+                "(kfac.layers.exclude)"
             )
         for key in self.keys:
             counts = self._sum(key).counts
@@ -475,9 +475,11 @@ class Capture:
             if not isinstance(output, Tensor) or not output.requires_grad:
                 return
             if isinstance(module, nn.modules.conv._ConvNd):
-                leading, channels = None, output.shape[1]
+                leading = None
+                channels = output.shape[1]
             else:
-                leading, channels = tuple(output.shape[:-1]), output.shape[-1]
+                leading = tuple(output.shape[:-1])
+                channels = output.shape[-1]
             number = output.numel() // max(1, channels)
             rows = self._rows(name, leading, number, len(output))
             if rows is not None:
@@ -552,7 +554,8 @@ class Capture:
         names = ("stride", "padding", "dilation", "groups")
         if product.window != tuple(getattr(module, name, None) for name in names):
             return
-        layer_type, output = LAYERS[layer.kind], product.output
+        layer_type = LAYERS[layer.kind]
+        output = product.output
         number = layer_type.rows(product.x, output)
         rows = self._rows(layer.weight, None, number, len(output))
         if rows is not None:
@@ -762,7 +765,9 @@ class Capture:
 
     def _add_input(self, complete: Input) -> None:
         """Add an input to the sum of A."""
-        call, x, alive = complete.call, complete.x, complete.alive
+        call = complete.call
+        x = complete.x
+        alive = complete.alive
         A = self.inputs.key(call.layer)
         counts = alive if call.kind.images else kept_rows(x, complete.with_gradient, call.mask)
         self.rows.add_inputs(call, x, counts, alive, self._sum(A), stride=self.keys[A])
@@ -968,8 +973,8 @@ class Capture:
         self.failed[layer.name] = f"{type(error).__name__}: {error}"
         logger.warning(
             f"ds_kfac: the rows of {layer.name or '(model)'} ({layer.kind}) are not known: its "
-            f"factors stay as they are, and from the next check of rows on it is without "
-            f"curvature: {self.failed[layer.name]}"
+            "factors stay as they are, and from the next check of rows on it is without curvature: "
+            f"{self.failed[layer.name]}"
         )
         for key in (self.inputs.key(layer), layer.keys[1]):
             self.sums.pop(key, None)

@@ -308,8 +308,8 @@ class TransposedConvolution(Convolution):
         name = self.overridden(module)
         if name is not None:
             return (
-                f"{type(module).__name__} overrides {self.kind.__name__}.{name}, so its "
-                f"patches are unknown"
+                f"{type(module).__name__} overrides {self.kind.__name__}.{name}, so its patches "
+                "are unknown"
             )
         if any(map(ge, module.output_padding, module.stride)):
             return "its output_padding is not below its stride"

@@ -279,7 +279,7 @@ class Conv1D(Linear):
         if len(shape) != 2 or shape[1] != module.nf:
             return (
                 f"named Conv1D, but its weight {shape} is not [in, nf={module.nf}] as in "
-                f"transformers"
+                "transformers"
             )
         return None
 
@@ -316,7 +316,7 @@ class _Shard(Linear):
         if not hasattr(module, self.shape) or getattr(module, "weight", None) is None:
             return (
                 f"named {self.name}, but without {self.shape} and a weight of its own, as "
-                f"Megatron's have"
+                "Megatron's have"
             )
         for owner in (module, getattr(module, "config", None)):
             for flag in ("sequence_parallel", "sequence_parallel_enabled"):

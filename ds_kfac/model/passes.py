@@ -96,9 +96,9 @@ class BackwardPass:
             nearest = next(layer for layer, alive in self.alive.items() if alive)
         if not self._fits(examples, rows.forward, nearest):
             raise ValueError(
-                f'"weight_sharing": "reduce" takes the first dimension for the examples, but here '
+                '"weight_sharing": "reduce" takes the first dimension for the examples, but here '
                 f"that is {examples}, and {self._examples[rows.forward, nearest][0]} in {nearest}, "
-                f"the layer nearest to the loss"
+                "the layer nearest to the loss"
             )
 
     def _fits(self, examples: int, forward: Forward, layer: str) -> bool:

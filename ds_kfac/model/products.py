@@ -349,7 +349,8 @@ class Products(TorchFunctionMode):
         group_ends = None
         if "grouped" in name:
             group_ends = kwargs.get("offs", args[2] if len(args) > 2 else None)
-        alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
+        alpha = kwargs.get("alpha", 1)
+        beta = kwargs.get("beta", 1)
         how = _How(
             is_left=is_left,
             scale=alpha,
@@ -461,7 +462,8 @@ class Products(TorchFunctionMode):
             first_output, first_input = divmod(start, I)
         elif (O == 1 or stride_O == 1) and (I == 1 or stride_I == all_outputs):
             transposed = True
-            first_output, first_input = start, 0
+            first_output = start
+            first_input = 0
         else:
             return None
         if numel % I or first_input or first_output + O > all_outputs:
@@ -664,10 +666,12 @@ def gradient_to_rows(
         front: dimension of the output that numbers a stack's matrices. It is moved to the front.
         scale: factor on the gradient, such as addmm's alpha.
     """
-    shape, stride = output.shape, output.stride()
+    shape = output.shape
+    stride = output.stride()
     base = output._base
     node_output = base if base is not None and base.numel() == output.numel() else output
-    node_shape, node_stride = node_output.shape, node_output.stride()
+    node_shape = node_output.shape
+    node_stride = node_output.stride()
     offset = output.storage_offset() - node_output.storage_offset()
     is_view = node_output is not output
 

@@ -158,8 +158,8 @@ class RowCheck:
             )
         else:
             text = (
-                f"its gradient is not that of the rows of {self.calls} calls: another use "
-                f"was not seen"
+                f"its gradient is not that of the rows of {self.calls} calls: another use was not "
+                "seen"
             )
             if self.hooked:
                 text += ", or a hook on its parameters changes the gradient"
@@ -234,7 +234,8 @@ class Proof:
             gradient: the gradient of the call's output [.., O], or images.
             others: whether another engine's backward pass brought the gradient.
         """
-        layer, layer_type = call.layer, call.kind
+        layer = call.layer
+        layer_type = call.kind
         if layer.name not in self._index:
             return
         u_nOK, v_nIK = self._pairs(layer)
@@ -264,7 +265,8 @@ class Proof:
 
     def _projected(self, call: Call, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Return v . a and u . g for a call's rows, each fp32 [.., n K]."""
-        layer, layer_type = call.layer, call.kind
+        layer = call.layer
+        layer_type = call.kind
         u_nOK, v_nIK = self._pairs(layer)
         # without the last entry, which multiplies the 1 of the bias
         weights_nIK = v_nIK if layer.bias is None else v_nIK[:, :-1]

@@ -134,7 +134,8 @@ class BatchNorm(_ImageNorm):
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         if module.training or module.running_mean is None:
             return nn.functional.batch_norm(x, None, None, training=True, eps=module.eps)
-        mean, variance = module.running_mean.float(), module.running_var.float()
+        mean = module.running_mean.float()
+        variance = module.running_var.float()
         return nn.functional.batch_norm(x, mean, variance, eps=module.eps)
 
 

@@ -153,7 +153,8 @@ class RowSums:
             batch: the sum.
             stride: one row in so many is taken.
         """
-        layer, layer_type = call.layer, call.kind
+        layer = call.layer
+        layer_type = call.kind
         bias = layer.bias is not None
         with self._stage():
             if isinstance(layer_type, Convolution):
@@ -218,7 +219,8 @@ class RowSums:
             scale: the loss scale, a number or a scalar on the device.
             stride: one row in so many is taken.
         """
-        layer, layer_type = call.layer, call.kind
+        layer = call.layer
+        layer_type = call.kind
         with self._stage():
             if self.weight_sharing == "expand" and isinstance(layer_type, Convolution):
                 patches = layer_type.gradient_patches(call.module, gradient)
@@ -275,7 +277,8 @@ def pairs(call: Call, x: Tensor, gradient: Tensor, kept: Tensor) -> tuple[Tensor
         kept = kept.expand(x.shape[:-1])
     else:
         gradient = layer_type.gradient_rows(call.module, x, gradient)
-    x_NTI, g_NTO = by_example(x).float(), by_example(gradient).float()
+    x_NTI = by_example(x).float()
+    g_NTO = by_example(gradient).float()
     if call.layer.bias is not None:
         x_NTI = torch.cat([x_NTI, torch.ones_like(x_NTI[..., :1])], dim=-1)
     return torch.where(kept.reshape(*x_NTI.shape[:2], 1), x_NTI, 0.0), g_NTO

@@ -47,9 +47,9 @@ def prediction_tensor(output: Any) -> Tensor:
     if not isinstance(tensor, Tensor) or tensor.ndim == 0:
         got = "a scalar, a loss" if isinstance(tensor, Tensor) else type(output).__name__
         raise ValueError(
-            f'kfac.factor.fisher "monte_carlo": the model returns no prediction to draw labels '
-            f"from (got {got}); name the module that computes it in kfac.factor.prediction, or set "
-            f"engine.kfac.sampler"
+            'kfac.factor.fisher "monte_carlo": the model returns no prediction to draw labels from '
+            f"(got {got}); name the module that computes it in kfac.factor.prediction, or set "
+            "engine.kfac.sampler"
         )
     return tensor
 

@@ -160,7 +160,7 @@ def _check_patterns(key: str, patterns: Sequence[str], names: Iterable[str]) -> 
         if not any(re.search(pattern, name) for name in names):
             raise ValueError(
                 f"kfac.layers.{key}: pattern {pattern!r} matches no module with parameters; names "
-                f"look like: " + ", ".join(names[:6])
+                "look like: " + ", ".join(names[:6])
             )
 
 
@@ -175,7 +175,8 @@ def _with_head(
     a part of the words, while a plain embedding beside it has all of them.
     """
     head = layers[-1]
-    outputs, inputs = head.G.dim, head.A.dim - (head.bias is not None)
+    outputs = head.G.dim
+    inputs = head.A.dim - (head.bias is not None)
     if head.kind == "ColumnParallelLinear":
         is_head = any(words % outputs == 0 and width == inputs for words, width in shapes)
     else:
@@ -273,7 +274,7 @@ class _Scanner:
             if not is_product and self.choice.gradients:
                 return (
                     f"{type(module).__name__} overrides {kind}.{method}, and does not convolve "
-                    f"with its weight alone"
+                    "with its weight alone"
                 )
             if not is_product:
                 # without A the direction needs the gradient alone, which is right whatever the
@@ -320,8 +321,8 @@ class _Scanner:
             return None
         if not self.choice.gradients:
             return (
-                "its factor needs output gradients, which kfac.factor.fisher "
-                '"activations_only" does not collect'
+                'its factor needs output gradients, which kfac.factor.fisher "activations_only" '
+                "does not collect"
             )
         return "only one of its weight and bias is trained" if has_frozen_bias else None
 
@@ -437,7 +438,8 @@ class _Scanner:
         leader = f"{stack.name}.0"
         if takes_tokens and twins:
             leader = twins[0].name
-        O, I = stack.G.dim, stack.A.dim - (stack.bias is not None)  # noqa: E741
+        O = stack.G.dim  # noqa: E741
+        I = stack.A.dim - (stack.bias is not None)  # noqa: E741
         share_A = self.choice.shares and (takes_tokens or I > O) and stack.A.block > 0
         experts = []
         for index in range(count):

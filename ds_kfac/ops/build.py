@@ -215,7 +215,7 @@ def wanted_architectures(environment: Mapping[str, str]) -> list[str]:
         if parts is None or int(parts[1]) < 8:
             raise BuildError(
                 f'TORCH_CUDA_ARCH_LIST has "{entry}"; expected capabilities from 8.0 on, such as '
-                f'"8.0;9.0"'
+                '"8.0;9.0"'
             )
         suffix = "a" if parts[1] == "9" else parts[3]
         names[f"{parts[1]}{parts[2]}{suffix}"] = None

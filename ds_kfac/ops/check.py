@@ -127,17 +127,13 @@ def probes(op: str, dtype: torch.dtype) -> list[Call]:
     """Return the calls with which an op is checked, as (arguments, options) on the CPU."""
     sides = [side for _, side in SIDES]
     numels = [packed_numel(side) for side in sides]
-    squares, starts, end = (
-        [(x := _whole(side, side)) + x.T for side in sides],
-        [3, 7 + numels[0]],
-        9 + sum(numels),
-    )
+    squares = [(x := _whole(side, side)) + x.T for side in sides]
+    starts = [3, 7 + numels[0]]
+    end = 9 + sum(numels)
     averages, sums = ([_whole(numel, seed=seed) for numel in numels] for seed in range(2))
     fp32: Any = {"dtype": torch.float32, "device": "cpu"}
-    counts, updates = (
-        [torch.tensor(3.0, **fp32)] * 2,
-        [torch.tensor(float(k), **fp32) for k in range(2)],
-    )
+    counts = [torch.tensor(3.0, **fp32)] * 2
+    updates = [torch.tensor(float(k), **fp32) for k in range(2)]
     calls: dict[str, list[Call]] = {
         "symmetric_pack_into_": [
             ((torch.zeros(end, dtype=dtype, device="cpu"), starts, squares), {})
@@ -147,14 +143,10 @@ def probes(op: str, dtype: torch.dtype) -> list[Call]:
     }
     for rows, side in SIDES:
         x, first, second = (_whole(rows, side, seed=seed) for seed in range(3))
-        gradient, moments = (
-            x.expand(2, -1, -1).clone(),
-            (torch.stack([first, x]), torch.stack([second, first]).abs()),
-        )
-        updates_n, flags = (
-            torch.tensor([7.0, 3.0], **fp32),
-            torch.tensor([True, False], device="cpu"),
-        )
+        gradient = x.expand(2, -1, -1).clone()
+        moments = (torch.stack([first, x]), torch.stack([second, first]).abs())
+        updates_n = torch.tensor([7.0, 3.0], **fp32)
+        flags = torch.tensor([True, False], device="cpu")
         out = torch.zeros(2, rows, side, **fp32)
         apart = torch.zeros(2, rows * side + 8, **fp32)[:, 8:].unflatten(1, (rows, side))
         norm, size, target, full = torch.tensor(
@@ -303,7 +295,8 @@ def check_alive(device: torch.device) -> None:
 def identity(device: torch.device) -> str:
     """Return a hash of everything that a check's result depends on: the sources of the ops,
     versions, driver and GPU."""
-    digest, sources = hashlib.sha256(), list[Path]()
+    digest = hashlib.sha256()
+    sources = list[Path]()
     with suppress(build.BuildError):  # an installation without them has no CUDA ops
         sources += build.source_folder().iterdir()
     for file in sorted([*(build.PACKAGE / "ops").rglob("*.py"), *sources]):

@@ -47,16 +47,16 @@ class CudaOps:
     OPS = ("symmetric_pack_into_", "symmetric_unpack_from", "ema_update_")
 
     def __init__(self, library: ctypes.CDLL, device_type: str = "cuda"):
-        self._library, self.device_type = library, device_type
+        self._library = library
+        self.device_type = device_type
         for name, signature in _SIGNATURES.items():
             function = self._function(name)
-            function.argtypes, function.restype = (
-                [_TYPES[letter] for letter in signature],
-                ctypes.c_int,
-            )
+            function.argtypes = [_TYPES[letter] for letter in signature]
+            function.restype = ctypes.c_int
         for name in ("error_name", "error_text"):
             function = self._function(name)
-            function.argtypes, function.restype = [ctypes.c_int], ctypes.c_char_p
+            function.argtypes = [ctypes.c_int]
+            function.restype = ctypes.c_char_p
 
     def symmetric_pack_into_(
         self, out: Tensor, starts: Sequence[int], matrices_DD: Tensors
@@ -72,7 +72,7 @@ class CudaOps:
                 )
             if x_DD.dtype != torch.float32 or (dim > 1 and x_DD.stride(1) != 1):
                 raise NotMadeFor(
-                    f"symmetric_pack_into_: expected fp32 matrices with contiguous rows, got "
+                    "symmetric_pack_into_: expected fp32 matrices with contiguous rows, got "
                     f"{describe(x_DD)}"
                 )
         strides = integers([x_DD.stride(0) for x_DD in matrices_DD])
@@ -116,16 +116,14 @@ class CudaOps:
         updates: Tensors,
         decays: Sequence[float],
     ) -> Tensor:
-        numels, tensors = (
-            [average_P.numel() for average_P in averages_P],
-            [*averages_P, *sums_P, *counts, *updates],
-        )
+        numels = [average_P.numel() for average_P in averages_P]
+        tensors = [*averages_P, *sums_P, *counts, *updates]
         lengths = {len(averages_P), len(sums_P), len(counts), len(updates), len(decays)}
         if len(lengths) > 1 or numels != [sum_P.numel() for sum_P in sums_P]:
             raise ValueError(
                 f"ema_update_: averages of {numels} elements, sums of "
-                f"{[sum_P.numel() for sum_P in sums_P]}, "
-                f"{len(counts)} counts, {len(updates)} updates, {len(decays)} decays"
+                f"{[sum_P.numel() for sum_P in sums_P]}, {len(counts)} counts, {len(updates)} "
+                f"updates, {len(decays)} decays"
             )
         if wide := [scalar for scalar in (*counts, *updates) if scalar.numel() != 1]:
             raise ValueError(
@@ -187,7 +185,7 @@ class CudaOps:
             if start < 0 or dim < 0 or start + packed_numel(dim) > flat.numel():
                 raise ValueError(
                     f"{op}: a triangle of side {dim} at {start} is outside of {flat.numel()} "
-                    f"elements"
+                    "elements"
                 )
 
 

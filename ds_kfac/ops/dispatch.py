@@ -104,7 +104,7 @@ def use(
         if backend is not None and backend in choice.missing:
             raise ValueError(
                 f'kfac.ops.backend "{backend}" cannot run here: {choice.missing[backend]}; null '
-                f"chooses one that can"
+                "chooses one that can"
             )
         _requested = backend
         _choices.clear()
@@ -150,7 +150,8 @@ def _choose(backend: str | None, device: str, without: Mapping[str, str]) -> Bac
                 )
     compiled = {op: entry for op, entry in ops.items() if entry[0] != "torch"}
     for op, why in (faults(compiled, torch.device(device)) if compiled else {}).items():
-        missing[op], ops[op] = why, ("torch", getattr(functional, op))
+        missing[op] = why
+        ops[op] = ("torch", getattr(functional, op))
     return BackendChoice({op: ops[op] for op in OPS}, missing)
 
 

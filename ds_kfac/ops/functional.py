@@ -194,8 +194,8 @@ def check_syrk(sum_P: Tensor, x_ND: Tensor, kept: Tensor | None, bias: bool) -> 
     numel = packed_numel(dim + bias)
     if sum_P.dtype != torch.float32 or sum_P.shape != (numel,):
         raise ValueError(
-            f"syrk_accumulate_: sum_P must be fp32 of shape ({numel},) for rows of {dim}"
-            f"{' and a bias' if bias else ''}, got {sum_P.dtype} {tuple(sum_P.shape)}"
+            f"syrk_accumulate_: sum_P must be fp32 of shape ({numel},) for rows of "
+            f"{dim}{' and a bias' if bias else ''}, got {sum_P.dtype} {tuple(sum_P.shape)}"
         )
     check_kept("syrk_accumulate_", x_ND, kept)
 
@@ -294,7 +294,8 @@ def adam_step_(
     beta1, beta2 = in_fp32(betas)
     k = (updates_n + 1)[:, None, None]
     usable = usable_n[:, None, None].to(k.dtype)
-    weight_in_first, weight_in_second = (1 - beta1) * usable, (1 - beta2) * usable
+    weight_in_first = (1 - beta1) * usable
+    weight_in_second = (1 - beta2) * usable
     power = beta1**k
     of_first = beta1 / (1 - beta1 * power) * usable
     of_x = (1 - beta1) / (1 - power)
@@ -364,7 +365,8 @@ def finish_direction_(
     zero = ~(used_n & (norm_n < math.inf))  # NaN is not below infinity
     parts = len(x_nOI) // len(out_nOI)
     if len(out_nOI) == 1:  # equal blocks or the groups of a convolution: all are scaled at once
-        parts, out_nOI = 1, out_nOI.view(x_nOI.shape)
+        parts = 1
+        out_nOI = out_nOI.view(x_nOI.shape)
     for part, out_part in enumerate(out_nOI.chunk(parts, dim=1)):
         part_scale, part_zero = (of_matrix[part::parts, None, None] for of_matrix in (scale, zero))
         for out, x in in_chunks(out_part, x_nOI[part::parts]):

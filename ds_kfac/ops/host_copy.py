@@ -8,7 +8,8 @@ class HostCopy:
     """A copy that starts when the object is made. :meth:`tolist` waits for it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._values, self._event = tensor, None
+        self._values = tensor
+        self._event = None
         if tensor.is_cuda:
             self._values = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(
                 tensor, non_blocking=True

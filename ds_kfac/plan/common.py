@@ -101,7 +101,8 @@ def own_inputs(
     by_cost: dict[float, list[str]] = {}  # bytes of own As over moments' -> owners
     costs: dict[str, int] = {}
     for leader, sharing in mixtures.items():
-        A, count = sharing[0][0].A, len(sharing[0])
+        A = sharing[0][0].A
+        count = len(sharing[0])
         costs[leader] = (count - 1) * (packed_bytes(A) + basis_bytes(A, method))
         moment_bytes = sum(4 * moments * layer.numel for stack in sharing for layer in stack)
         by_cost.setdefault(costs[leader] / max(1, moment_bytes), []).append(leader)
@@ -126,7 +127,8 @@ def own_inputs(
         replace(layer, shares=shares[layer.name]) if layer.name in shares else layer
         for layer in layers
     )
-    limit, left = f"{bound / world / 1e6:,.0f} MB a rank", sum(costs.values()) - taken
+    limit = f"{bound / world / 1e6:,.0f} MB a rank"
+    left = sum(costs.values()) - taken
     reasons = []
     if with_own:
         reasons.append(

@@ -104,7 +104,8 @@ class Plan:
     def rows(self) -> tuple[tuple[int, ...], ...]:
         """Groups of ranks that exchange their results. The ranks of one group are together the
         gradient workers of every layer exactly once."""
-        world, width = self.assignment.world, self.assignment.world // self.workers
+        world = self.assignment.world
+        width = self.assignment.world // self.workers
         return tuple(tuple(range(start, start + width)) for start in range(0, world, width))
 
     @property
@@ -154,16 +155,15 @@ class Plan:
         ranks have used their layers. The numbers of rows are lowered, as if each rank had so few
         that twice as many ranks are needed.
         """
-        layers, wanted = {layer.name: layer for layer in self.layers}, self.config.factor.rows
+        layers = {layer.name: layer for layer in self.layers}
+        wanted = self.config.factor.rows
         rows = dict(observations.rows or {})
         for factor in self.assignment.factors:
             count = self.contributors.counts.get(factor.key)
             if factor.key in keys and count is not None and not isinstance(wanted, str):
                 names = rows_from(factor, layers)
-                here, few = (
-                    sum(rows.get(name, 0.0) for name in names),
-                    roles.needed(factor, wanted) / (2 * count),
-                )
+                here = sum(rows.get(name, 0.0) for name in names)
+                few = roles.needed(factor, wanted) / (2 * count)
                 rows |= {name: rows.get(name, 0.0) * min(1.0, few / here) for name in names}
         return replace(observations, rows=rows)
 
@@ -333,8 +333,8 @@ def _assignment(
         if fraction is not None and counts != (1,):
             raise ValueError(
                 f"kfac.assignment.gradient_worker_fraction is {fraction}, but this ZeRO stage "
-                f"partitions gradients: several workers would each gather the whole gradient, and "
-                f"one would send the pieces back. Set it to null, or use ZeRO stage 0"
+                "partitions gradients: several workers would each gather the whole gradient, and "
+                "one would send the pieces back. Set it to null, or use ZeRO stage 0"
             )
         counts = (1,)
     assignments: dict[int, roles.Assignment] = {}
@@ -384,7 +384,7 @@ def _contributors(
         need = f"{roles.ROWS_PER_COLUMN} rows per column" if wanted is None else f"{wanted} rows"
         reasons.append(
             f"in a factor update {need} count (factor.rows), of as few ranks as have them in the "
-            f"first one"
+            "first one"
         )
     return roles.Contributors(work.world, work.costs.node_size, counts, facts.sequence)
 

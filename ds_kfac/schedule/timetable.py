@@ -215,9 +215,11 @@ class Schedule:
         captures = step >= walked.captures[-1] + update
         refreshes = captures and step >= walked.refreshes[-1] + refresh
         # `start` is the first step of the phase that contains the step: the burn-in, or the rest
-        start, offset = self.burnt_in, self.offset
+        start = self.burnt_in
+        offset = self.offset
         if step < start:
-            start, offset = 0, self._offset_in_burn_in()
+            start = 0
+            offset = self._offset_in_burn_in()
         if start <= step <= start + offset:
             update_at_start, _ = self.intervals(start)
             first_capture = start + offset % update_at_start
@@ -285,7 +287,8 @@ def next_interval(
 def _first(reached: Callable[[int], bool], step: int) -> int:
     """Return the first step from ``step`` on for which ``reached`` is true. It must be true for all
     later steps, too."""
-    low, high = step - 1, step
+    low = step - 1
+    high = step
     while not reached(high):
         low, high = high, high + 2 * (high - low)
     while high - low > 1:
@@ -522,7 +525,8 @@ class Timetable:
         ignored."""
         self.clocks = dict.fromkeys(self.keys, _Clock())
         self._cached = self._unread = None
-        self.captured, self.skipped = state.get("captured", 0), state.get("skipped", 0)
+        self.captured = state.get("captured", 0)
+        self.skipped = state.get("skipped", 0)
         if self.adaptive:
             saved = state.get("factors", {})
             self.clocks |= {
@@ -530,7 +534,8 @@ class Timetable:
             }
 
     def _due(self, step: int) -> FactorsDue:
-        capture, refresh = set[str](), set[str]()
+        capture = set[str]()
+        refresh = set[str]()
         adapts = self.adaptive and step >= self._adaptive_from
         for schedule, group in self._groups:
             due = schedule.due(step)
@@ -538,7 +543,8 @@ class Timetable:
                 capture |= group
                 refresh |= group if due.refresh else frozenset()
             elif due.capture:
-                captures, refreshes = schedule.captures(step), schedule.refreshes(step)
+                captures = schedule.captures(step)
+                refreshes = schedule.refreshes(step)
                 for key in group:
                     clock = self.clocks[key]
                     if captures - schedule.captures(clock.captured) >= clock.interval:

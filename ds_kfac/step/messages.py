@@ -263,7 +263,8 @@ class Sharing:
     """
 
     def __init__(self, inputs: SharedInputs, channel: Channel) -> None:
-        self.inputs, self.channel = inputs, channel
+        self.inputs = inputs
+        self.channel = channel
         self.updates: (
             tuple[HostCopy, tuple[tuple[str, ...], Tensor | None], Collection[str]] | None
         ) = None

@@ -15,14 +15,13 @@ below a head that is initialized with zeros need four captures to get one."""
 NAMED = 3
 """Most layers that a warning names."""
 WITHOUT = (
-    "stepped without curvature, for {} updates of theirs in a row: {}; "
-    "engine.kfac.explain(name) says why"
+    "stepped without curvature, for {} updates of theirs in a row: {}; engine.kfac.explain(name) "
+    "says why"
 )
 FROZEN = (
     "weights were frozen at the last {} updates, so their factors stay as they are: {}. If other "
-    "steps train "
-    "them, as of two nets that are frozen in turn, choose kfac.factor.update_interval so that it "
-    "meets all turns"
+    "steps train them, as of two nets that are frozen in turn, choose kfac.factor.update_interval "
+    "so that it meets all turns"
 )
 
 
@@ -78,8 +77,7 @@ class LayerWarner:
                 self._warned.add(name)
                 logger.warning(
                     f"ds_kfac: gradients of {name or '(model)'} were left out, {int(count)} so "
-                    f"far: their norm exceeds "
-                    "1e15, which Adam's second moment would not recover from. Its weights were "
-                    "not touched in these "
-                    'steps; "gradient_clipping" in the DeepSpeed config bounds gradients'
+                    "far: their norm exceeds 1e15, which Adam's second moment would not recover "
+                    'from. Its weights were not touched in these steps; "gradient_clipping" in the '
+                    "DeepSpeed config bounds gradients"
                 )

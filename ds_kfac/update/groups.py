@@ -246,7 +246,8 @@ class LayerGroup:
             place = self._place(index)
             _copy_basis_(place.A, A)
             _copy_basis_(place.G, G)
-            A, G = place.A, place.G
+            A = place.A
+            G = place.G
         elif is_stacked and self.prepared[index]:
             # the layer had a basis and has lost it: from now on it is rotated by the identity
             place = self._place(index)
@@ -265,7 +266,8 @@ class LayerGroup:
         """Return a layer's views of the stacked eigenbases. The stacks are allocated at the first
         call."""
         if self._stacked is None:
-            layer, count = self.layers[0], len(self.layers)
+            layer = self.layers[0]
+            count = len(self.layers)
             identity = LayerBasis(_identity(layer.G, self.device), _identity(layer.A, self.device))
             self._stacked = Rotation.of([identity] * count, self.precision, maps=self.maps)
             # the rotation of a single layer uses the tensors of its basis, not copies

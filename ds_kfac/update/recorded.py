@@ -104,7 +104,7 @@ class Recorded(Generic[T]):
                 self._attempts_left = 0
                 why = (str(problem) or type(problem).__name__).splitlines()[0]
                 self.warn(
-                    f"ds_kfac: a step cannot be recorded as a CUDA graph and is launched kernel by "
+                    "ds_kfac: a step cannot be recorded as a CUDA graph and is launched kernel by "
                     f"kernel, which is slower: {why}"
                 )
                 return function()

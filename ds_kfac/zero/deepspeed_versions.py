@@ -38,8 +38,8 @@ def check() -> None:
     if Version(deepspeed.__version__).release < Version(OLDEST).release:
         raise ImportError(
             f"ds_kfac: deepspeed {deepspeed.__version__} is older than {OLDEST}, the oldest that "
-            f"ds_kfac works with: "
-            f"pip install 'deepspeed>={OLDEST}' ({TESTED[-1]} is the newest tested one)"
+            f"ds_kfac works with: pip install 'deepspeed>={OLDEST}' ({TESTED[-1]} is the newest "
+            "tested one)"
         )
 
 
@@ -49,8 +49,8 @@ def untested() -> str | None:
     if Version(deepspeed.__version__).release <= Version(TESTED[-1]).release:
         return None
     return (
-        f"deepspeed {deepspeed.__version__} is newer than the tested {TESTED[-1]}; the "
-        f"self-test at attach passed"
+        f"deepspeed {deepspeed.__version__} is newer than the tested {TESTED[-1]}; the self-test "
+        "at attach passed"
     )
 
 
@@ -119,8 +119,7 @@ def offload_faults(micro_batches: int) -> tuple[str, ...]:
         return ()
     return (
         "before 0.19 it sums the first and the last micro-batch of a step alone with offload: use "
-        "deepspeed 0.19, or 2 "
-        "micro-batches a step at most",
+        "deepspeed 0.19, or 2 micro-batches a step at most",
     )
 
 
@@ -145,17 +144,15 @@ def reduction_faults(optimizer: Any) -> tuple[str, ...]:
         cls.get_gradient_for_reduction
     ):
         return (
-            "ZeRO-1 of this DeepSpeed averages a copy of gradients that are accumulated in "
-            "another dtype than the "
-            "model's, so each rank trains on its own: use deepspeed 0.19.8, or leave "
-            "data_types.grad_accum_dtype out",
+            "ZeRO-1 of this DeepSpeed averages a copy of gradients that are accumulated in another "
+            "dtype than the model's, so each rank trains on its own: use deepspeed 0.19.8, or "
+            "leave data_types.grad_accum_dtype out",
         )
     drops = "device_name()" in inspect.getsource(stage_1_and_2.split_half_float_double)
     if drops and not optimizer.contiguous_gradients and get_accelerator().device_name() == "cpu":
         return (
             "on CPUs this DeepSpeed does not average gradients if contiguous_gradients is false: "
-            "use deepspeed 0.19.8, "
-            "or set it to true",
+            "use deepspeed 0.19.8, or set it to true",
         )
     return ()
 
@@ -165,9 +162,8 @@ def bf16_optimizer_faults() -> tuple[str, ...]:
     if not (0, 18, 0) < Version(deepspeed.__version__).release < (0, 19):
         return ()
     return (
-        "before 0.19 it adds a step's last micro-batch after gradients were averaged, so each "
-        "rank trains on its own: "
-        "use deepspeed 0.19",
+        "before 0.19 it adds a step's last micro-batch after gradients were averaged, so each rank "
+        "trains on its own: use deepspeed 0.19",
     )
 
 
@@ -178,8 +174,7 @@ def pipeline_faults(micro_batches: int) -> tuple[str, ...]:
         return ()
     return (
         "before 0.19.4 stages do not average gradients over the micro-batches of a step, but sum "
-        "them or divide twice: "
-        "use deepspeed 0.19.4, or 1 micro-batch a step",
+        "them or divide twice: use deepspeed 0.19.4, or 1 micro-batch a step",
     )
 
 
@@ -191,8 +186,7 @@ def gather_faults(backend: str) -> tuple[str, ...]:
         return ()
     return (
         "with gloo this DeepSpeed may compute with parameters that are not gathered yet: it waits "
-        "for the last of "
-        "several gathers alone; use deepspeed 0.19.8, or NCCL",
+        "for the last of several gathers alone; use deepspeed 0.19.8, or NCCL",
     )
 
 

@@ -246,7 +246,8 @@ class GradientExchange:
         shards: list[Shard] = []
         values: list[Tensor] = []
         for layer, matrix_OI in zip(layers, matrices, strict=True):
-            indices, parameters = self.plan.of_layer[layer.name], self.params[layer.name]
+            indices = self.plan.of_layer[layer.name]
+            parameters = self.params[layer.name]
             for param, parameter, flat in zip(
                 indices, parameters, self.parts(layer, matrix_OI), strict=True
             ):

@@ -75,9 +75,8 @@ def check_names(names: Sequence[str]) -> None:
     attach, so that the first save does not fail."""
     if twice := [name for name, times in Counter(names).items() if times > 1]:
         raise ValueError(
-            f"ds_kfac cannot attach: checkpoints would hold two layers under one name, "
-            f"{twice[0]!r}; rename one of the "
-            "modules, or exclude it (kfac.layers.exclude)"
+            "ds_kfac cannot attach: checkpoints would hold two layers under one name, "
+            f"{twice[0]!r}; rename one of the modules, or exclude it (kfac.layers.exclude)"
         )
 
 
@@ -190,10 +189,9 @@ def shard_layout(
         layout = Bare
     if layout is None:
         raise ValueError(
-            f"ds_kfac: DeepSpeed wrapped the optimizer in "
-            f"{wrapper.__module__}.{wrapper.__name__}, which ds_kfac does "
-            f"not know; known: {', '.join(known.__name__ for known in SHARD_LAYOUTS)} and bare "
-            f"torch optimizers at "
+            f"ds_kfac: DeepSpeed wrapped the optimizer in {wrapper.__module__}.{wrapper.__name__}, "
+            "which ds_kfac does not know; known: "
+            f"{', '.join(known.__name__ for known in SHARD_LAYOUTS)} and bare torch optimizers at "
             "ZeRO stage 0"
         )
     return layout(engine, params, group, parts, seam)

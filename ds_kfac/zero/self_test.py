@@ -41,8 +41,7 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
     layout = exchange.layout
     headline = (
         f"ds_kfac's self-test failed for {type(layout).__name__}: this DeepSpeed keeps gradients "
-        f"elsewhere than "
-        "ds_kfac expects; training was not started. Use a DeepSpeed version that "
+        "elsewhere than ds_kfac expects; training was not started. Use a DeepSpeed version that "
         "docs/reference/supported.md names."
     )
     test = _Test(exchange)
@@ -178,6 +177,6 @@ def _zero3_chunks(layout: ShardLayout) -> list[str]:
             if not torch.equal(local[: expected.numel()].to(expected.device), expected):
                 problems.append(
                     f"ZeRO-3 cut parameter {index} of shape {tuple(param.ds_shape)} into other "
-                    f"chunks"
+                    "chunks"
                 )
     return problems

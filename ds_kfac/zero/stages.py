@@ -222,10 +222,8 @@ class Stage12(ZeroLayout):
         if place >= len(starts) - 1 or shard.offset + shard.numel > starts[place + 1]:
             raise RuntimeError(
                 f"ds_kfac: ZeRO-{1 + self.optimizer.partition_gradients} group {group} has no "
-                f"gradient of "
-                f"{shard.numel} elements at offset {shard.offset}; this DeepSpeed lays gradients "
-                f"out differently, "
-                "use a version that docs/reference/supported.md names"
+                f"gradient of {shard.numel} elements at offset {shard.offset}; this DeepSpeed lays "
+                "gradients out differently, use a version that docs/reference/supported.md names"
             )
         return gradients[group], place, shard.offset - starts[place]
 

@@ -151,9 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         f"influence: {N} documents, {given.halves} retrained models, {len(queries)} queries; "
         + "; ".join(
-            f"{name}: planted duplicate at rank {rank[name]}, documents that find themselves "
-            f"first {first[name]:.0%}, "
-            f"linear datamodeling score {mean[name]:.3f} +- {error[name]:.3f}"
+            f"{name}: planted duplicate at rank {rank[name]}, documents that find themselves first "
+            f"{first[name]:.0%}, linear datamodeling score {mean[name]:.3f} +- {error[name]:.3f}"
             for name in of
         )
         + f"; {file}"

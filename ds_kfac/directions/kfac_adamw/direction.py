@@ -88,7 +88,8 @@ class AdamDirection(Direction):
         self.optimizer = optimizer
         self.batches = plan.batched
         device = exchange.device
-        options, adam_ratio = self.config.adam, optimizer.adam_ratio
+        options = self.config.adam
+        adam_ratio = optimizer.adam_ratio
         self.steps: list[GroupStep] = []
         first = 0
         for group in self.layer_groups:

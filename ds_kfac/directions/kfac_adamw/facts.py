@@ -33,7 +33,8 @@ class KFACAdamWFacts(RuleFacts):
         factors = _adam_factors(options, plan.layers, ratio)
         at = ""
         if factors:
-            low, high = f"{min(factors):.3g}", f"{max(factors):.3g}"
+            low = f"{min(factors):.3g}"
+            high = f"{max(factors):.3g}"
             at = f" at {low} lr" if low == high else f" at {low} to {high} lr"
         where = "the eigenbasis" if options.rotate else "the layers' own coordinates"
         without_factors = sum(layer.A.block == layer.G.block == 0 for layer in plan.layers)
@@ -41,8 +42,8 @@ class KFACAdamWFacts(RuleFacts):
         if without_factors and options.rotate:
             without = f"; {without_factors} have no factors: neither rotated nor whitened"
         return (
-            f"Adam in {where} (KFACAdamW), {len(plan.layers) - len(factors)} layers "
-            f"orthogonalized at lr, {len(factors)} along Adam's direction{at}{without}"
+            f"Adam in {where} (KFACAdamW), {len(plan.layers) - len(factors)} layers orthogonalized "
+            f"at lr, {len(factors)} along Adam's direction{at}{without}"
         )
 
     def others(self, optimizer: str, ratio: float, matrices: int) -> str:

@@ -50,18 +50,16 @@ PARAMS["betas"] = tuple(PARAMS["betas"])
 
 GROWS = (
     f"{NAME}: a DeepSpeed engine steps this optimizer already: add groups before "
-    f"deepspeed.initialize"
+    "deepspeed.initialize"
 )
 APART = (
     "KFACAdamW has split a parameter group in several: layers, other matrices, other parameters. "
     "Their {key} is not one any more, by optimizer.param_groups it is {values}. If that is not "
-    "meant, set it for every "
-    "group, not only for the first (docs/howto/troubleshoot.md)"
+    "meant, set it for every group, not only for the first (docs/howto/troubleshoot.md)"
 )
 DETACHED = (
     "KFACAdamW: K-FAC was detached from this engine, so nothing computes directions for its "
-    "layers; build "
-    "an engine with another optimizer to train on without it"
+    "layers; build an engine with another optimizer to train on without it"
 )
 
 
@@ -83,12 +81,10 @@ def no_state(key: str) -> NoReturn:
     """Raise a ValueError: DeepSpeed looks for an optimizer state of a parameter of K-FAC's."""
     raise ValueError(
         f"{NAME}: there is no {key!r} of this parameter as DeepSpeed would have it: a K-FAC "
-        f"layer's moments are in its "
-        f"eigenbasis, on the layer's gradient worker alone. Checkpoints have them. Ask for states "
-        f"of other parameters "
-        f'only: those of parameter groups whose "{FLAG}" is not true. To begin anew with moments '
-        f"of zero, as after a "
-        "restart, take the state away: optimizer.state.clear(), or optimizer.state.pop(parameter)"
+        "layer's moments are in its eigenbasis, on the layer's gradient worker alone. Checkpoints "
+        "have them. Ask for states of other parameters only: those of parameter groups whose "
+        f'"{FLAG}" is not true. To begin anew with moments of zero, as after a restart, take the '
+        "state away: optimizer.state.clear(), or optimizer.state.pop(parameter)"
     )
 
 
@@ -421,8 +417,7 @@ def checked_group(group: Mapping[str, Any]) -> dict[str, Any]:
         if key in group:
             raise ValueError(
                 f"{NAME}: {key} in a parameter group: it is the whole optimizer's, as are all but "
-                f"{', '.join(PARAMS)}; "
-                "the group's lr scales both of its rates"
+                f"{', '.join(PARAMS)}; the group's lr scales both of its rates"
             )
     others = {key: value for key, value in group.items() if key not in PARAMS}
     values = {key: value for key, value in group.items() if key in PARAMS}

@@ -62,7 +62,7 @@ class KFACAdamWRule(UpdateRule):
     def check(self, config: KFACConfig) -> None:
         if not config.adam.rotate and config.factor.fisher is not None:
             raise ValueError(
-                f"kfac.adam.rotate false keeps no factors; kfac.factor.fisher "
+                "kfac.adam.rotate false keeps no factors; kfac.factor.fisher "
                 f'"{config.factor.fisher}" has no use'
             )
 
@@ -79,7 +79,7 @@ class KFACAdamWRule(UpdateRule):
         if not config.enabled:
             raise ValueError(
                 f'the optimizer {NAME} needs K-FAC, but "kfac" says "enabled": false; use "AdamW" '
-                f"to train without it"
+                "to train without it"
             )
         config, _ = self.resolved(config)
         put_into(arguments, self.scanned(config), self.optimizer_params(ds_config), ds_config)
@@ -101,8 +101,8 @@ class KFACAdamWRule(UpdateRule):
                 name = next(name for name, p in named.items() if p is parameter)
                 raise ValueError(
                     f"KFACAdamW: {name} is {'' if preconditioned else 'not '}preconditioned, but "
-                    f"its parameter group says otherwise; the model or kfac.layers changed between "
-                    f"ds_kfac.initialize and attach"
+                    "its parameter group says otherwise; the model or kfac.layers changed between "
+                    "ds_kfac.initialize and attach"
                 )
         for layer in layers:
             weight_group, *other_groups = [
@@ -115,8 +115,8 @@ class KFACAdamWRule(UpdateRule):
                     raise ValueError(
                         f"KFACAdamW: {layer.weight} and its bias are in parameter groups of "
                         f"different {key}, {weight_group[key]} and {group[key]}: they are stepped "
-                        f"as one matrix, with one pair of moments; give both groups the same betas "
-                        f"and eps, or exclude the layer (kfac.layers.exclude)"
+                        "as one matrix, with one pair of moments; give both groups the same betas "
+                        "and eps, or exclude the layer (kfac.layers.exclude)"
                     )
 
     def release(self, optimizer: Any) -> None:

@@ -146,7 +146,7 @@ class Group(dict[str, Any]):
         if self.taken[1] and key in HIDDEN:
             raise ValueError(
                 f'{NAME}: "{key}" of a parameter group cannot change: a DeepSpeed engine steps it '
-                f"already"
+                "already"
             )
         return self._parts()
 
@@ -279,7 +279,7 @@ class KFACAdamW(torch.optim.Optimizer):
         if state_dict["state"]:
             raise ValueError(
                 f"{NAME}: a state with moments of another optimizer: load them by "
-                f"engine.load_checkpoint"
+                "engine.load_checkpoint"
             )
         groups = self.param_groups
         super().load_state_dict(state_dict)  # checks the state and replaces the groups by new ones
@@ -293,8 +293,7 @@ class KFACAdamW(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> NoReturn:
         raise RuntimeError(
             "KFACAdamW: only a DeepSpeed engine can step it: pass it to ds_kfac.initialize, or "
-            "train with DeepSpeed "
-            "(ZeRO stage 0 is enough)"
+            "train with DeepSpeed (ZeRO stage 0 is enough)"
         )
 
 
@@ -355,7 +354,7 @@ def _offloaded(ds_config: Mapping[str, Any]) -> bool:
     if ratio < 1:
         raise ValueError(
             f"zero_optimization.offload_optimizer.ratio {ratio}: {NAME} cannot be offloaded in "
-            f"part, DeepSpeed steps the rest with an AdamW of its own; leave ratio out"
+            "part, DeepSpeed steps the rest with an AdamW of its own; leave ratio out"
         )
     return offload.get("device") in ("cpu", "nvme") or bool(zero.get("cpu_offload"))
 
@@ -384,8 +383,8 @@ def put_into(
     keep_frozen = not (stage or any(in_16_bits))
     if params is not None and arguments.get("optimizer") is not None:
         raise ValueError(
-            f'optimizer.type "{NAME}" in the DeepSpeed config, and an optimizer= argument: '
-            "choose one"
+            f'optimizer.type "{NAME}" in the DeepSpeed config, and an optimizer= argument: choose '
+            "one"
         )
     model = arguments["model"]
     parameters = arguments.get("model_parameters")

@@ -179,7 +179,8 @@ def finish_direction_kernel(
     element, inside = flat_place(numel, BLOCK)
     matrix = tl.program_id(1).to(tl.int64)
     start = matrix // parts * apart + matrix % parts * numel
-    norm, scale = tl.load(norm_ptr + matrix), tl.load(target_ptr + matrix)
+    norm = tl.load(norm_ptr + matrix)
+    scale = tl.load(target_ptr + matrix)
     if HAS_SIZE:
         part = tl.load(size_ptr + matrix) / tl.load(full_ptr + matrix)
         # tl.minimum would drop a NaN
@@ -217,7 +218,8 @@ def finish_direction_(
         raise NotMadeFor(
             f"finish_direction_: expected contiguous matrices, got {describe(out_nOI)}"
         )
-    parts, apart = len(x_nOI) // len(out_nOI), out_nOI.stride(0)
+    parts = len(x_nOI) // len(out_nOI)
+    apart = out_nOI.stride(0)
     grid, options = flat_blocks_of(x_nOI)
     with on_device_of(x_nOI):
         finish_direction_kernel[grid](
@@ -251,7 +253,8 @@ def _check_flat(
     not contiguous, if flags are not bool, or if there are no matrices or more than fit into a
     launch.
     """
-    shape, everything = matrices[0].shape, (*matrices, *vectors, flags_n)
+    shape = matrices[0].shape
+    everything = (*matrices, *vectors, flags_n)
     if any(x.shape != shape for x in matrices) or any(
         x.shape != shape[:1] for x in (*vectors, flags_n)
     ):

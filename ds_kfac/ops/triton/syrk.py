@@ -162,7 +162,8 @@ MAX_SPLIT = 8
 
 def tile_count(dim: int, block: int, width: int) -> int:
     """Return the number of [block, width] tiles on and below the diagonal."""
-    large, small = max(block, width), min(block, width)
+    large = max(block, width)
+    small = min(block, width)
     side = triton.cdiv(dim, large)
     return side * (side + 1) // 2 * (large // small)
 
@@ -404,7 +405,7 @@ def syrk_accumulate_(
     check_syrk(sum_P, x_ND, kept, bias)
     if x_ND.dtype not in DTYPES or not sum_P.is_contiguous():
         raise NotMadeFor(
-            f"syrk_accumulate_: expected rows in bf16, fp16 or fp32 and a contiguous sum, got "
+            "syrk_accumulate_: expected rows in bf16, fp16 or fp32 and a contiguous sum, got "
             f"{describe(x_ND, sum_P)}"
         )
     check_device("syrk_accumulate_", (sum_P, x_ND, kept, scale), DEVICE_TYPE)
