@@ -25,7 +25,9 @@ from ds_kfac.diagnostics.text import columns, number
 from ds_kfac.directions.kfac_adamw.optimizer import NAME, PARAMS
 from ds_kfac.engine.refusals import check_model
 from ds_kfac.estimate.estimates import BESIDE, KINDS, PARTS, STATE, TRANSIENT, Estimate, same_block
-from ds_kfac.estimate.subject import Subject, Trace, build, config_of
+from ds_kfac.estimate.models import build
+from ds_kfac.estimate.subject import Subject, config_of
+from ds_kfac.estimate.trace import Trace
 from ds_kfac.factors.fitting import peak_bytes, plan_of
 from ds_kfac.metrics import STAGES
 from ds_kfac.model.scan import scan
@@ -85,7 +87,7 @@ def estimate_kfac_mem_needs_all_live(
     model_device = next((p.device for p in model.parameters()), torch.device("meta"))
     arguments = [x.to(model_device) if isinstance(x, Tensor) else x for x in example or ()]
     subject = Subject(
-        model, config_of(config), stage, Trace(model, arguments) if arguments else None
+        model, config_of(config), stage, Trace.of(model, arguments) if arguments else None
     )
     costs = replace(costs_of(device), node_size=node_size or 1)
     lines, strategies = described(subject, costs, world, batch_rows)
@@ -352,7 +354,7 @@ def run(arguments: argparse.Namespace) -> str:
     trace = None
     if example is not None:
         try:
-            trace = Trace(model, example)
+            trace = Trace.of(model, example)
         except ValueError:
             # Some mixtures of experts of transformers do not run on the meta device. A user's own
             # example must run.

@@ -20,7 +20,7 @@ FLOATING = {"zeros", "ones", "empty", "full", "eye", "rand", "randn", "linspace"
 OTHERS = {"tensor", "as_tensor", "arange", "randint", "tril_indices", "triu_indices"}
 """Their dtype is that of what they are given, if it is integers; their device is the default one,
 too."""
-APART = {"reference.py", "estimate/subject.py"}
+APART = {"reference.py", "estimate/models.py"}
 """A page to read, and examples of other people's models."""
 
 

@@ -16,7 +16,8 @@ from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.comm.reduce import IN_FLIGHT
 from ds_kfac.engine import assembly
 from ds_kfac.estimate.estimates import KINDS, Estimate
-from ds_kfac.estimate.subject import Subject, Trace
+from ds_kfac.estimate.subject import Subject
+from ds_kfac.estimate.trace import Trace
 from examples.gpt import GPT, GPTConfig
 from tests.choices import AT_ONCE, STAGGERED, chosen
 from tests.close import close
@@ -244,7 +245,7 @@ def expected(mode: Mode, world: int) -> Estimate:
     ds_config = mode.config(1, world)
     with torch.device("meta"):
         model, example = MODELS[mode.name](), torch.zeros(2, GPT_2.context, dtype=torch.long)
-    traced = Trace(model, (example,) if mode.name == "gpt" else (example, example))
+    traced = Trace.of(model, (example,) if mode.name == "gpt" else (example, example))
     with chosen(ds_config["kfac"]) as block:
         subject = Subject(model, {**ds_config, "kfac": block}, trace=traced)
         assert subject.shared == TOGETHER[mode.name]

@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from ds_kfac.__main__ import main
-from ds_kfac.estimate.subject import build
+from ds_kfac.estimate.models import build
 from examples.gpt import GPT, GPTConfig
 from tests.ranks import ROOT
 

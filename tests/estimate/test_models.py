@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from benchmarks.models import GPT2, Llama, Mixture, MixtureOfExperts, Shape
-from ds_kfac.estimate.subject import Subject, Trace, build
+from ds_kfac.estimate.models import build
+from ds_kfac.estimate.subject import Subject
+from ds_kfac.estimate.trace import Trace
 from tests.deepspeed import expert_stacks
 
 PARAMETERS = {  # BERT: 335,141,888 without its heads for pre-training
@@ -47,7 +49,7 @@ def test_a_model_has_the_published_number_of_parameters_and_allocates_none(name)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_layers_that_share_their_input_are_found_on_the_meta_device(name):
     model, example = build(f"benchmarks.models:{name}")
-    subject = Subject(model, ADAMW, trace=Trace(model, example))
+    subject = Subject(model, ADAMW, trace=Trace.of(model, example))
     assert len(subject.shared) == SHARED[name]
     assert numel(subject) == PARAMETERS[name]
     if name == "llama_7b":
@@ -60,18 +62,18 @@ def test_layers_that_share_their_input_are_found_on_the_meta_device(name):
 
 
 def test_rows_of_a_token_and_of_an_image():
-    rows = Trace(*build("benchmarks.models:bert_large")).rows
+    rows = Trace.of(*build("benchmarks.models:bert_large")).rows
     assert rows["blocks.0.mlp.up"] == 1 and rows["pooler"] == 1 / 512
-    rows = Trace(*build("tests.estimate.test_models:convolutional")).rows
+    rows = Trace.of(*build("tests.estimate.test_models:convolutional")).rows
     assert rows["0"] == rows["1"] == 16 * 16 and rows["3"] == 1
 
 
 def test_multiplications_of_a_forward():
     model, example = build("benchmarks.models:gpt2_xl")
-    forward = Subject(model, ADAMW, trace=Trace(model, example)).forward
+    forward = Subject(model, ADAMW, trace=Trace.of(model, example)).forward
     assert forward == PARAMETERS["gpt2_xl"] - 1024 * 1600, "all but positions, which are looked up"
     model, example = build("tests.estimate.test_models:convolutional")
-    forward = Subject(model, ADAMW, trace=Trace(model, example)).forward
+    forward = Subject(model, ADAMW, trace=Trace.of(model, example)).forward
     assert forward == 16 * 16 * (3 * 8 * 9 + 2 * 8) + 8 * 5, (
         "a product and a norm at every place, and the head"
     )
@@ -85,7 +87,7 @@ def test_a_token_takes_some_of_a_stacks_experts():
         ("qwen3_30b_a3b", 8, 128, 48, 2048 * (1536 + 768)),
     ):
         model, example = build(f"benchmarks.models:{name}")
-        found = Trace(model, example)
+        found = Trace.of(model, example)
         assert len(found.stacked) == 2 * blocks and set(found.stacked.values()) == {top / experts}
         subject = Subject(model, ADAMW, trace=found)
         embedding = model.embed_tokens.weight.numel()
@@ -135,7 +137,7 @@ def test_a_mixture_has_the_layers_rows_and_multiplications_of_transformers_own(n
     found = []
     for path in (f"benchmarks.models:{name}", f"hf:{tmp_path}"):
         model, example = build(path)
-        traced = Trace(model, example)
+        traced = Trace.of(model, example)
         subject = Subject(model, ADAMW, trace=traced)
         layers = Counter(
             (
@@ -157,7 +159,7 @@ def test_a_mixture_has_the_layers_rows_and_multiplications_of_transformers_own(n
 def test_rows_of_stacked_experts_are_seen_in_every_form(bias):
     shape = Mixture(1, 24, 3, 8, 61, 11, head=4, grouped=1, experts=5, top=2)
     model = MixtureOfExperts(shape, bias=bias)
-    found = Trace(model, (torch.zeros(2, 11, dtype=torch.long),))
+    found = Trace.of(model, (torch.zeros(2, 11, dtype=torch.long),))
     names = [f"layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
     assert found.stacked == dict.fromkeys(names, 2 / 5)
     kind = expert_stacks.Lying if bias else expert_stacks.Upright
@@ -166,7 +168,7 @@ def test_rows_of_stacked_experts_are_seen_in_every_form(bias):
             expert_stacks.make(form, bias=form is expert_stacks.Lying),
             torch.randn(20, expert_stacks.WIDTH),
         )
-        rows = Trace(model, (x, torch.zeros(20, dtype=torch.long))).stacked
+        rows = Trace.of(model, (x, torch.zeros(20, dtype=torch.long))).stacked
         assert rows.keys() == {f"experts.{name}" for name in ("gate_up_proj", "down_proj")}
         assert {round(20 * expert_stacks.EXPERTS * count) for count in rows.values()} == {
             20 * expert_stacks.TOP
@@ -229,7 +231,7 @@ def test_a_model_of_a_factory():
     model, example = build("tests.estimate.test_models:small")
     assert example is None and next(model.parameters()).is_meta
     model, example = build("tests.estimate.test_models:small_with_example")
-    found = Trace(model, example)
+    found = Trace.of(model, example)
     assert (
         found.units == 4
         and found.rows == {"0": 1, "2": 1}
@@ -266,4 +268,4 @@ def test_a_forward_that_fails_says_what_to_do():
     with pytest.raises(
         ValueError, match=r"does not run on its example inputs .* no layers are assumed"
     ):
-        Trace(*build("tests.estimate.test_models:impossible"))
+        Trace.of(*build("tests.estimate.test_models:impossible"))
