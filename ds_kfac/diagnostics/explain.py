@@ -261,7 +261,7 @@ class LayerExplanation:
             return f"had nothing to decompose on {owner}: call explain there"
         average = curvature.factors[key]
         if not float(average.updates):
-            return "has taken no batch yet" if key in curvature.log.updates else "has no update yet"
+            return "has taken no batch yet" if key in curvature.log.batches else "has no update yet"
         if not bool(average.packed_P.isfinite().all()):
             return "is not finite"
         if not bool((average.packed_P != 0).any()):
@@ -279,16 +279,16 @@ class LayerExplanation:
             return f"{text}: call explain there for its updates"
         count = float(curvature.factors[key].updates)
         text += f"; {count:.0f} updates"
-        if key not in curvature.log.updates:
+        if key not in curvature.log.batches:
             return f"{text}, none since this process started or loaded"
         return f"{text}; last batch: {self._last_batch_text(factor, has_updates=count > 0)}"
 
     def _last_batch_text(self, factor: FactorSpec, *, has_updates: bool) -> str:
         """Say what the factor's last batch had, and what became of it."""
-        step, column, numbers = self.curvature.log.updates[factor.key]
-        limited, unchanged, rows, changed = numbers[:, column].tolist()
+        batch = self.curvature.log.batches[factor.key]
+        limited, unchanged, rows, changed = batch.tolist()
         unit = "rows" if factor.is_A else "loss terms"
-        text = f"step {step}, {rows:.0f} {unit}"
+        text = f"step {batch.step}, {rows:.0f} {unit}"
         if unchanged or rows <= 0:
             if rows > 0:
                 reason = ", not finite"

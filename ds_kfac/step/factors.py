@@ -7,7 +7,7 @@ content of the next message.
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,10 +37,37 @@ from ds_kfac.step.messages import (
     UNUSABLE,
     UNUSUAL,
     Delivery,
+    MissedBatches,
     counting,
     scalar_names,
 )
 from ds_kfac.step.warner import NAMED
+
+
+class LastBatch(NamedTuple):
+    """The last batch of a factor on this rank.
+
+    Attributes:
+        step: the step of the batch.
+        column: the factor's column in ``numbers_4n``.
+        numbers_4n: fp32 on the device, with a column for each of the step's n batches. The four
+            rows are: 1 if the batch was scaled down; 1 if the factor did not use the batch; the
+            batch's number of rows (for G: loss terms); and the last step whose batch changed the
+            factor (-1: none).
+    """
+
+    step: int
+    column: int
+    numbers_4n: Tensor
+
+    @property
+    def last_change(self) -> Tensor:
+        """The last step whose batch changed the factor, an fp32 scalar on the device."""
+        return self.numbers_4n[-1, self.column]
+
+    def tolist(self) -> list[float]:
+        """Return the factor's four numbers. Synchronises with the device."""
+        return self.numbers_4n[:, self.column].tolist()
 
 
 @dataclass
@@ -49,16 +76,12 @@ class FactorLog:
     (``ds_kfac/diagnostics/explain.py``). No step depends on it, and it is not saved in checkpoints.
 
     Attributes:
-        updates: key -> last update on this rank, as a triple: the step; the factor's column; and
-            fp32 [4, n] on the device, with a column for each of the step's n batches. The four rows
-            are: 1 if the batch was scaled down; 1 if the factor did not use the batch; the batch's
-            number of rows (for G: loss terms); and the last step whose batch changed the factor
-            (-1: none).
+        batches: key -> last batch on this rank.
         tried: key -> step of the last refresh, and its outcome: FAILED, UNUSABLE or FRESH.
         fresh: key -> step of the last refresh that produced a decomposition.
     """
 
-    updates: dict[str, tuple[int, int, Tensor]] = field(default_factory=dict)
+    batches: dict[str, LastBatch] = field(default_factory=dict)
     tried: dict[str, tuple[int, float]] = field(default_factory=dict)
     fresh: dict[str, int] = field(default_factory=dict)
 
@@ -79,8 +102,7 @@ class FactorStep:
             :data:`NO_BATCH`.
         unusual: number of this rank's batches of each kind of
             :data:`ds_kfac.step.messages.UNUSUAL`.
-        missed: keys of this rank's n factors to which not all ranks contributed, and bool [n]: True
-            for those that had no row.
+        missed: this rank's factors to which not all ranks contributed.
         arriving: keys of the factors that are decomposed in this step, on any rank.
         outcomes: key -> FAILED, UNUSABLE or FRESH. Before :meth:`FactorUpdates.deliver` it has the
             factors of this rank. Afterwards, if eigenbases travel, it has the factors of all ranks.
@@ -94,7 +116,7 @@ class FactorStep:
     terms: dict[str, Tensor] = field(default_factory=dict)
     similar: dict[str, Tensor] = field(default_factory=dict)
     unusual: Sequence[Tensor | float] = NONE_UNUSUAL
-    missed: tuple[tuple[str, ...], Tensor | None] = (), None
+    missed: MissedBatches = field(default_factory=MissedBatches)
     arriving: tuple[str, ...] = ()
     outcomes: dict[str, float] = field(default_factory=dict)
     bases: dict[str, Decomposition] = field(default_factory=dict)
@@ -169,7 +191,8 @@ class FactorUpdates:
             copied=[layer.name for layer in plan.layers if layer.copies > 1],
         )
         self.travels = self.delivery.travels
-        self._never = torch.full((4, 1), -1.0, device=device, dtype=torch.float32)
+        never = torch.full((4, 1), -1.0, device=device, dtype=torch.float32)
+        self._no_batch = LastBatch(0, 0, never)
         self.load_state_dict({})
 
     def state_dict(self) -> dict[str, Any]:
@@ -285,10 +308,10 @@ class FactorUpdates:
         missed: Tensor | float = 0.0
         if partial:
             without_rows = torch.stack([batches[key].counts[ROWS] for key in partial]) <= 0
-            update.missed = partial, without_rows
+            update.missed = MissedBatches(partial, without_rows)
             missed = without_rows.sum()
         update.unusual = *flags.sum(dim=1), missed
-        self._log_updates(step, keys, flags, rows)
+        self._log_batches(step, keys, flags, rows)
         return update
 
     def _terms(self, batches: Mapping[str, BatchSum]) -> dict[str, Tensor]:
@@ -301,12 +324,14 @@ class FactorUpdates:
             terms |= dict.fromkeys(self.counted.get(key, ()), of_factor)
         return terms
 
-    def _log_updates(self, step: int, keys: Sequence[str], flags: Tensor, rows: Tensor) -> None:
-        """Enter this rank's updates in :attr:`log`."""
-        last = [self.log.updates.get(key, (0, 0, self._never)) for key in keys]
-        changed = torch.stack([numbers[-1, column] for _, column, numbers in last])
-        numbers = torch.stack([*flags, rows, torch.where(flags[1], changed, step)])
-        self.log.updates |= {key: (step, column, numbers) for column, key in enumerate(keys)}
+    def _log_batches(self, step: int, keys: Sequence[str], flags: Tensor, rows: Tensor) -> None:
+        """Enter this rank's batches in :attr:`log`."""
+        last_changes = torch.stack(
+            [self.log.batches.get(key, self._no_batch).last_change for key in keys]
+        )
+        numbers = torch.stack([*flags, rows, torch.where(flags[1], last_changes, step)])
+        for column, key in enumerate(keys):
+            self.log.batches[key] = LastBatch(step, column, numbers)
 
     def of_gradients(self, key: str) -> bool:
         """Whether a factor's rows depend on gradients. This is true for every G. It is also true

@@ -8,7 +8,7 @@ ranks agree on which layers share one A, and on how many rows each layer has.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -248,26 +248,57 @@ def rows_in(measured: Mapping[str, int | Tensor]) -> dict[str, int]:
     return {**measured, **dict(zip(on_device, on_host, strict=True))}
 
 
+@dataclass(frozen=True)
+class MissedBatches:
+    """The factors of a rank to which not all ranks contributed in a step.
+
+    Attributes:
+        keys: factor keys.
+        without_rows_n: bool [n] on the device, for each key: whether the batch had no row. None if
+            there are no keys.
+    """
+
+    keys: tuple[str, ...] = ()
+    without_rows_n: Tensor | None = None
+
+    def without_rows(self) -> tuple[str, ...]:
+        """Return the keys whose batch had no row. Synchronises with the device."""
+        if self.without_rows_n is None:
+            return ()
+        flags = self.without_rows_n.tolist()
+        return tuple(key for key, flag in zip(self.keys, flags, strict=True) if flag)
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """What the ranks compare after a step that captured.
+
+    Attributes:
+        step: number of the step.
+        plan: the plan of the step.
+        missed_count: number of "missed" batches on all ranks, see :data:`UNUSUAL`.
+        missed: those of this rank.
+        seen: names of the layers that had an input on this rank.
+    """
+
+    step: int
+    plan: Plan
+    missed_count: HostCopy
+    missed: MissedBatches
+    seen: Collection[str]
+
+
 class Sharing:
     """Reaches agreement among all ranks about what captured batches show.
 
     The first captured batch shows which layers share one A (see ``inputs``), and how many rows each
     layer has on a rank. The ranks agree on this for the whole run, before anything of that batch is
     kept. Later batches may show that too few ranks contribute to a factor.
-
-    Attributes:
-        updates: input of :meth:`settled`, from the last applied step that captured; None: there is
-            nothing to check. It is a triple: the number of "missed" batches on all ranks, see
-            :data:`UNUSUAL`; this rank's ``missed``, see :class:`ds_kfac.step.factors.FactorStep`;
-            and names of the layers that had an input on this rank.
     """
 
     def __init__(self, inputs: SharedInputs, channel: Channel) -> None:
         self.inputs = inputs
         self.channel = channel
-        self.updates: (
-            tuple[HostCopy, tuple[tuple[str, ...], Tensor | None], Collection[str]] | None
-        ) = None
 
     def observed(
         self,
@@ -305,24 +336,19 @@ class Sharing:
             rows={layer: count / len(everyone) for layer, count in total.items()},
         )
 
-    def settled(self, observations: Observations, plan: Plan) -> Observations | None:
-        """Check :attr:`updates` for "missed" batches. Their count has usually reached the host by
+    def settled(self, captured: CapturedStep, observations: Observations) -> Observations | None:
+        """Check an applied step for "missed" batches. Their count has usually reached the host by
         now.
 
         If the contributors to a factor had no row, but another rank used one of the factor's
         layers, return observations that make twice as many ranks contribute. Otherwise return None.
         Collective if there were missed batches, whose count is the same on all ranks.
         """
-        if self.updates is None:
+        if not captured.missed_count.tolist()[0]:
             return None
-        count, (keys, flags), seen = self.updates
-        self.updates = None
-        if not count.tolist()[0]:
-            return None
-        missed: tuple[str, ...] = ()
-        if flags is not None:
-            missed = tuple(key for key, flag in zip(keys, flags.tolist(), strict=True) if flag)
-        everyone = gathered((missed, frozenset(seen)), self.channel.group)
+        plan = captured.plan
+        mine = captured.missed.without_rows(), frozenset(captured.seen)
+        everyone = gathered(mine, self.channel.group)
         used = frozenset().union(*(layers for _, layers in everyone))
         empty = {key for keys, _ in everyone for key in keys}
         sought = [

@@ -11,7 +11,6 @@ place, and only once.
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,28 +30,13 @@ from ds_kfac.ops.host_copy import HostCopy
 from ds_kfac.plan.plan import Observations, Plan
 from ds_kfac.schedule.timetable import FactorsDue
 from ds_kfac.step.factors import FactorStep, FactorUpdates
-from ds_kfac.step.messages import Sharing
+from ds_kfac.step.messages import CapturedStep, Sharing
 from ds_kfac.step.proving import Proving, Verdict
 from ds_kfac.step.totals import Running, Totals
 from ds_kfac.step.view import EngineView
 from ds_kfac.step.warner import LayerWarner
 from ds_kfac.update.state import LayerState
 from ds_kfac.zero.exchange import GradientExchange, Gradients
-
-
-@dataclass
-class UnsettledUpdate:
-    """An update of factors whose counts are still on their way to the host.
-
-    Attributes:
-        step: number of the step that made the update.
-        plan: plan by which it was made.
-        seen: see :attr:`Sharing.updates`.
-    """
-
-    step: int
-    plan: Plan
-    seen: Any
 
 
 class KFACPreconditioner:
@@ -107,7 +91,7 @@ class KFACPreconditioner:
             for index, name in enumerate(group.names)
         }
         self.sharing = Sharing(SharedInputs(plan.sharing_candidates), self.channel)
-        self._unsettled: deque[UnsettledUpdate] = deque()
+        self._unsettled: deque[CapturedStep] = deque()
         self.curvature = self._factor_updates()
         self.warner = LayerWarner(self.direction.names)
         self.left_out: Tensor | float = 0.0
@@ -294,8 +278,10 @@ class KFACPreconditioner:
         frozen = [x for x in self.direction.names if not self.exchange.params[x][0].requires_grad]
         self.warner.step(without, frozen, self.curvature.layers_of(due.capture), self.left_out)
         if self.plan.contributors.counts:
-            seen = HostCopy(summary[-1:]), update.missed, self.capture.seen
-            self._unsettled.append(UnsettledUpdate(self.steps, self.plan, seen))
+            count = HostCopy(summary[-1:])
+            self._unsettled.append(
+                CapturedStep(self.steps, self.plan, count, update.missed, self.capture.seen)
+            )
         self.metrics.counts["factor_updates"] += 1
         elements = sum(self.curvature.specs[key].side.numel for key in due.capture)
         self.metrics.counts["captured_elements"] += elements
@@ -342,11 +328,10 @@ class KFACPreconditioner:
             before: only look at updates of steps before this one; None: look at all updates.
         """
         while self._unsettled and (before is None or self._unsettled[0].step < before):
-            update = self._unsettled.popleft()
-            # updates made before the plan changed show nothing new
-            if update.plan is self.plan:
-                self.sharing.updates = update.seen
-                observations = self.sharing.settled(self.observations, self.plan)
+            captured = self._unsettled.popleft()
+            # steps before the plan changed show nothing new
+            if captured.plan is self.plan:
+                observations = self.sharing.settled(captured, self.observations)
                 if observations is not None:
                     self.observe(observations)
 
