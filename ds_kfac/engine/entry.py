@@ -38,7 +38,14 @@ from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.table import DIRECTIONS, is_factory, rule_in, when_made
 from ds_kfac.engine.assembly import assembled
 from ds_kfac.engine.attachment import HANDLE, Attachment
-from ds_kfac.engine.refusals import check_config, of_engine, refused, without_optimizer
+from ds_kfac.engine.refusals import (
+    Context,
+    check_config,
+    of_config,
+    of_engine,
+    refused,
+    without_optimizer,
+)
 from ds_kfac.log import say, warn
 from ds_kfac.lr_schedulers.polynomial_decay import PolynomialDecay
 
@@ -187,8 +194,30 @@ def _prepare(
         )
     if trains_nothing(model):
         _leave_out_the_optimizer(arguments, source)
-    elif rule.optimizer_type is not None:
+        return
+    if config.enabled and arguments.get("optimizer") is None:
+        _refuse_config(source, rule, config)
+    if rule.optimizer_type is not None:
         rule.install(arguments, config, source)
+
+
+def _refuse_config(source: Mapping[str, Any], rule: UpdateRule, config: KFACConfig) -> None:
+    """Raise ValueError if the DeepSpeed config alone shows that K-FAC refuses the engine.
+
+    :func:`attach` would refuse it, too, but only after DeepSpeed has built the engine, which may
+    compile for minutes.
+    """
+    optimizer = str((source.get("optimizer") or {}).get("type") or "")
+    if not optimizer:  # an engine that trains nothing is left as it is
+        return
+    resolved, _ = rule.resolved(config, optimizer)
+    _raise_if_refused(of_config(source, resolved, rule.optimizer_type))
+
+
+def _raise_if_refused(context: Context) -> None:
+    problems = refused(context)
+    if problems:
+        raise ValueError("ds_kfac cannot attach to this engine:\n  " + "\n  ".join(problems))
 
 
 def _leave_out_the_optimizer(arguments: dict[str, Any], source: Mapping[str, Any]) -> None:
@@ -348,8 +377,7 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
         return None
     rule = _rule_of(engine)
     config, answers = rule.resolved(given, type(getattr(engine, "basic_optimizer", None)).__name__)
-    if problems := refused(of_engine(engine, config, rule.optimizer_type)):
-        raise ValueError("ds_kfac cannot attach to this engine:\n  " + "\n  ".join(problems))
+    _raise_if_refused(of_engine(engine, config, rule.optimizer_type))
     job, found = assembled(engine, config, answers, rule)
     attachment = Attachment(engine, given, job, found)
     _unattached = None
