@@ -1,11 +1,11 @@
 """K-FAC on one page: what ds_kfac computes for nn.Linear layers, on one device, in plain torch.
 
 A layer W [O, I] sees N rows of a batch (examples times tokens): inputs a [I], with a 1 appended for
-the bias, and gradients g [O] of the loss with respect to its outputs. R is the number of rows of
+the bias, and gradients g [O] of the loss with respect to its outputs. M is the number of rows of
 the layer nearest to the loss, which is the layer whose gradient arrives first. If the loss is a
-mean over R terms, the gradient of one term is R g.
+mean over M terms, the gradient of one term is M g.
 
-    A = mean a a^T                 G = R sum g g^T                running averages over batches
+    A = mean a a^T                 G = M sum g g^T                running averages over batches
     A = Q_A diag(alpha) Q_A^T      G = Q_G diag(beta) Q_G^T       every refresh_interval steps
     R = Q_G^T dW Q_A               every step: the gradient in the eigenbasis
 
@@ -37,7 +37,8 @@ class Layer:
     """One nn.Linear: its rows of this step, its factors, eigenbases and Adam moments."""
 
     def __init__(self, module: nn.Linear, kfac: "KFAC") -> None:
-        self.module, self.kfac = module, kfac
+        self.module = module
+        self.kfac = kfac
         self.factors: list[Tensor] = []  # A [I, I], G [O, O]
         self.bases: list[tuple[Tensor, Tensor]] = []  # (alpha, Q_A), (beta, Q_G)
         self.m = self.v = torch.zeros(
@@ -55,7 +56,7 @@ class Layer:
     def backward_hook(self, gradients: tuple) -> None:
         self.g = gradients[0].flatten(0, -2)  # [N, O]
         # the first gradient that arrives belongs to the layer nearest to the loss
-        self.kfac.R = self.kfac.R or len(self.g)
+        self.kfac.M = self.kfac.M or len(self.g)
 
     def gradient(self) -> Tensor:
         """Return dW [O, I] with the bias gradient as its last column."""
@@ -71,26 +72,29 @@ class Layer:
     def update_factors(self, batches: int, decay: float, identity_G: bool) -> None:
         """Fold a batch into the running averages. From the eleventh batch on, a batch is scaled
         down if its trace exceeds ten times the trace of the average."""
-        G = torch.eye(self.g.shape[1]).to(self.g) if identity_G else self.kfac.R * self.g.T @ self.g
-        new = [self.a.T @ self.a / len(self.a), G]
+        A = self.a.T @ self.a / len(self.a)
+        G = self.kfac.M * self.g.T @ self.g
+        if identity_G:
+            G = torch.eye(len(G)).to(G)
         keep = min(1 - 1 / batches, decay)
+        new = [A, G]
         for i, old in enumerate(self.factors):
-            limited = (
-                new[i] / (new[i].trace() / (10 * old.trace())).clamp(min=1)
-                if batches > 10
-                else new[i]
-            )
-            new[i] = keep * old + (1 - keep) * limited
+            if batches > 10:
+                new[i] = new[i] / (new[i].trace() / (10 * old.trace())).clamp(min=1)
+            new[i] = keep * old + (1 - keep) * new[i]
         self.factors = new
 
     def refresh(self, iterate: bool) -> None:
         """Decompose both factors. Adam's first moment is rotated into the new bases, and the second
         moment stays as it is (SOAP)."""
-        old, Cs = self.bases, self.factors
-        last = zip(Cs, [Q for _, Q in old], strict=True) if old and iterate else ()
-        self.bases = [one_step(C, Q) for C, Q in last] or [torch.linalg.eigh(C) for C in Cs]
+        old = [Q for _, Q in self.bases]
+        if old and iterate:
+            self.bases = [one_step(C, Q) for C, Q in zip(self.factors, old, strict=True)]
+        else:
+            self.bases = [torch.linalg.eigh(C) for C in self.factors]
         if old:
-            (_, old_QA), (_, old_QG), (_, QA), (_, QG) = *old, *self.bases
+            old_QA, old_QG = old
+            QA, QG = (Q for _, Q in self.bases)
             self.m = (QG.T @ old_QG) @ self.m @ (old_QA.T @ QA)
 
 
@@ -105,9 +109,12 @@ class KFAC:
         self.layers = {
             name: Layer(m, self) for name, m in model.named_modules() if isinstance(m, nn.Linear)
         }
-        self.update_interval, self.refresh_interval = update_interval, refresh_interval
-        self.decay, self.identity_G, self.steps = decay, identity_G, 0
-        self.R = 0  # R of this step's batch; 0 until a gradient arrives
+        self.update_interval = update_interval
+        self.refresh_interval = refresh_interval
+        self.decay = decay
+        self.identity_G = identity_G
+        self.steps = 0
+        self.M = 0  # of this step's batch; 0 until a gradient arrives
 
     def update(self) -> None:
         """Update the factors if this is due, then refresh the eigenbases if this is due. Both are
@@ -121,15 +128,17 @@ class KFAC:
             if not off:
                 layer.refresh(self.iterates and refreshes % 10 > 0)
         self.steps += 1
-        self.R = 0
+        self.M = 0
 
     @torch.no_grad()
     def precondition(self, lr: float, damping: float = 1.0, kl_clip: float = 1e-3) -> None:
         """Replace every layer's ``.grad`` by its K-FAC gradient."""
         self.update()
-        results, quadratic = [], 0.0
+        results = []
+        quadratic = 0.0
         for layer in self.layers.values():
-            dW, ((alpha, QA), (beta, QG)) = layer.gradient(), layer.bases
+            dW = layer.gradient()
+            (alpha, QA), (beta, QG) = layer.bases
             R = QG.T @ dW @ QA
             V = QG @ (R / (torch.outer(beta, alpha) + damping * beta.mean() * alpha.mean())) @ QA.T
             quadratic += float((V * dW).sum()) * lr**2
@@ -155,12 +164,14 @@ class KFAC:
         """Take a step of KFACAdamW. The layers named in ``heads`` keep Adam's direction, at the
         learning rate lr max(``ratio`` 128 / inputs, 1)."""
         self.update()
-        (b1, b2), k = betas, self.steps
+        b1, b2 = betas
+        k = self.steps
         for name, layer in self.layers.items():
             (alpha, QA), (beta, QG) = layer.bases
             S = torch.diag((alpha / alpha.mean() + c) ** -p)
             R = QG.T @ layer.gradient() @ QA
-            layer.m, layer.v = b1 * layer.m + (1 - b1) * R, b2 * layer.v + (1 - b2) * R**2
+            layer.m = b1 * layer.m + (1 - b1) * R
+            layer.v = b2 * layer.v + (1 - b2) * R**2
             m = b1 * layer.m / (1 - b1 ** (k + 1)) + (1 - b1) * R / (1 - b1**k)  # Nesterov's
             # where an eigenvalue is smaller than this, R is only rounding error
             ranges = [e >= max(64, len(e)) ** 0.5 * 2**-23 * e.max() for e in (beta, alpha)]
