@@ -37,11 +37,9 @@ def capture_flops(side: Side, rows: int) -> int:
 def decompose_flops(side: Side, method: Method = EIGEN) -> int:
     """Return the FLOPs of a decomposition: 9 n^3 for eigh by tridiagonalisation (Golub & Van Loan,
     8.3), n^3 for an inverse by Cholesky, and 0 for a diagonal."""
-    return (
-        sum(method.solver_flops * count * width**3 for count, width in side.groups)
-        if side.block > 1
-        else 0
-    )
+    if side.block > 1:
+        return sum(method.solver_flops * count * width**3 for count, width in side.groups)
+    return 0
 
 
 def precondition_flops(layer: LayerSpec, method: Method = EIGEN) -> int:
@@ -243,9 +241,16 @@ BUILTIN: Mapping[str, CostModel] = {"cpu": _CPU, "cuda": _CUDA}
 
 
 TABLES = ("eigh_seconds", "cholesky_seconds", "product_flops")
-RATES = (
-    "gemm_flops ieee_flops syrk_flops copy_bytes call_seconds link_bytes link_seconds node_bytes"
-).split()
+RATES = [
+    "gemm_flops",
+    "ieee_flops",
+    "syrk_flops",
+    "copy_bytes",
+    "call_seconds",
+    "link_bytes",
+    "link_seconds",
+    "node_bytes",
+]
 
 
 def measured(costs: CostModel, path: str) -> CostModel:

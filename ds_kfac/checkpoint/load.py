@@ -449,11 +449,10 @@ def _left_out(arguments: Mapping[str, Any], tag_directory: Path) -> str | None:
 
 def _without_state(tag_directory: Path, other_values: Values | None) -> str:
     """Return a text that K-FAC starts afresh because a checkpoint was saved without it."""
-    continuing = (
-        "; weights, scheduler, step and AdamW's moments of all parameters go on"
-        if other_values is not None
-        else ""
-    )
+    if other_values is not None:
+        continuing = "; weights, scheduler, step and AdamW's moments of all parameters go on"
+    else:
+        continuing = ""
     return (
         f"WARNING: {tag_directory} has no K-FAC state, K-FAC starts afresh{continuing}: expect "
         "some steps to recover"

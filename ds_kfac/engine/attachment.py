@@ -85,6 +85,9 @@ class Attachment:
             by the value that was chosen for it.
         report: text that describes what was attached. The config key ``report`` decides how much of
             it is printed.
+        sampling: samples the Monte-Carlo Fisher; None if the config asks for another Fisher.
+        by_hand: whether a call of the optimizer's ``load_state_dict`` comes from the user's program
+            and not from ``engine.load_checkpoint``.
     """
 
     def __init__(self, engine: Any, given: KFACConfig, job: Job, found: Scan) -> None:
@@ -101,10 +104,10 @@ class Attachment:
         self._known = {id(p) for p in engine.module.parameters() if p.requires_grad}
         self._captures = [kfac.capture for kfac in job.preconditioners]
         kfac = job.preconditioners[0]
-        config = job.preconditioners[0].config
-        self.sampling = (
-            LossSampling(kfac, engine) if config.factor.fisher == "monte_carlo" else None
-        )
+        config = kfac.config
+        self.sampling: LossSampling | None = None
+        if config.factor.fisher == "monte_carlo":
+            self.sampling = LossSampling(kfac, engine)
         self._rescalings: list[WeightRescaling] = []
         if config.rescale_weights:
             rescalings = [WeightRescaling(k.layout, k.layers) for k in job.preconditioners]
@@ -112,42 +115,54 @@ class Attachment:
             # with norms only
             self._rescalings = [rescaling for rescaling in rescalings if rescaling.weights]
         self._installed = ExitStack()  # of wrappers and hooks
-        groups = groups_of(engine, job)
         self._captured = False
-        self._wrap("forward", self._forward)
-        self._wrap("backward", self._backward)
-        self._wrap("step", self._engine_step)
-        if config.checkpoint.grams:
-            safetensors()  # fail here if it is missing, not when the first checkpoint is written
-        grams = (
-            partial(export, job, sides="A", dtype=torch.bfloat16, bases=False)
-            if config.checkpoint.grams
-            else None
-        )
-        self._wrap("save_checkpoint", partial(save_checkpoint, engine, job, groups, grams))
-        self._wrap("load_checkpoint", partial(load_checkpoint, engine, job, groups))
-        self._wrap("destroy", self._destroy)
-        told = lambda optimizer: warn(BY_HAND) if self.by_hand else None  # noqa: E731
-        inner = kfac.engine_view.inner
-        # hook the wrapped optimizers, too, because timm's Lookahead supports no hooks itself; but
-        # not modules that the optimizer holds, whose hooks are different
-        for optimizer in (
-            inner,
-            *(x for x in vars(inner).values() if isinstance(x, torch.optim.Optimizer)),
-        ):
-            with suppress(AttributeError):
-                self._installed.callback(optimizer.register_load_state_dict_post_hook(told).remove)
-        if isinstance(engine, PipelineEngine):
-            remove = put_attribute(engine, INSTRUCTIONS, announcing(engine, job))
-            self._installed.callback(remove)
-        self._printed = (
-            [TIMER + stage for stage in STAGES] if kfac.metrics.timers is not None else []
-        )
+        self._wrap_engine(config)
+        self._warn_of_loads_by_hand(kfac.engine_view.inner)
+        self._printed: list[str] = []
+        if kfac.metrics.timers is not None:
+            self._printed = [TIMER + stage for stage in STAGES]
         engine.engine_timers.global_timers += self._printed
         kfac.seam.open(self)
         setattr(engine, HANDLE, self)
         _ATTACHED[engine.module] = weakref.ref(self)
         self.report = report(job.preconditioners, found, given)
+
+    def _wrap_engine(self, config: KFACConfig) -> None:
+        """Wrap the engine's methods. The top of this file says why."""
+        engine = self.engine
+        job = self.job
+        groups = groups_of(engine, job)
+        grams = None
+        if config.checkpoint.grams:
+            safetensors()  # fail here if it is missing, not when the first checkpoint is written
+            grams = partial(export, job, sides="A", dtype=torch.bfloat16, bases=False)
+        self._wrap("forward", self._forward)
+        self._wrap("backward", self._backward)
+        self._wrap("step", self._engine_step)
+        self._wrap("save_checkpoint", partial(save_checkpoint, engine, job, groups, grams))
+        self._wrap("load_checkpoint", partial(load_checkpoint, engine, job, groups))
+        self._wrap("destroy", self._destroy)
+        if isinstance(engine, PipelineEngine):
+            remove = put_attribute(engine, INSTRUCTIONS, announcing(engine, job))
+            self._installed.callback(remove)
+
+    def _warn_of_loads_by_hand(self, inner: Any) -> None:
+        """Warn when a program calls ``load_state_dict`` of the optimizer, which loads nothing of
+        K-FAC's.
+
+        Wrapped optimizers are hooked, too, because timm's Lookahead supports no hooks itself.
+        Modules that the optimizer holds are not, because their hooks are different.
+        """
+
+        def hook(optimizer: Any) -> None:
+            if self.by_hand:
+                warn(BY_HAND)
+
+        wrapped = [x for x in vars(inner).values() if isinstance(x, torch.optim.Optimizer)]
+        for optimizer in (inner, *wrapped):
+            with suppress(AttributeError):
+                handle = optimizer.register_load_state_dict_post_hook(hook)
+                self._installed.callback(handle.remove)
 
     def __repr__(self) -> str:
         rule = self.preconditioner.rule
@@ -195,22 +210,18 @@ class Attachment:
     def log_line(self) -> dict[str, float]:
         """Return numbers for a framework's logs, under the names that the monitor uses. Empty with
         ``"report": "none"``. Synchronises with the device."""
-        return (
-            {PREFIX + name: value for name, value in selected(self.job).items()}
-            if self._reports
-            else {}
-        )
+        if self._reports:
+            return {PREFIX + name: value for name, value in selected(self.job).items()}
+        return {}
 
     def log_constants(self) -> dict[str, float]:
         """Return numbers for the first line of a framework's logs. They are the fraction of the
         trained matrix parameters that is in K-FAC's layers, the fraction that is in layers with
         curvature, and learning rates relative to the optimizer's. Empty with
         ``"report": "none"``."""
-        return (
-            {PREFIX + name: value for name, value in self._constants().items()}
-            if self._reports
-            else {}
-        )
+        if self._reports:
+            return {PREFIX + name: value for name, value in self._constants().items()}
+        return {}
 
     def _constants(self) -> dict[str, float]:
         return {

@@ -187,9 +187,10 @@ class LossSampling:
         The generator is seeded from step, forward pass and rank, so a resumed run draws the same
         labels.
         """
-        reached = (
-            torch.zeros_like(prediction, dtype=torch.bool) if gradient is None else gradient != 0
-        )
+        if gradient is None:
+            reached = torch.zeros_like(prediction, dtype=torch.bool)
+        else:
+            reached = gradient != 0
         self._generator.manual_seed(
             SEED + self._step * 1_000_003 + self._drawn * 10_007 + self.kfac.rank
         )

@@ -75,11 +75,9 @@ class Context:
     @property
     def mixtures(self) -> list[Any]:
         """Mixtures of experts that AutoEP has put into the engine's model."""
-        return (
-            []
-            if self.engine is None
-            else [module for module in self.engine.module.modules() if is_autoep(module)]
-        )
+        if self.engine is None:
+            return []
+        return [module for module in self.engine.module.modules() if is_autoep(module)]
 
 
 def without_optimizer(engine: Any) -> bool:
@@ -95,9 +93,10 @@ def of_engine(engine: Any, config: KFACConfig, own: str | None) -> Context:
     name = "" if without_optimizer(engine) else type(engine.basic_optimizer).__name__
     pipeline = isinstance(engine, PipelineEngine)
     # a pipeline reduces gradients in an instruction of its own, not in the backward pass
-    averages = (
-        engine.pipeline_enable_backward_allreduce if pipeline else engine.enable_backward_allreduce
-    )
+    if pipeline:
+        averages = engine.pipeline_enable_backward_allreduce
+    else:
+        averages = engine.enable_backward_allreduce
     offload = deepspeed_versions.offload(engine)
     return Context(
         config=config,

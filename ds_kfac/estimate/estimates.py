@@ -323,11 +323,10 @@ class Estimate:
         recorded = np.array([self.rule.facts.kept(plan, owned, device) for owned in layers])
 
         gathered, working, results = self._preconditioned()
-        first = (
-            self.reduction
-            if plan.first is None
-            else replace(self.reduction, contributors=plan.first)
-        )
+        if plan.first is None:
+            first = self.reduction
+        else:
+            first = replace(self.reduction, contributors=plan.first)
         steps = {step for steps in steps_of(plan) for step in steps}
         captures = [(self.every, first), *((step.capture, self.reduction) for step in steps)]
         # the first step decomposes all factors while no eigenbases exist yet
@@ -462,9 +461,10 @@ class Estimate:
             # At stage 0 DeepSpeed has finished gradients in fp32. If a layer is stepped alone, its
             # gradient is not copied.
             finished = self.subject.replicated and self.subject.gradients is torch.float32
-            alone = (
-                {group[0].name for group in groups if len(group) == 1} & held if finished else set()
-            )
+            if finished:
+                alone = {group[0].name for group in groups if len(group) == 1} & held
+            else:
+                alone = set()
             done = 0
             most = 0
             for chunk, nbytes in self.rule.facts.workspace(plan, groups):

@@ -57,11 +57,10 @@ def build(name: str, lora: int | None = None) -> tuple[nn.Module, tuple[Any, ...
                 f"model {name}: returned a {type(model).__name__}, not a torch.nn.Module"
             )
         if peft is not None:
-            options = (
-                {"task_type": "CAUSAL_LM"}
-                if hasattr(model, "prepare_inputs_for_generation")
-                else {}
-            )
+            if hasattr(model, "prepare_inputs_for_generation"):
+                options = {"task_type": "CAUSAL_LM"}
+            else:
+                options = {}
             model = peft.get_peft_model(
                 model, peft.LoraConfig(r=lora, target_modules="all-linear", **options)
             )

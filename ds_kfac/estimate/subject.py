@@ -47,9 +47,10 @@ def config_of(
             it; or its optimizer is unknown.
     """
     config = read_config(source)
-    name = (
-        block(config, "optimizer").get("type") if rule_in(config).optimizer_type is None else None
-    )
+    if rule_in(config).optimizer_type is None:
+        name = block(config, "optimizer").get("type")
+    else:
+        name = None
     if name is not None and not (
         str(name).lower() in DEEPSPEED_OPTIMIZERS or hasattr(torch.optim, str(name))
     ):
@@ -119,9 +120,10 @@ class Subject:
         self.replicated = context.stage == 0
         self.gradients = context.parameters
         if context.stage > 0:
-            self.gradients = (
-                torch.float32 if offloaded else accumulation(ds_config) or context.parameters
-            )
+            if offloaded:
+                self.gradients = torch.float32
+            else:
+                self.gradients = accumulation(ds_config) or context.parameters
         scanned = scan(model, self.rule.scanned(self.config))
         self.layers = self.rule.cut(self.config, scanned.layers)
         self.model = model

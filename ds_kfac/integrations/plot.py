@@ -258,11 +258,10 @@ def draw(panels: Mapping[str, Series], path: Path) -> Path:
             _draw_parts(axis, *parts_of_step(active))
         elif not active:
             quiet = name == "failures" and found
-            text = (
-                f"always 0: {', '.join(found)}"
-                if quiet
-                else f"not in these logs: {question.missing}"
-            )
+            if quiet:
+                text = f"always 0: {', '.join(found)}"
+            else:
+                text = f"not in these logs: {question.missing}"
             axis.set_title("nothing has failed" if quiet else f"no {name}", loc="left", fontsize=11)
             axis.text(
                 0.5,
@@ -317,11 +316,10 @@ def _draw_parts(axis: Any, parts: Mapping[str, float], share: float | None) -> N
     for row, name in enumerate(names):
         of_step = f", {parts[name] / total:.0%}" if share is not None else ""
         axis.text(parts[name], row, f" {parts[name]:.3g} s{of_step}", va="center", fontsize=9)
-    title = (
-        f"K-FAC takes {share:.0%} of a step"
-        if share is not None
-        else "K-FAC's share is not known: "
-    )
+    if share is not None:
+        title = f"K-FAC takes {share:.0%} of a step"
+    else:
+        title = "K-FAC's share is not known: "
     lacks = "the model's times" if all(name in STAGES for name in names) else "K-FAC's times"
     axis.set_title(
         title if share is not None else f"{title}{lacks} are not logged", loc="left", fontsize=11

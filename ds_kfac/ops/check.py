@@ -301,11 +301,10 @@ def identity(device: torch.device) -> str:
         sources += build.source_folder().iterdir()
     for file in sorted([*(build.PACKAGE / "ops").rglob("*.py"), *sources]):
         digest.update(file.name.encode() + file.read_bytes())
-    name = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"{device.type} {platform.machine()}"
-    )
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{device.type} {platform.machine()}"
     facts = [torch.__version__, name]
     with suppress(metadata.PackageNotFoundError):
         facts.append(metadata.version("triton"))

@@ -55,11 +55,10 @@ def block_product(left: Sequence[Tensor], x_OI: Tensor, right: Sequence[Tensor])
             for blocks, part in zip(matrices, parts, strict=True):
                 blocks = blocks.mT if columns else blocks
                 single = len(blocks) == 1
-                product = (
-                    blocks[0] @ part
-                    if single
-                    else (blocks @ part.reshape(*blocks.shape[:2], -1)).flatten(0, 1)
-                )
+                if single:
+                    product = blocks[0] @ part
+                else:
+                    product = (blocks @ part.reshape(*blocks.shape[:2], -1)).flatten(0, 1)
                 products.append(product)
             transposed = (products[0] if len(products) == 1 else torch.cat(products)).view(
                 transposed.shape
@@ -359,9 +358,10 @@ def finish_direction_(
             used if ``size_n`` is None.
         used_n: bool.
     """
-    scale = (
-        target_n if size_n is None else scale_to(target_n, size=size_n, norm=norm_n, full=full_n)
-    )
+    if size_n is None:
+        scale = target_n
+    else:
+        scale = scale_to(target_n, size=size_n, norm=norm_n, full=full_n)
     zero = ~(used_n & (norm_n < math.inf))  # NaN is not below infinity
     parts = len(x_nOI) // len(out_nOI)
     if len(out_nOI) == 1:  # equal blocks or the groups of a convolution: all are scaled at once

@@ -27,11 +27,10 @@ class Job:
     def __init__(self, preconditioners: Sequence[KFACPreconditioner]) -> None:
         self.preconditioners = tuple(preconditioners)
         self.everywhere = bool(self.preconditioners[0].engine_view.domain.name)
-        self.channel = (
-            Channel(torch.distributed.group.WORLD)
-            if self.everywhere
-            else self.preconditioners[0].channel
-        )
+        if self.everywhere:
+            self.channel = Channel(torch.distributed.group.WORLD)
+        else:
+            self.channel = self.preconditioners[0].channel
         # this rank's fraction of the number of elements, so that the sum over all ranks is the
         # total
         numel = sum(

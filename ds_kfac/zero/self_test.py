@@ -169,11 +169,10 @@ def _zero3_chunks(layout: ShardLayout) -> list[str]:
         local = param.ds_tensor.detach().clone().view(-1)
         with GatheredParameters([param]):
             shard = mine.get(index)
-            expected = (
-                param.detach().reshape(-1)[shard.start : shard.start + shard.numel]
-                if shard
-                else local[:0]
-            )
+            if shard:
+                expected = param.detach().reshape(-1)[shard.start : shard.start + shard.numel]
+            else:
+                expected = local[:0]
             if not torch.equal(local[: expected.numel()].to(expected.device), expected):
                 problems.append(
                     f"ZeRO-3 cut parameter {index} of shape {tuple(param.ds_shape)} into other "

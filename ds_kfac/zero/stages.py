@@ -103,9 +103,10 @@ class ZeroLayout(ShardLayout):
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        dtype = (
-            deepspeed_versions.master_dtype if self.offloads else deepspeed_versions.gradient_dtype
-        )
+        if self.offloads:
+            dtype = deepspeed_versions.master_dtype
+        else:
+            dtype = deepspeed_versions.gradient_dtype
         return dtype(self.optimizer)
 
     def loss_scale(self) -> Tensor | float:
