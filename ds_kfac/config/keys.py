@@ -65,9 +65,8 @@ class FactorConfig(Block):
     """Rows that each factor update uses. null: 4 per column of the factor. ``"all"``: every row of
     all ranks, at every position.
 
-    The rows come from the factor's owner, then from other ranks, until they are enough. If one
-    rank has more, every k-th of its rows counts. Positions of a convolution are sampled on a grid.
-    The samples change with every update and are unbiased."""
+    If one rank has more rows, every k-th of its rows counts. Positions of a convolution are sampled
+    on a grid. The samples change with every update and are unbiased."""
     dense_max: int | None = Field(default=None, ge=2)
     """Longest side of a layer whose factor is one dense matrix. null: 4096.
 
@@ -292,9 +291,7 @@ class OptimizerParams(BaseModel):
 
     lr: float = Field(0.001, ge=0)
     """Learning rate of the layers' weights and of other matrices. Schedulers change it and
-    ``adam_lr`` alike.
-
-    docs/howto/tune.md has learning rates that were measured."""
+    ``adam_lr`` alike."""
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
         [0.9, 0.999], min_length=2, max_length=2
     )
@@ -336,8 +333,7 @@ class KFACConfig(Block):
     enabled: bool = True
     """false: the engine is left as DeepSpeed made it."""
     report: Literal["summary", "full", "none"] = "summary"
-    """What rank 0 prints to standard error at attach. ``summary``: at most 12 lines, not counting
-    line breaks.
+    """What rank 0 prints to standard error at attach. ``summary``: at most 12 lines.
 
     ``full`` adds what was chosen, and every layer with the ranks that work on it. ``none``
     prints nothing, and keeps K-FAC's numbers out of a framework's logs. ``engine.kfac.report``
@@ -358,11 +354,10 @@ class KFACConfig(Block):
     """SP-NGD's adaptive statistics: tolerance below which two values of a factor are similar, such
     as 0.1. null: off.
 
-    A factor that barely changes is then updated and decomposed less often. Two values are similar
-    if their relative difference in the Frobenius norm is below the tolerance. Each factor has its
+    A factor that barely changes is then updated and decomposed less often. Each factor has its
     own interval, in units of ``factor.update_interval``: the interval grows (1, 2, 3, 5, 8, ...)
-    while the factor stays similar to its last two values, and halves when it does not. The rule
-    starts after the burn-in."""
+    while the factor stays similar, and halves when it does not. The rule starts after the burn-in.
+    docs/explanation/formulas.md has it exactly."""
     rescale_weights: bool = False
     """After every step, multiply the weight of each linear and convolutional K-FAC layer by min(1,
     sqrt(2 outputs) / its norm)."""

@@ -26,13 +26,8 @@ In a DeepSpeed config:
 }
 ```
 
-As an object with the same parameters:
-
-```python
-ds_kfac.KFACAdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
-```
-
-Parameter groups may have their own `lr`, `betas`, `eps` and `weight_decay` ([frameworks](../howto/frameworks.md)).
+`ds_kfac.KFACAdamW(model.parameters(), lr=2e-3, ...)` takes the same parameters. Parameter groups may have their own
+`lr`, `betas`, `eps` and `weight_decay` ([frameworks](../howto/frameworks.md)).
 """  # noqa: E501
 HEAD = """\
 # Config
@@ -123,7 +118,7 @@ WHY = {
     "preconditioner.method": "inverse is KAISA's; cheaper for long sides",
     "preconditioner.eigenvalues": f"corrected is better [into AdamW]({_OTHERS})",
     "preconditioner.kl_clip": "ResNet-8's loss was 0.03 at 0.01, and 0.06 to 0.08 at the default",
-    "adam.rotate": "curvature [gains little](../howto/tune.md#what-curvature-is-worth) in long runs",
+    "adam.rotate": "what curvature gains is [measured](../howto/tune.md#what-curvature-is-worth)",
     "adam.except_layers": f"heads lose if orthogonalized ({_TUNE}); models name them differently",
     "adam.blocks": "fused weights with names that ds_kfac does not know",
     "adam.whiten": f"1/8 gains with large batches; 1/4 loses on masked models ({_TUNE})",

@@ -61,16 +61,19 @@ def report(results: list[Result], *, command: str, seconds: float) -> str:
         lines.append("| " + " | ".join(str(cell) for cell in row) + " |")
     lines += [
         "",
-        "Cases with something to report. Cases that ended alike for the same reason share a row.",
+        "Cases with something to report (z2 is ZeRO 2). Cases that ended alike for the same reason "
+        "share a row.",
         "",
     ]
     lines += ["| | cases | outcome | |", "|---|---|---|---|"]
     for (family, counted, _), own in _alike(results).items():
         names = list(dict.fromkeys(r.case.name for r in own))
+        shown = "; ".join(names[:2])
+        if len(names) > 2:
+            shown += f"; {len(names) - 2} more"
         mark = "" if own[0].good else "**"
         lines.append(
-            f"| {family} | {_plain('; '.join(names))} | {mark}{counted}{mark} | "
-            f"{_short(own[0].note)} |"
+            f"| {family} | {_plain(shown)} | {mark}{counted}{mark} | {_short(own[0].note)} |"
         )
     return "\n".join(lines) + "\n"
 
