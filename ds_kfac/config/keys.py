@@ -169,7 +169,7 @@ class AdamConfig(Block):
     Norms always keep Adam's direction.
 
     Each entry is a regex for the end of a layer's name, after a dot or from its beginning;
-    ``".*"`` is all layers. Leave out what PEFT or torch.compile append to a name. The default
+    ``".*"`` is all layers. You may leave out what PEFT or torch.compile append. The default
     matches the heads of transformers and timm. Unless you set this key, a language model's head
     is also found by its shape: the last layer, if it has the shape of an embedding."""
     blocks: dict[values.NameEnd, values.BlockRows] = {}
