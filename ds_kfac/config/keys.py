@@ -43,9 +43,10 @@ class FactorConfig(Block):
     """Which gradients G is made of. null: ``activations_only`` with the optimizer KFACAdamW,
     ``empirical`` with any other.
 
-    ``empirical`` takes the training gradients. ``monte_carlo`` takes gradients of labels that
-    are drawn from the model's own prediction, which costs one extra backward pass in each factor
-    update. ``activations_only`` takes none: G is the identity."""
+    ``empirical`` takes the training gradients. ``monte_carlo`` (the true Fisher matrix) takes
+    gradients of labels that are drawn from the model's own prediction. This costs one more
+    backward pass in each factor update, and the memory of the graph. ``activations_only`` takes
+    no gradients: G is the identity."""
     sampler: Literal["cross_entropy", "mse", "squared_error"] = "cross_entropy"
     """The distribution that ``monte_carlo`` draws labels from.
 
@@ -59,15 +60,13 @@ class FactorConfig(Block):
     """What a row of the statistics is. ``expand``: a token. ``reduce``: a sequence or an image.
 
     Use ``expand`` for a loss per token and ``reduce`` for a loss per example. ``reduce`` makes the
-    statistics cheaper by the length of the sequence."""
+    statistics cheaper by a factor of the sequence length."""
     rows: values.Rows | None = None
     """Rows that each factor update uses. null: 4 per column of the factor. ``"all"``: every row of
     all ranks, at every position.
 
-    The rows come from as few ranks as have that many together, the factor's owner and its node
-    first. If one rank has more, every k-th of its rows counts. Positions of a convolution are
-    sampled on a grid. The samples move from update to update and are unbiased. So the cost of
-    statistics is bounded and falls with the number of ranks."""
+    If one rank has more rows, every k-th of its rows counts. Positions of a convolution are sampled
+    on a grid. The samples change with every update and are unbiased."""
     dense_max: int | None = Field(default=None, ge=2)
     """Longest side of a layer whose factor is one dense matrix. null: 4096.
 
@@ -109,16 +108,16 @@ class PreconditionerConfig(Block):
     """Precision of the products into the eigenbasis and back. null: ``tf32`` on GPUs that have it,
     else ``highest``.
 
-    ``highest`` is fp32, even if the process allows TF32. ``tf32`` is TF32 on GPUs and fp32
-    elsewhere. Orthogonalization runs in fp16 with ``tf32`` on a GPU and in fp32 otherwise. With
-    method ``inverse`` the key applies to the two products with the inverses."""
+    ``highest`` is fp32, even if the process allows TF32. With ``tf32`` products are in TF32 and
+    orthogonalization in fp16 on GPUs; elsewhere both are in fp32. With method ``inverse`` the key
+    applies to the two products with the inverses."""
     method: Literal["eigen", "inverse"] = "eigen"
     """What is kept of a factor. ``eigen``: its eigenbasis. ``inverse``: its damped inverse by
     Cholesky, with KAISA's pi-damping.
 
     ``inverse`` needs half the products of a step, sends half the bytes to other workers and
-    refreshes about ten times as fast. Use it for sides of 4096 and up. The damping of an inverse
-    is that of its last refresh. ``inverse`` needs ``eigenvalues`` ``kronecker``."""
+    refreshes about ten times as fast. Use it for sides of 4096 and up. New damping takes effect at
+    the next refresh. ``inverse`` needs ``eigenvalues`` ``kronecker``."""
     eigenvalues: Literal["kronecker", "corrected"] | None = None
     """Eigenvalues of the Fisher matrix in the eigenbasis. ``kronecker``: products of the factors'
     eigenvalues (K-FAC). ``corrected``: the rotated gradient's running second moment (EKFAC).
@@ -143,9 +142,8 @@ class BurnInConfig(Block):
     steps: int = Field(default=50, ge=0)
     """Number of first steps in which factors are updated and refreshed more often. 0: none.
 
-    In these steps factors are updated twice as often as ``factor.update_interval`` says at
-    first, and eigenbases are refreshed at every second update if that is more often. The step
-    after them refreshes every factor."""
+    In these steps factors are updated twice as often as ``factor.update_interval`` says, and
+    eigenbases are refreshed at every second update if that is more often."""
 
 
 class AdamConfig(Block):
@@ -155,7 +153,7 @@ class AdamConfig(Block):
     """Step in the eigenbasis of A. false: no curvature, in the layers' own coordinates and without
     whitening.
 
-    With false nothing is captured, kept or sent."""
+    With false K-FAC takes, keeps and sends no statistics."""
     except_layers: list[values.NameEnd] = [
         "([^.]*_)?head(_dist)?",
         "score",
@@ -171,17 +169,15 @@ class AdamConfig(Block):
     Norms always keep Adam's direction.
 
     Each entry is a regex for the end of a layer's name, after a dot or from its beginning;
-    ``".*"`` is all layers. What PEFT or torch.compile put behind a name may be left out. The
-    default matches the heads of transformers and timm. Without a
-    list of yours a language model's head is also found by its shape: the last layer, if it has
-    the shape of an embedding. Orthogonalizing replaces a direction by its orthogonal factor
-    (Newton-Schulz) at a fixed size."""
+    ``".*"`` is all layers. You may leave out what PEFT or torch.compile append. The default
+    matches the heads of transformers and timm. Unless you set this key, a language model's head
+    is also found by its shape: the last layer, if it has the shape of an embedding."""
     blocks: dict[values.NameEnd, values.BlockRows] = {}
     """Weights that hold several maps, each orthogonalized by itself: a regex for the end of the
     weight's name, and the blocks.
 
-    A number is how many equal blocks follow each other; a list gives their rows, repeated up to
-    the last row. ``{"qkv": 3}`` means queries, keys and values. ``{"qkv": [64, 64, 64]}`` means
+    A number is the number of equal blocks; a list gives the rows of each block and is repeated up
+    to the last row. ``{"qkv": 3}`` means queries, keys and values. ``{"qkv": [64, 64, 64]}`` means
     the same for each head of 64. ``{"q_proj": 32}`` treats each of 32 heads by itself, and 1
     means a single map. The key has precedence over the names that ds_kfac knows
     (``ds_kfac/model/blocks.py``): fused queries, keys and values, gates, latent attention and
@@ -229,14 +225,12 @@ class AssignmentConfig(Block):
     """Fraction of the ranks that precondition a layer (KAISA), at stage 0. null: the fastest
     predicted fraction within ``memory_budget_gb``.
 
-    These ranks hold the layer's eigenbases and precondition its gradient. 1/world is MEM-OPT and
-    1 is COMM-OPT. Under ZeRO 1 to 3 gradients are partitioned, and a layer always has one
-    worker."""
+    1/world is MEM-OPT and 1 is COMM-OPT. Under ZeRO 1 to 3 a layer always has one worker."""
     memory_budget_gb: float | None = Field(default=None, gt=0)
     """Most memory that K-FAC may take on a rank, in 10^9 bytes. null: no limit.
 
-    It counts the state (factors, eigenbases, moments) and the batch sums, gradients and results
-    that exist while a step lasts. It does not count messages, which take 256 MiB at most."""
+    The limit covers the state (factors, eigenbases, moments) and the batch sums, gradients and
+    results of a step. It does not cover messages, which take 256 MiB at most."""
 
 
 class CommunicationConfig(Block):
@@ -265,8 +259,7 @@ class CheckpointConfig(Block):
     grams: bool = False
     """Also write A of every layer in bf16, half of its triangle, to ``<tag>/grams``.
 
-    Merging by RegMean and quantization by GPTQ need A beside the weights
-    (docs/howto/factors_for_other_tools.md). It takes no part in resuming."""
+    Merging by RegMean and quantization by GPTQ need A. Resuming does not."""
     on_missing: Literal["error", "fresh"] = "error"
     """What load_checkpoint does if the K-FAC state is missing, damaged or of another model.
     ``error``: raise on every rank. ``fresh``: warn, and start K-FAC afresh.
@@ -281,10 +274,9 @@ class OpsConfig(Block):
     backend: Literal["triton", "cuda", "torch"] | None = None
     """Implementation of the operations. null: for each operation, the best one that runs here.
 
-    ``triton`` and ``cuda`` run on NVIDIA GPUs from compute capability 8.0, each for some
-    operations. ``torch`` is plain torch, anywhere, without a CUDA graph. An operation that a
-    backend does not have runs in torch. The attach report lists the choices. All but ``torch``
-    are compiled at first use. The choice holds for the process: the last attach decides."""
+    ``triton`` and ``cuda`` have kernels of some operations for NVIDIA GPUs from compute capability
+    8.0, compiled at first use; other operations run in torch. ``torch`` is plain torch, on any
+    device and without a CUDA graph. The choice holds for the process: the last attach decides."""
 
 
 NAME = "KFACAdamW"
@@ -299,9 +291,7 @@ class OptimizerParams(BaseModel):
 
     lr: float = Field(0.001, ge=0)
     """Learning rate of the layers' weights and of other matrices. Schedulers change it and
-    ``adam_lr`` alike.
-
-    docs/howto/tune.md has learning rates that were measured."""
+    ``adam_lr`` alike."""
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
         [0.9, 0.999], min_length=2, max_length=2
     )
@@ -310,20 +300,20 @@ class OptimizerParams(BaseModel):
     eps: float = Field(1e-8, ge=0)
     """Added to the root of the second moment."""
     weight_decay: float = Field(0.01, ge=0)
-    """Decoupled weight decay: a step takes lr * weight_decay of each parameter.
+    """Decoupled weight decay: a step subtracts lr * weight_decay times the parameter.
 
-    This also holds for parameters that are stepped at ``adam_lr``. A layer that a step did not
-    use does not decay in that step."""
+    The factor is lr, not ``adam_lr``, for all parameters. A layer that a step did not use does not
+    decay in that step."""
     adam_lr: float | None = Field(None, ge=0)
-    """Learning rate of embeddings, norms and biases that are in no layer. null: 8 lr. 0: they stand
-    still, without weight decay.
+    """Learning rate of embeddings, norms and biases that are in no layer. null: 8 lr. 0: they are
+    frozen, without weight decay.
 
-    The learning rate of heads follows it (docs/howto/tune.md); with 0 it is lr."""
+    The learning rate of heads follows ``adam_lr`` (docs/howto/tune.md); with 0 it is lr."""
     torch_adam: bool = False
     """true: torch's AdamW steps the parameters that are in no layer. false: DeepSpeed's Adam does.
 
-    DeepSpeed's fused Adam runs on a GPU, and its CPU Adam for an offloaded optimizer. Both are
-    compiled at first use. On a CPU without offload it is torch's in both cases."""
+    DeepSpeed's fused Adam (on a GPU) and CPU Adam (for an offloaded optimizer) are compiled at
+    first use. On a CPU without offload torch's AdamW is used in both cases."""
 
 
 DEFAULTS: dict[str, Any] = {
@@ -343,12 +333,11 @@ class KFACConfig(Block):
     enabled: bool = True
     """false: the engine is left as DeepSpeed made it."""
     report: Literal["summary", "full", "none"] = "summary"
-    """What rank 0 prints to standard error at attach. ``summary``: at most 12 lines, not counting
-    line breaks.
+    """What rank 0 prints to standard error at attach. ``summary``: at most 12 lines.
 
     ``full`` adds what was chosen, and every layer with the ranks that work on it. ``none``
     prints nothing, and keeps K-FAC's numbers out of a framework's logs. ``engine.kfac.report``
-    has the text in any case; unless the key is ``full``, equal layers share a row there."""
+    always has the full text; unless the key is ``full``, equal layers share a row there."""
     factor: FactorConfig = FactorConfig()
     eigenbasis: EigenbasisConfig = EigenbasisConfig()
     burn_in: BurnInConfig = BurnInConfig()
@@ -365,16 +354,13 @@ class KFACConfig(Block):
     """SP-NGD's adaptive statistics: tolerance below which two values of a factor are similar, such
     as 0.1. null: off.
 
-    A factor that barely changes is then updated and decomposed less often. Two values are similar
-    if their relative difference in the Frobenius norm is below this. Each factor has its own
-    interval, in units of ``factor.update_interval``: it grows (1, 2, 3, 5, 8, ...) while the factor
-    stays similar to its last two values, and halves when it does not. The rule starts after the
-    burn-in."""
+    A factor that barely changes is then updated and decomposed less often. Each factor has its
+    own interval, in units of ``factor.update_interval``: the interval grows (1, 2, 3, 5, 8, ...)
+    while the factor stays similar, and halves when it does not. The rule starts after the burn-in.
+    docs/explanation/formulas.md has it exactly."""
     rescale_weights: bool = False
     """After every step, multiply the weight of each linear and convolutional K-FAC layer by min(1,
-    sqrt(2 outputs) / its norm).
-
-    SP-NGD does so, for layers that a norm follows."""
+    sqrt(2 outputs) / its norm)."""
 
     def having(self, block: str, **new: Any) -> "KFACConfig":
         """Return a copy with other values in a block."""

@@ -26,13 +26,8 @@ In a DeepSpeed config:
 }
 ```
 
-As an object with the same parameters:
-
-```python
-ds_kfac.KFACAdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
-```
-
-Parameter groups may have their own `lr`, `betas`, `eps` and `weight_decay` ([frameworks](../howto/frameworks.md)).
+`ds_kfac.KFACAdamW(model.parameters(), lr=2e-3, ...)` takes the same parameters. Parameter groups may have their own
+`lr`, `betas`, `eps` and `weight_decay` ([frameworks](../howto/frameworks.md)).
 """  # noqa: E501
 HEAD = """\
 # Config
@@ -42,9 +37,9 @@ Which keys do the `"kfac"` block and the optimizer block of KFACAdamW have, and 
 <!-- Made by `DS_ACCELERATOR=cpu python -m ds_kfac config > docs/reference/config.md`, from the docstrings in
 ds_kfac/config/keys.py and the reasons in ds_kfac/config/manual.py. -->
 
-Every key is optional: `{}` is a good block. `null` and `"auto"` mean the same as leaving a key out. (Hugging Face's
-Trainer and Accelerate fail on an `"auto"` that they do not fill in.) An unknown key is an error that names the nearest
-valid one. A key that has no effect in your run is a warning in the [attach report](attach_report.md).
+Every key is optional: `{}` is a good block. `null` and `"auto"` mean the same as leaving a key out, but Hugging Face's
+Trainer and Accelerate fail on an `"auto"` in this block. An unknown key is an error that names the nearest valid one. A
+key that has no effect in your run is a warning in the [attach report](attach_report.md).
 
 These keys are changed most often:
 
@@ -68,8 +63,8 @@ These keys are changed most often:
 
 ## Schedules
 
-A key of type *schedule* takes a number or an object. The object gives the value for each applied step since the start
-of the run.
+A key of type *schedule* takes a number, or an object that gives a value for each applied step since the start of the
+run.
 
 | schedule | value |
 |---|---|
@@ -94,16 +89,18 @@ first, 20 from step 100 on, and 50 from step 1000 on:
 
 ## The "kfac" block
 
-In the following tables "why" says what a key is for, with a measurement where one decided it. Losses are held-out
-losses of small models in nats ([benchmarks](../../benchmarks/results/README.md)).
+In the following tables "why" says what a key is for, and where it was measured.
 """  # noqa: E501
+_TUNE = "[measured](../howto/tune.md#other-keys-of-kfacadamw)"
+_OTHERS = "../howto/tune.md#k-fac-gradient-into-another-optimizer"
+_IMAGES = "../howto/tune.md#convolutional-networks"
 WHY = {
-    "enabled": "run without K-FAC from the same config",
-    "report": "choose how much is printed",
+    "enabled": "runs without K-FAC from the same config",
+    "report": "choice of output",
     "adaptive": "SP-NGD's rule; 0.3 sent 21 % of the statistics "
     "([measured](../explanation/scaling.md#measured))",
     "rescale_weights": "SP-NGD's rule for weights that a norm follows",
-    "factor.update_interval": "trades cost against loss",
+    "factor.update_interval": f"trades cost against loss ({_TUNE})",
     "factor.decay": "0 is SP-NGD's choice: statistics of one batch",
     "factor.fisher": "memory, or the exact Fisher matrix",
     "factor.sampler": "must match your loss",
@@ -113,24 +110,21 @@ WHY = {
     "([measured](../explanation/scaling.md#batch-sums-come-from-a-few-ranks))",
     "factor.dense_max": "memory grows with the square of a side and time with its cube; blocks "
     "cost no visible loss",
-    "eigenbasis.refresh_interval": "trades cost against loss",
-    "burn_in.steps": "in a prototype the loss was 2.09 to 2.11 with short first intervals and "
-    "2.18 without",
-    "damping.value": "depends on the task: ResNet-20 98.6 % at 0.01, 99.2 % at 0.03; a GPT 2.09 "
-    "at 1, 2.13 at 10",
+    "eigenbasis.refresh_interval": f"trades cost against loss ({_TUNE})",
+    "burn_in.steps": f"trades cost against loss ({_TUNE})",
+    "damping.value": f"depends on the task: [CNNs]({_IMAGES}), [a GPT]({_OTHERS})",
     "damping.kind": "tikhonov is KAISA's and was best on deep CNNs",
     "preconditioner.precision": "fp32 products where TF32's error of 1.3 % is too large",
     "preconditioner.method": "inverse is KAISA's; cheaper for long sides",
-    "preconditioner.eigenvalues": "into AdamW, corrected reached 2.477 and kronecker 2.676",
-    "preconditioner.kl_clip": "ResNet-8 reached 0.03 at 0.01, and 0.06 to 0.08 at the default",
-    "adam.rotate": "curvature is worth 0.06 to 0.18 in short runs; false is the rule without it",
-    "adam.except_layers": "heads lose 0.026 if orthogonalized; models name their heads differently",
-    "adam.blocks": "needed for fused weights with names that ds_kfac does not know",
-    "adam.whiten": "at 8,192 bytes a step 2.001 with whitening and 2.081 without; 1/4 loses on "
-    "masked models",
-    "layers.include": "choose layers",
-    "layers.exclude": "choose layers",
-    "layers.types": "choose layers; preconditioned norms are SP-NGD's",
+    "preconditioner.eigenvalues": f"corrected is better [into AdamW]({_OTHERS})",
+    "preconditioner.kl_clip": "ResNet-8's loss was 0.03 at 0.01, and 0.06 to 0.08 at the default",
+    "adam.rotate": "what curvature gains is [measured](../howto/tune.md#what-curvature-is-worth)",
+    "adam.except_layers": f"heads lose if orthogonalized ({_TUNE}); models name them differently",
+    "adam.blocks": "fused weights with names that ds_kfac does not know",
+    "adam.whiten": f"1/8 gains with large batches; 1/4 loses on masked models ({_TUNE})",
+    "layers.include": "choice of layers",
+    "layers.exclude": "choice of layers",
+    "layers.types": "choice of layers; preconditioned norms are SP-NGD's",
     "assignment.gradient_worker_fraction": "KAISA's trade of memory against traffic",
     "assignment.memory_budget_gb": "bounds memory",
     "communication.dtype": "bf16 halves the bytes that are sent",

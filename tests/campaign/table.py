@@ -12,27 +12,28 @@ from tests.deepspeed.damages import DAMAGES, LATEST
 
 HEAD = """# Reliability
 
-What does a training run survive? A program tries it: `make campaign` runs `tests/campaign/`. It kills
-ranks, puts NaN, infinities and spikes into single steps, uses engines in unusual ways, runs one
-engine for thousands of steps, and reports how each case ended. `make test` tries {damages} kinds of damage
-to a checkpoint (`tests/deepspeed/damages.py`): each must be refused on every rank with nothing changed.
+What does a training run survive?
 
-- **survived**: training continues as it should. After a kill, every loss equals, to the bit, the loss
-  of the same step in a run without kills.
+A program tries it: `make campaign` runs `tests/campaign/`. It kills ranks, puts NaN, infinities and spikes into single
+steps, uses engines in unusual ways, runs one engine for thousands of steps, and reports how each case ended. `make
+test` tries {damages} kinds of damage to a checkpoint (`tests/deepspeed/damages.py`): each must be refused on every rank
+with nothing changed.
+
+- **survived**: training continues as it should. After a kill, every loss equals, to the bit, the loss of the same step
+  in a run without kills.
 - **loud**: an error or a warning names the cause.
-- **crash**: an error does not name the cause, or a correct program fails. A case whose disturbance
-  did not take place counts as a crash, too.
+- **crash**: an error does not name the cause, a correct program fails, or the disturbance did not take place.
 - **silent**: the result is wrong and nothing was said.
 - **hang**: no progress.
-- **lost**: work is gone that a finished save had.
+- **lost**: work that a finished save contained is gone.
 
-Known, and not tried: a gradient spike in the first {settled} batches of a factor. K-FAC cannot recognize it
-yet, so it stays in the factor until the running average has forgotten it.
+Known and not tried: a gradient spike in the first {settled} batches of a factor. K-FAC cannot recognize it yet, so it
+stays in the factor until the running average has forgotten it. Not tried either: a layer that only some ranks use at
+ZeRO 2, where DeepSpeed alone aborts.
 
-DeepSpeed skips a step whose gradients are not finite, so K-FAC does not see them. At stage 0 in fp32,
-and in bf16 with `check_grad_overflow` off, DeepSpeed applies them. Then the weights are not finite
-without K-FAC either, as the table says; K-FAC's own state must stay finite. A layer that only some
-ranks use is not tried at ZeRO-2, where DeepSpeed alone aborts.
+DeepSpeed skips a step whose gradients are not finite, so K-FAC does not see them. At stage 0 in fp32, and in bf16 with
+`check_grad_overflow` off, DeepSpeed applies the step. The weights are then not finite, as without K-FAC; K-FAC's own
+state must stay finite.
 """  # noqa: E501
 
 
@@ -60,16 +61,19 @@ def report(results: list[Result], *, command: str, seconds: float) -> str:
         lines.append("| " + " | ".join(str(cell) for cell in row) + " |")
     lines += [
         "",
-        "Cases with something to report. Cases that ended alike for the same reason share a row.",
+        "Cases with something to report (z2 is ZeRO 2). Cases that ended alike for the same reason "
+        "share a row.",
         "",
     ]
     lines += ["| | cases | outcome | |", "|---|---|---|---|"]
     for (family, counted, _), own in _alike(results).items():
         names = list(dict.fromkeys(r.case.name for r in own))
+        shown = "; ".join(names[:2])
+        if len(names) > 2:
+            shown += f"; {len(names) - 2} more"
         mark = "" if own[0].good else "**"
         lines.append(
-            f"| {family} | {_plain('; '.join(names))} | {mark}{counted}{mark} | "
-            f"{_short(own[0].note)} |"
+            f"| {family} | {_plain(shown)} | {mark}{counted}{mark} | {_short(own[0].note)} |"
         )
     return "\n".join(lines) + "\n"
 
