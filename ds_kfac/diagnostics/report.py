@@ -137,6 +137,13 @@ def summary(
             f"{share.exceptions()}"
         )
         warnings = [low, *warnings]
+    if share.unclear_fraction > 1 - LOW_SHARE:
+        unclear = (
+            "  WARNING: large parameters that by their shape are neither matrices nor tables are "
+            "not stepped by K-FAC, and the share above leaves them out: "
+            f"{share.unclear_parameters()}"
+        )
+        warnings = [unclear, *warnings]
     if len(lines) + len(warnings) > LINES:
         shown = LINES - len(lines) - 1
         more = len(warnings) - shown

@@ -6,7 +6,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ds_kfac.directions.kfac_adamw.matrices import is_matrix, other_matrices
+from ds_kfac.directions.kfac_adamw.matrices import (
+    is_matrix,
+    other_matrices,
+    tables_and_embeddings,
+)
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import Scan, numel
 
@@ -29,6 +33,9 @@ class Share:
         others: elements of all parameters in no K-FAC layer.
         skipped: one ``((type of module, reason), elements)`` pair for the matrices in no K-FAC
             layer, largest first.
+        unclear: one ``(name, elements)`` pair for each parameter that is in no K-FAC layer, is
+            neither a matrix nor a table by its shape and its module's code, and has more elements
+            than a bias can have; largest first.
     """
 
     matrices: int
@@ -37,6 +44,7 @@ class Share:
     kinds: tuple[tuple[str, int], ...]
     others: int
     skipped: tuple[tuple[tuple[str, str], int], ...]
+    unclear: tuple[tuple[str, int], ...]
 
     @property
     def fraction(self) -> float:
@@ -47,6 +55,12 @@ class Share:
     def curved_fraction(self) -> float:
         """Fraction of the matrix elements that have curvature."""
         return self.curved / max(1, self.matrices)
+
+    @property
+    def unclear_fraction(self) -> float:
+        """Fraction of the elements of matrices and unclear parameters that unclear ones have."""
+        unclear = sum(size for _, size in self.unclear)
+        return unclear / max(1, self.matrices + unclear)
 
     def __str__(self) -> str:
         layer_count = sum(count for _, count in self.kinds)
@@ -60,6 +74,13 @@ class Share:
         """Name the largest matrices that K-FAC does not step, with the reasons."""
         texts = [f"{kind} {count:,} ({reason})" for (kind, reason), count in self.skipped[:NAMED]]
         if len(self.skipped) > NAMED:
+            texts.append("..")
+        return ", ".join(texts)
+
+    def unclear_parameters(self) -> str:
+        """Name the largest unclear parameters."""
+        texts = [f"{name} {count:,}" for name, count in self.unclear[:NAMED]]
+        if len(self.unclear) > NAMED:
             texts.append("..")
         return ", ".join(texts)
 
@@ -101,6 +122,16 @@ def share_of(model: nn.Module, scan: Scan, without: Collection[str] = ()) -> Sha
         # the scan names a module, or the parameter itself
         reason = reasons.get(module_name, reasons.get(name, UNKNOWN))
         skipped[reason] += matrices[name]
+    looked_up = tables_and_embeddings(model)
+    widest = max((max(layer.A.dim, layer.G.dim) for layer in scan.layers), default=0)
+    unclear = {
+        name: numel(parameter)
+        for name, parameter in trained.items()
+        if name not in stepped
+        and name not in matrices
+        and parameter not in looked_up
+        and numel(parameter) > widest
+    }
     return Share(
         matrices=sum(matrices.values()),
         stepped=sum(size for name, size in matrices.items() if name in stepped),
@@ -108,6 +139,7 @@ def share_of(model: nn.Module, scan: Scan, without: Collection[str] = ()) -> Sha
         kinds=tuple(Counter(layer.kind for layer in scan.layers).items()),
         others=sum(numel(p) for name, p in trained.items() if name not in stepped),
         skipped=tuple(skipped.most_common()),
+        unclear=tuple(sorted(unclear.items(), key=lambda item: -item[1])),
     )
 
 

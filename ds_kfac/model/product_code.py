@@ -225,6 +225,13 @@ def _parameter_at(module: nn.Module, path: list[str]) -> Any:
     return module._parameters.get(path[0]) if isinstance(module._parameters, dict) else None
 
 
+def kernels(module: nn.Module) -> frozenset[str]:
+    """Return the names of the module's own parameters that its code passes as the weight of a
+    convolution, as they are or after other operations."""
+    kind: Any = type(module)
+    return _kernels(kind) & module._parameters.keys()
+
+
 def convolves(module: nn.Module) -> bool:
     """Return whether a convolution with a forward of its own convolves with the weight as it is,
     and not, for example, with a standardized one."""
@@ -492,6 +499,55 @@ def _convolves(kind: Any) -> bool:
                 if any(x is not None and x.path == "weight" for x in operands):
                     return True
     return False
+
+
+@cache
+def _kernels(kind: Any) -> frozenset[str]:
+    """Return the attributes from which a class's code computes weights of convolutions."""
+    found = set[str]()
+    for code in codes_of(kind):
+        # variable -> the attributes of self from which its values are computed
+        sources: dict[str, set[str]] = {}
+        for node in code.nodes:
+            if isinstance(node, ast.Assign | ast.AugAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                for target in targets:
+                    if isinstance(target, ast.Name):
+                        sources.setdefault(target.id, set()).update(
+                            _attributes_in(node.value, code, sources)
+                        )
+            elif isinstance(node, ast.Call):
+                weight = _weight_of_convolution(node, code)
+                if weight is not None:
+                    found |= _attributes_in(weight, code, sources)
+    return frozenset(found)
+
+
+def _weight_of_convolution(call: ast.Call, code: Code) -> ast.expr | None:
+    """Return the weight that a call passes to a convolution; None if it calls something else."""
+    name = name_of(call.func)
+    # self.conv(x, y) calls a child, but self._conv_forward(x, weight, bias) a method
+    if "conv" not in name or (code.attribute(call.func) and not name.endswith("forward")):
+        return None
+    for word in call.keywords:
+        if word.arg == "weight":
+            return word.value
+    return call.args[1] if len(call.args) > 1 else None
+
+
+def _attributes_in(node: ast.AST, code: Code, sources: Mapping[str, set[str]]) -> set[str]:
+    """Return the attributes of self from which an expression is computed.
+
+    Args:
+        sources: the same for the variables of the code so far.
+    """
+    found = set[str]()
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Name):
+            found |= sources.get(inner.id, set())
+        else:
+            found |= {code.attribute(inner)} - {""}
+    return found
 
 
 @cache

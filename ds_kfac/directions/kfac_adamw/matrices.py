@@ -9,7 +9,7 @@ from typing import cast
 from torch import nn
 
 from ds_kfac.model.layers import parameter_shape
-from ds_kfac.model.product_code import tables
+from ds_kfac.model.product_code import kernels, tables
 from ds_kfac.model.scan import Scan
 
 
@@ -19,37 +19,47 @@ def other_matrices(model: nn.Module, scan: Scan) -> set[str]:
     Tables, in which rows are looked up as in an embedding, are not matrices.
     """
     in_layers = {name for layer in scan.layers for name in layer.parameters}
-    in_tables = tables(model)
-    for module in model.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            in_tables.add(cast(nn.Parameter, module.weight))
-
+    in_tables = tables_and_embeddings(model)
     names = set[str]()
     for name, parameter in model.named_parameters():
-        if name in in_layers or parameter in in_tables or not is_matrix(parameter):
+        if name in in_layers or parameter in in_tables:
             continue
-        module = model.get_submodule(name.rpartition(".")[0])
-        if _is_multiplied(module, parameter):
+        module_name, _, own_name = name.rpartition(".")
+        if _is_matrix_of(model.get_submodule(module_name), own_name, parameter):
             names.add(name)
     return names
+
+
+def tables_and_embeddings(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters in which rows are looked up."""
+    found = tables(model)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            found.add(cast(nn.Parameter, module.weight))
+    return found
 
 
 def is_matrix(parameter: nn.Parameter) -> bool:
     """Return whether a parameter has the shape of a matrix: at least two sides above 1, and several
     outputs."""
-    shape = parameter_shape(parameter)
-    long_sides = sum(size > 1 for size in shape)
-    return long_sides > 1 and shape[0] > 1
+    return _long_sides(parameter) > 1 and parameter_shape(parameter)[0] > 1
 
 
-def _is_multiplied(module: nn.Module, parameter: nn.Parameter) -> bool:
-    """Return whether a module's parameter with the shape of a matrix is one.
+def _long_sides(parameter: nn.Parameter) -> int:
+    return sum(size > 1 for size in parameter_shape(parameter))
+
+
+def _is_matrix_of(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Return whether a module's own parameter is a matrix.
 
     With three or more sides, of which one but the last is 1, it was made to be broadcast, unless it
-    is the kernel of a linear layer or of a convolution.
+    is the kernel of a linear layer or of a convolution. A kernel may have any sides of 1: those of
+    a 1x1 convolution, or a first one along which it is modulated for each example.
     """
     # The parameter is not compared with module.weight: TorchScript has no parameters by name.
     if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
-        return True
+        return is_matrix(parameter)
     shape = parameter_shape(parameter)
-    return len(shape) == 2 or 1 not in shape[:-1]
+    if len(shape) > 2 and 1 in shape[:-1]:
+        return _long_sides(parameter) > 1 and name in kernels(module)
+    return is_matrix(parameter)
