@@ -61,6 +61,13 @@ class FactorConfig(Block):
 
     Use ``expand`` for a loss per token and ``reduce`` for a loss per example. ``reduce`` makes the
     statistics cheaper by a factor of the sequence length."""
+    loss_mean: Literal["micro_batch", "step"] | None = None
+    """What the loss is a mean over. null: ``step`` if the model's forward gets
+    ``num_items_in_batch``, as from HF Trainer; else ``micro_batch``.
+
+    ``micro_batch``: the loss of each backward pass is a mean over its own rows. ``step``: your
+    program divides the sum of the losses by the number of terms of the whole step. G depends on
+    this only if micro-batches have different numbers of rows."""
     rows: values.Rows | None = None
     """Rows that each factor update uses. null: 4 per column of the factor. ``"all"``: every row of
     all ranks, at every position.

@@ -106,6 +106,7 @@ WHY = {
     "factor.sampler": "must match your loss",
     "factor.prediction": "must match your model",
     "factor.weight_sharing": "must match your loss",
+    "factor.loss_mean": "must match your loss",
     "factor.rows": "bounds traffic; use all if nodes see different data "
     "([measured](../explanation/scaling.md#batch-sums-come-from-a-few-ranks))",
     "factor.dense_max": "memory grows with the square of a side and time with its cube; blocks "

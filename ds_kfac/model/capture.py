@@ -13,7 +13,8 @@ Note: Scale of G. G is K times the sum over backward passes p of R_p times the s
     there whose gradient is not zero. When that gradient arrives, the layer's other calls in the
     pass have not arrived yet, so R_p is known only when the pass has ended. Therefore a pass has
     sums of its own, which are multiplied by R_p at its end. ``step/factors.py`` multiplies by K,
-    and by the ranks' average, after the reduction.
+    and by the ranks' average, after the reduction. If the loss is a mean over the whole step, and
+    not over each pass, G is M times the sum of g^ g^^T. M is the sum of R_p over all passes.
 
 Note: Own passes. An engine collects statistics of its own loss only, and not, for example, of a
     generator's loss that runs through its discriminator. The engine's own passes are those that it
@@ -55,7 +56,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from ds_kfac.log import logger
 from ds_kfac.model.calls import Call, Rows, node_that_saves
 from ds_kfac.model.layers import LayerSpec, tensors_of
-from ds_kfac.model.masks import ArgumentMasks, Forward, ReadMask, Shape, masks_in
+from ds_kfac.model.masks import ITEMS, ArgumentMasks, Forward, ReadMask, Shape, masks_in
 from ds_kfac.model.passes import BackwardPass
 from ds_kfac.model.products import Product, Products, Uses, parts_of
 from ds_kfac.model.proof import Proof
@@ -84,6 +85,7 @@ class Capture:
             all gradients in this way.
         counts_terms: whether :attr:`terms` are also needed in steps that update no factor made of
             gradients.
+        loss_mean: see :class:`ds_kfac.config.keys.FactorConfig`.
 
     Attributes:
         sums: factor key -> the step's sum so far. A factor without rows so far has none.
@@ -119,6 +121,7 @@ class Capture:
         inputs: SharedInputs | None = None,
         sampled: bool = False,
         counts_terms: bool = False,
+        loss_mean: str | None = None,
     ) -> None:
         self._model = model
         self._scale = scale
@@ -127,6 +130,7 @@ class Capture:
         self.inputs = inputs or SharedInputs()
         self.sampled = sampled
         self._counts_terms = counts_terms
+        self._loss_mean = loss_mean
         self.read_mask: ReadMask = ArgumentMasks(model)
         self.active = False
         self.failed: dict[str, str] = {}
@@ -160,6 +164,7 @@ class Capture:
         self.keys: Mapping[str, int] = {}
         self.passes = 0
         self.terms: int | Tensor = 0
+        self._has_items: bool | None = None  # whether the step's forwards get ITEMS; None: unknown
         self.current = BackwardPass()
         self.forward = Forward()
         self._forwards: list[Forward] = []  # those whose backward pass is still to come
@@ -346,6 +351,18 @@ class Capture:
         number of terms."""
         return self._counts_terms or not self.of_gradients.isdisjoint(self.keys)
 
+    @property
+    def mean_over_step(self) -> bool:
+        """Whether the loss is a mean over the whole step. See "Note: Scale of G".
+
+        A sampled loss is a mean over each pass.
+        """
+        if self.sampled:
+            return False
+        if self._loss_mean is not None:
+            return self._loss_mean == "step"
+        return self._has_items is True
+
     @torch.no_grad()
     def end_step(self) -> None:
         """End the step, after all of its passes, and store their number in each sum.
@@ -365,7 +382,7 @@ class Capture:
             counts = self._sum(key).counts
             if key in self.of_gradients:
                 counts[PASSES].add_(self.passes)
-            if self._counts_terms:
+            if self._counts_terms or (self.mean_over_step and key in self.of_gradients):
                 counts[TERMS].add_(self.terms)
             if self.sampled and key in self.of_gradients and self.passes:
                 # a sampled loss is not divided by their number
@@ -382,6 +399,8 @@ class Capture:
         self._tasks.clear()
         self._forward_runs = True
         self._thread = threading.get_ident()
+        if self._has_items is None and torch.is_grad_enabled():
+            self._has_items = keywords.get(ITEMS) is not None
         detached = all(x.grad_fn is None for x in tensors_of((arguments, keywords)))
         masks = (mask.to(self._device) for mask in masks_in(self.read_mask(arguments, keywords)))
         self._begin(Forward(masks, detached=detached, step=self.step, saved=self._saved))
@@ -881,14 +900,16 @@ class Capture:
 
     @torch.no_grad()
     def end_pass(self) -> None:
-        """End the running backward pass: multiply its sums by R_p, and add them to the step's."""
+        """End the running backward pass: multiply its sums by R_p, unless the loss is a mean over
+        the step, and add them to the step's."""
         ended = self.current
         self.current = BackwardPass()
         rows = ended.rows(self.rows.weight_sharing) if self.counts_rows else 0
         self.passes += 1
         self.terms = self.terms + rows
         for key, batch in ended.sums.items():
-            batch.sum_P.mul_(rows)
+            if not self.mean_over_step:
+                batch.sum_P.mul_(rows)
             if key in self.sums:
                 self.sums[key].add_(batch)
             else:
