@@ -76,40 +76,6 @@ def test_every_piece_arrives_where_it_should_in_one_message(seed, world, poisone
     assert network.entered == [int(any(plan.moves for plan in plans.values()))] * world
 
 
-def test_every_part_starts_aligned_and_odd_sizes_are_padded():
-    plans = {kind: RelayoutPlan(2, (Move(0, 0, 5, 0, 1),)) for kind in ("gradients", "half")}
-    network = FakeNetwork(2)
-    network.run(lambda channel: deliver(parts_of(plans, channel.rank), channel, CPU))
-    assert network.wire == {0: 2 * ALIGNMENT, 1: 0}, "10 bytes each"
-
-
-def test_parts_without_moves_cost_neither_a_message_nor_padding():
-    plans = {
-        "gradients": RelayoutPlan(2, ()),
-        "vectors": RelayoutPlan(2, ()),
-        "half": RelayoutPlan(2, ()),
-    }
-    network = FakeNetwork(2)
-    assert (
-        network.run(lambda channel: deliver(parts_of(plans, channel.rank), channel, CPU))
-        == [[[], [], []]] * 2
-    )
-    assert network.entered == [0, 0] and not network.wire
-    plans["vectors"] = RelayoutPlan(2, (Move(0, 0, 4, 0, 1),))
-    for rank, arrivals in enumerate(
-        network.run(lambda channel: deliver(parts_of(plans, channel.rank), channel, CPU))
-    ):
-        assert [len(pieces) for pieces in arrivals] == [0, rank, 0]
-    assert network.entered == [1, 1] and network.wire == {0: 16, 1: 0}
-
-
-def test_a_rank_without_a_part_takes_part():
-    plans = {"vectors": RelayoutPlan(3, (Move(0, 0, 3, 0, 1),))}
-    network = FakeNetwork(3)
-    network.run(lambda channel: deliver(parts_of(plans, channel.rank), channel, CPU))
-    assert network.entered == [1, 1, 1]
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_payload_is_counted_by_kind_without_what_stays_here(seed):
     rng = random.Random(100 + seed)
@@ -135,18 +101,3 @@ def test_payload_is_counted_by_kind_without_what_stays_here(seed):
         assert "half" not in channel.sent and sum(channel.calls.values()) == 1
         padding = network.wire[rank] - sum(channel.sent.values())
         assert 0 <= padding < ALIGNMENT * 2 * len(plans)
-
-
-def test_two_parts_of_one_kind_are_counted_together():
-    plan = RelayoutPlan(2, (Move(0, 0, 3, 0, 1), Move(1, 0, 5, 1, 0)))
-    kinds = [parts_of({kind: plan}, 0)[0] for kind in ("gradients", "vectors")]
-
-    def work(channel):
-        parts = [
-            MessagePart("both", plan, lambda move: torch.zeros(move.numel), part.dtype)
-            for part in kinds
-        ]
-        deliver(parts, channel, CPU)
-        return channel.sent["both"], channel.received["both"]
-
-    assert FakeNetwork(2).run(work) == [(3 * 6, 5 * 6), (5 * 6, 3 * 6)]
