@@ -10,17 +10,16 @@ import torch
 
 from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import BUILTIN, factor_specs
-from ds_kfac.curvature.factor import KroneckerFactor, Side
+from ds_kfac.curvature.factor import Side
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.rows import BatchSum
 from ds_kfac.plan.plan import EngineFacts, Plan, make_plan
 from ds_kfac.schedule.timetable import FactorsDue
 from ds_kfac.step import factors
 from ds_kfac.step.factors import FactorUpdates
-from ds_kfac.step.messages import FAILED
+from ds_kfac.step.messages import FAILED, unusual
 from tests.choices import resolved
 from tests.comm.fake_network import FakeNetwork
-from tests.curvature.one_factor import fold, refresh
 from tests.models import linear_layer
 
 CPU = torch.device("cpu")
@@ -74,41 +73,6 @@ def summed(curvature: FactorUpdates, key: str, rank: int) -> torch.Tensor:
 
 SPLIT = {"l0/A": 0, "l0/G": 1, "l1/A": 1, "l1/G": 0}
 WHOLE = {"l0/A": 0, "l0/G": 0, "l1/A": 1, "l1/G": 1}
-
-
-@pytest.mark.parametrize("eigen_workers", [SPLIT, WHOLE], ids=["split", "whole"])
-@pytest.mark.parametrize("workers", [1, 2])
-def test_workers_hold_the_eigenbases_of_the_sums_over_all_ranks(eigen_workers, workers):
-    plan = plan_with(eigen_workers, workers)
-
-    def work(channel):
-        curvature, update = stepped(channel, plan, FactorsDue(KEYS, KEYS))
-        for layer in LAYERS:
-            if channel.rank not in plan.assignment.workers[layer.name]:
-                continue
-            for which, side in (("A", layer.A), ("G", layer.G)):
-                key = f"{layer.name}/{which}"
-                total = summed(curvature, key, 0) + summed(curvature, key, 1)
-                if which == "A":
-                    factor = fold(
-                        KroneckerFactor.empty(side), total, torch.tensor(2 * ROWS), decay=0.95
-                    )
-                else:  # times K, and of gradients that are averaged over two ranks
-                    factor = fold(
-                        KroneckerFactor.empty(side),
-                        total * (2 * PASSES / 4),
-                        torch.tensor(1.0),
-                        decay=0.95,
-                    )
-                expected = refresh(factor).basis
-                assert torch.equal(update.bases[key].values, expected.values)
-                assert torch.equal(update.bases[key].vectors[0], expected.vectors[0])
-        assert curvature.ready >= set(update.bases)
-        assert all(factor.updates == 1 for factor in curvature.factors.values()), (
-            "they change in place"
-        )
-
-    FakeNetwork(2).run(work)
 
 
 TRAVELLING = 1
@@ -195,3 +159,11 @@ def test_layers_without_g_count_the_terms_that_come_with_the_a_they_share(eigen_
         return [float(update.terms[layer.name]) for layer in layers]
 
     assert FakeNetwork(2).run(work) == [[2 * TERMS] * 3] * 2
+
+
+def test_unusual_batches_of_all_ranks_are_added_up():
+    scalars = {("limited", 0): 1.0, ("empty", 0): 2.0, ("missed", 0): 1.0}
+    scalars |= {("limited", 3): 0.0, ("empty", 3): 5.0, ("missed", 3): 3.0, ("fresh", "a/A"): 1.0}
+    found = unusual({name: torch.tensor(value) for name, value in scalars.items()})
+    assert torch.is_tensor(found) and found.tolist() == [1, 7, 4]
+    assert unusual({("fresh", "a/A"): torch.tensor(1.0)}) == 0.0
