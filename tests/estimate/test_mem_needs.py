@@ -51,29 +51,6 @@ def test_one_rank_sends_nothing_and_holds_everything():
     assert found.overhead is None, "the batch is not known"
 
 
-def test_state_of_all_ranks_is_the_same_under_the_owner_scheme():
-    totals = [
-        ds_kfac.estimate_kfac_mem_needs_all_cold(SHAPES, CONFIG, world, stage=2)[0].state.sum()
-        for world in (1, 2, 5)
-    ]
-    assert len(set(totals)) == 1
-
-
-def test_results_wait_for_their_message_beside_the_work_for_the_next_layers():
-    """At stage 0 each of two ranks steps half of these layers, one after the other, on a CPU."""
-    working = {}
-    for layers in (1, 2, 3):
-        shapes = [(40, 40, False)] * 2 * layers
-        (owners, *_) = ds_kfac.estimate_kfac_mem_needs_all_cold(
-            shapes, CONFIG, 2, stage=0, device="cpu"
-        )
-        working[layers] = owners.memory["workspace"].tolist()
-    result = 4 * 40 * 40
-    of_one = working[1][0]
-    assert of_one >= 3 * result, "the gradient, rotated, and what it is divided by"
-    assert working == {layers: [of_one + (layers - 1) * result] * 2 for layers in working}
-
-
 def test_work_is_that_of_the_formulas():
     (found, *_) = ds_kfac.estimate_kfac_mem_needs_all_cold(SHAPES, CONFIG, 1, batch_rows=100)
     sides = (21, 31, 31, 7)
@@ -117,13 +94,6 @@ def test_bytes_between_nodes_take_the_slower_link():
     close(flat, np.array([24, 8, 32, 32]) * 1e9 / costs.link_bytes)
 
 
-def test_a_wrong_device_or_world_says_what_to_do():
-    with pytest.raises(ValueError, match="must be one of cpu, cuda"):
-        ds_kfac.estimate_kfac_mem_needs_all_live(model(), CONFIG, 2, device="tpu")
-    with pytest.raises(ValueError, match="at least 1 rank"):
-        ds_kfac.estimate_kfac_mem_needs_all_live(model(), CONFIG, 0)
-
-
 def test_a_staggered_burn_in_never_renews_everything_at_once():
     made = plan(ZERO, eigenbasis={"refresh_interval": 50}, burn_in={"steps": 50}, plan=STAGGERED)
     steps, _ = steps_of(made)
@@ -134,7 +104,3 @@ def test_a_staggered_burn_in_never_renews_everything_at_once():
         assert len(step.capture) <= len(made.assignment.factors) / 2
         assert len(step.refresh) <= len(made.assignment.factors) / 2
     assert sum(len(step.refresh) for step in steps) >= len(made.assignment.factors)
-
-
-def test_without_burn_in_there_are_no_steps_of_it():
-    assert steps_of(plan(burn_in={"steps": 0}))[0] == []
