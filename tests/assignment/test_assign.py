@@ -81,15 +81,6 @@ def test_an_idle_rank_takes_from_one_that_has_two():
     assert set(owners(place(specs, 3, held=held)).values()) == {0, 1, 2}
 
 
-def test_what_a_gradient_costs_to_move_is_paid_by_both_ends():
-    specs = layers((8, 8))
-    here, there = (
-        place(specs, 2, held={"l0": held}, load_tolerance=5.0) for held in ([64, 0], [44, 20])
-    )
-    seconds = 2 * 4 * 20 / COSTS.link_bytes
-    close(list(there.loads), [here.loads[0] + seconds, seconds])
-
-
 def test_a_rank_that_sends_a_wide_result_to_all_others_gets_less_else():
     """Replicated, one worker a layer. By work alone the wide one, of whose sides one is not
     decomposed, comes last."""

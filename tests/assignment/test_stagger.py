@@ -89,14 +89,6 @@ def test_offsets_stay_under_the_largest_multiple_of_the_update_interval(update, 
     assert set(offsets.values()) == set(range(last))
 
 
-def test_the_same_offsets_every_time_in_module_order():
-    (factors, first, _), (_, second, _) = (
-        stagger([100, 300, 300, 50], [0, 1, 0, 1], update=2, refresh=6) for _ in range(2)
-    )
-    assert first == second
-    assert list(first) == [factor.key for factor in factors]
-
-
 def test_ranks_that_share_cores_are_not_all_busy_at_once():
     specs = [linear_layer(f"l{i}", 500, 3) for i in range(8)]
     factors = [factor for factor in factor_specs(specs) if factor.is_A]

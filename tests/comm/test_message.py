@@ -72,32 +72,14 @@ def test_every_piece_arrives_where_it_should_in_one_message(seed, world, poisone
                     piece, content(kind, move, DTYPES[kind])
                 )
 
+        for kind, plan in plans.items():
+            sent = sum(m.numel for m in plan.moves if m.source == channel.rank != m.target)
+            received = sum(m.numel for m in plan.moves if m.target == channel.rank != m.source)
+            width = DTYPES[kind].itemsize
+            assert channel.sent[kind] == width * sent
+            assert channel.received[kind] == width * received
+        padding = network.wire[channel.rank] - sum(channel.sent.values())
+        assert 0 <= padding < ALIGNMENT * world * len(plans)
+
     network.run(work)
     assert network.entered == [int(any(plan.moves for plan in plans.values()))] * world
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_payload_is_counted_by_kind_without_what_stays_here(seed):
-    rng = random.Random(100 + seed)
-    plans = {kind: random_plan(rng, 3) for kind in DTYPES} | {"half": RelayoutPlan(3, ())}
-    plans["vectors"] = RelayoutPlan(
-        3, (*random_plan(rng, 3).moves, Move(99, 0, 9, 1, 1), Move(99, 0, 9, 1, 2))
-    )
-    network = FakeNetwork(3)
-
-    def work(channel):
-        deliver(parts_of(plans, channel.rank), channel, CPU)
-        return channel
-
-    for rank, channel in enumerate(network.run(work)):
-        for kind, plan in plans.items():
-            width = DTYPES[kind].itemsize
-            sent = sum(m.numel for m in plan.moves if m.source == rank != m.target)
-            received = sum(m.numel for m in plan.moves if m.target == rank != m.source)
-            assert (channel.sent[kind], channel.received[kind]) == (
-                width * sent,
-                width * received,
-            ), kind
-        assert "half" not in channel.sent and sum(channel.calls.values()) == 1
-        padding = network.wire[rank] - sum(channel.sent.values())
-        assert 0 <= padding < ALIGNMENT * 2 * len(plans)

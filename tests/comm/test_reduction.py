@@ -2,14 +2,12 @@
 threads here."""
 
 from collections import Counter
-from itertools import accumulate
 
 import pytest
 import torch
 
 from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import factor_specs
-from ds_kfac.comm import reduce as module
 from ds_kfac.comm.reduce import CACHED, COUNTS, DTYPES, Reducer, ReductionPlan, buckets, payloads
 from ds_kfac.model.rows import BatchSum
 from tests.comm.fake_network import FakeNetwork
@@ -202,20 +200,3 @@ def test_bytes_are_those_that_were_sent_to_others(world, count, name):
         assert calls == run.network.entered[rank] == len(run.buckets) == (count != 1)
         padding = run.network.wire[rank] - sent[rank]
         assert 0 <= padding <= 2 * 16 * world * len(run.buckets)
-
-
-def test_two_messages_are_on_their_way_at_a_time(monkeypatch):
-    under_way: list[int] = []
-
-    class Watched(module.Message):
-        def __init__(self, *given) -> None:
-            super().__init__(*given)
-            under_way.append(1)
-
-        def wait(self):
-            under_way.append(-1)
-            return super().wait()
-
-    monkeypatch.setattr(module, "Message", Watched)
-    assert len(Run(2, "fp32", random, nbytes=256).buckets) > 2
-    assert sum(under_way) == 0 and max(accumulate(under_way)) <= 4, "of two ranks"

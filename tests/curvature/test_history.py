@@ -160,26 +160,3 @@ def test_a_factor_and_its_history_keep_their_memory(offloaded, monkeypatch):
     assert bytes_in(factor) == 4 * (3 * side.numel + 1), (
         "the factor, its last two values and a counter"
     )
-
-
-def test_an_update_compares_all_factors_that_have_a_history_in_one_call(monkeypatch):
-    calls = []
-    monkeypatch.setattr(of_factor, "compare_", lambda *a, **k: calls.append(a) or compare_(*a, **k))
-    sides = [Side.dense(5), Side.diagonal(7), Side.dense(5)]
-    factors = [KroneckerFactor.empty(side) for side in sides]
-    factors[1:] = [replace(each, history=History.of(each.side)) for each in factors[1:]]
-    for seed in range(2):
-        sums = [packed(side, seed) for side in sides]
-        similar, _ = update_(
-            factors,
-            sums,
-            torch.tensor([11.0] * 3),
-            decays=[0.9] * 3,
-            device=torch.device("cpu"),
-            tolerance=10.0,
-        )
-    assert {index: each.tolist() for index, each in similar.items()} == {
-        1: [True, False],
-        2: [True, False],
-    }
-    assert [len(histories) for histories, _ in calls] == [2, 2]

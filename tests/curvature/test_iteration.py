@@ -250,10 +250,3 @@ def test_eigh_takes_what_has_no_last_basis_or_is_refused_and_says_so(as_on_a_gpu
     exact = refresh_all([fresh, jumped, strange])
     for ours, expected in zip(found[1:], exact, strict=True):
         assert torch.equal(ours.basis.values, expected.basis.values)
-
-
-def test_on_a_cpu_everything_is_by_eigh():
-    asked = requests()
-    for ours, expected in zip(refresh_from_last(asked), refresh_all(asked), strict=True):
-        assert ours.how == expected.how and torch.equal(ours.basis.values, expected.basis.values)
-    assert refresh_from_last([]) == []

@@ -22,7 +22,6 @@ RECIPES = {
     )
 }
 DECODER = RECIPES["Pretraining a decoder"]["optimizer"]["params"]
-SHARED = ("lr", "betas", "weight_decay")
 
 
 @pytest.mark.parametrize("title", RECIPES)

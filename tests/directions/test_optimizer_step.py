@@ -191,31 +191,3 @@ def test_parts_of_a_channels_last_parameter_are_its_rows():
     optimizer = KFACTorchAdamW([{"params": [kernel], FLAG: True}], lr=0.5, weight_decay=0.5)
     attached(optimizer, {kernel: [(0, 36, 0), (36, 36, 1)]}, torch.tensor([0.0, 1.0])).step()
     exact(kernel.detach(), torch.cat([weight[:2], 0.75 * weight[2:]]))
-
-
-def test_what_was_used_is_moved_once_for_all_groups_of_a_step():
-    """As with offload, where DeepSpeed calls ``step`` with one parameter group after another."""
-
-    class OnAnotherDevice:
-        device = torch.device("meta")
-        moved = 0
-
-        def to(self, device: torch.device) -> Tensor:
-            self.moved += 1
-            return torch.ones(2)
-
-    masters = [parameter(torch.ones(4), torch.zeros(4)) for _ in range(2)]
-    groups = [{"params": [master], FLAG: True} for master in masters]
-    optimizer = KFACTorchAdamW(groups, lr=0.5, weight_decay=0.5)
-    slices = {master: [(0, 4, layer)] for layer, master in enumerate(masters)}
-    every_group = optimizer.param_groups
-    for step in range(1, 3):
-        used = OnAnotherDevice()
-        attached(optimizer, slices, used)
-        for group in every_group:
-            optimizer.param_groups = [group]
-            optimizer.step()
-        optimizer.param_groups = every_group
-        assert used.moved == 1
-        for master in masters:
-            exact(master.detach(), torch.full((4,), 0.75**step))

@@ -1,16 +1,14 @@
 """The models of the benchmarks have the published sizes, and a forward tells which layers see one
 input."""
 
-import json
 import sys
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks.models import GPT2, Llama, Mixture, MixtureOfExperts, Shape
+from benchmarks.models import Mixture, MixtureOfExperts
 from ds_kfac.estimate.subject import Subject, Trace, build
 from tests.deepspeed import expert_stacks
 
@@ -74,63 +72,6 @@ def test_rows_of_a_token_and_of_an_image():
     assert Subject(model, ADAMW, trace=found).forward == forward
 
 
-TRANSFORMERS = {
-    "gpt_oss_20b": {
-        "architectures": ["GptOssForCausalLM"],
-        "model_type": "gpt_oss",
-        "hidden_size": 2880,
-        "num_hidden_layers": 24,
-        "num_local_experts": 32,
-        "num_experts_per_tok": 4,
-        "intermediate_size": 2880,
-        "num_attention_heads": 64,
-        "head_dim": 64,
-        "num_key_value_heads": 8,
-        "vocab_size": 201088,
-        "attention_bias": True,
-    },
-    "qwen3_30b_a3b": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "num_hidden_layers": 48,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "num_attention_heads": 32,
-        "head_dim": 128,
-        "num_key_value_heads": 4,
-        "vocab_size": 151936,
-        "tie_word_embeddings": False,
-    },
-}
-
-
-@pytest.mark.parametrize("name", TRANSFORMERS)
-def test_a_mixture_has_the_layers_rows_and_multiplications_of_transformers_own(name, tmp_path):
-    pytest.importorskip("transformers", reason="needs ds_kfac[integrations]")
-    (tmp_path / "config.json").write_text(json.dumps(TRANSFORMERS[name]))
-    found = []
-    for path in (f"benchmarks.models:{name}", f"hf:{tmp_path}"):
-        model, example = build(path)
-        traced = Trace(model, example)
-        subject = Subject(model, ADAMW, trace=traced)
-        layers = Counter(
-            (
-                layer.kind,
-                layer.shape,
-                layer.part,
-                layer.shares is None,
-                layer.bias is None,
-                traced.rows_of(layer),
-            )
-            for layer in subject.layers
-        )
-        shared = sorted(map(len, subject.shared))
-        found.append((layers, shared, numel(subject), subject.forward))
-    assert found[0] == found[1]
-
-
 @pytest.mark.parametrize("bias", [False, True])
 def test_rows_of_stacked_experts_are_seen_in_every_form(bias):
     shape = Mixture(1, 24, 3, 8, 61, 11, head=4, grouped=1, experts=5, top=2)
@@ -149,22 +90,6 @@ def test_rows_of_stacked_experts_are_seen_in_every_form(bias):
         assert {round(20 * expert_stacks.EXPERTS * count) for count in rows.values()} == {
             20 * expert_stacks.TOP
         }
-
-
-@pytest.mark.parametrize("kind", [GPT2, Llama, "without biases", "with biases"])
-def test_the_definitions_run_and_train_at_a_small_size(kind):
-    torch.manual_seed(0)
-    if isinstance(kind, str):
-        shape = Mixture(2, 24, 3, 8, 61, 11, head=8, grouped=1, experts=5, top=5)
-        model = MixtureOfExperts(shape, bias=kind == "with biases")
-        for parameter in model.parameters():
-            nn.init.normal_(parameter, std=0.3)
-    else:
-        model = kind(Shape(blocks=2, width=24, heads=3, inner=40, vocabulary=61, context=11))
-    model(torch.arange(22).view(2, 11)).square().mean().backward()
-    silent = [name for name, parameter in model.named_parameters() if parameter.grad is None]
-    sinks = [f"layers.{block}.attention.sinks" for block in range(2)]
-    assert silent == (sinks if kind == "with biases" else [])
 
 
 class Mean(nn.Module):

@@ -1,5 +1,5 @@
-"""``ds_kfac.fit`` against factors computed in float64 from plain hooks' inputs and gradients, in
-every way in which a model and data may be given."""
+"""``ds_kfac.fit`` against tests/truth.py and gradients of sequences in float64, in every way in which
+a model and data may be given."""
 
 from argparse import Namespace
 from functools import partial
@@ -19,6 +19,7 @@ from ds_kfac.factors.files import Factors, FactorsError
 from examples.gpt import GPT, GPTConfig
 from tests.close import close, exact
 from tests.factors.worker import batches, model
+from tests.truth import Truth
 
 WIDTH, CLASSES, T, N = 7, 5, 6, 3
 fit = partial(fitting.fit, progress=False)
@@ -83,75 +84,80 @@ def images(count: int) -> list[dict]:
     ]
 
 
-def rows_of(own: nn.Module, batch: dict) -> tuple[dict[str, tuple[Tensor, Tensor]], int]:
-    """Layer -> inputs [N, T, I] and gradients [N, T, O] of a mean loss's terms, calls behind each
-    other, padding without a gradient set to zero; and the number of rows of the head."""
-    seen: dict[str, list] = {}
+class Pooled(Sequences):
+    """A loss for each sequence."""
 
-    def keep(name: str, module: nn.Module, inputs: tuple, output: Tensor) -> None:
-        output.retain_grad()
-        seen.setdefault(name, []).append((module, inputs[0], output))
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.body(x).mean(dim=1)), labels)
 
-    handles = [
-        layer.register_forward_hook(partial(keep, name)) for name, layer in own.named_children()
-    ]
-    own(**batch).backward()
-    for handle in handles:
-        handle.remove()
+
+def pooled(count: int) -> list[dict]:
+    return [{**batch, "labels": batch["labels"][:, 0]} for batch in sequences(count)]
+
+
+def turned_squares(found: Factors, name: str, gradients: list[dict[str, Tensor]]) -> Tensor:
+    """The mean of the squares of gradients of sequences in a layer's eigenbasis."""
+    about = found.layers[name]
+    Q = {side: found.eigenbasis(name, side).vectors[0][0].double() for side in "AG"}
+    total = torch.zeros(len(Q["G"]), len(Q["A"]), dtype=torch.float64)
+    for own in gradients:
+        weight = own[about["weight"]].flatten(1)
+        if about["bias"] is not None:
+            weight = torch.cat([weight, own[about["bias"]].unsqueeze(-1)], dim=-1)
+        total += (Q["G"].mT @ weight @ Q["A"]) ** 2
+    return total / len(gradients)
+
+
+def sequence_gradients(own: nn.Module, batch: dict) -> list[dict[str, Tensor]]:
+    """Of the terms of each sequence: of a mean over the labels, times the rows that count."""
     mask = batch.get("attention_mask", torch.ones(batch["labels"].shape))
-    terms = int(mask.sum())
-    found = {}
-    for name, calls in seen.items():
-        xs, gs = [], []
-        for module, x, y in calls:
-            x, g = x.detach(), y.grad * terms
-            if isinstance(module, nn.Conv2d):
-                x = F.unfold(x, module.kernel_size, padding=module.padding, stride=module.stride).mT
-                g = g.flatten(2).mT
-            if module.bias is not None:
-                x = torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)
-            x, g = (t.reshape(len(batch["labels"]), -1, t.shape[-1]) for t in (x, g))
-            if batch["labels"].ndim == 2:
-                x = x * ((g != 0).any(-1) | (mask != 0)).unsqueeze(-1)
-            xs, gs = [*xs, x], [*gs, g]
-        found[name] = torch.cat(xs, dim=1), torch.cat(gs, dim=1)
-    return found, terms
+    labels = batch["labels"] != -100
+    found = []
+    for index, labelled in enumerate(labels):
+        one = {name: x[index : index + 1] for name, x in batch.items()}
+        own.zero_grad()
+        (own(**one) * labelled.sum() / labels.sum() * mask.sum()).backward()
+        found.append({name: p.grad.clone() for name, p in own.named_parameters()})
+    return found
 
 
 @pytest.mark.parametrize(
-    ("kind", "data"),
+    ("kind", "data", "sharing"),
     [
-        (Sequences, sequences(4)),
-        (Sequences, sequences(4, labelled=False)),
-        (Sequences, sequences(4, padded=True)),
-        (Mixed, sequences(4, padded=True)),
-        (Images, images(4)),
+        (Sequences, sequences(4), "expand"),
+        (Sequences, sequences(4, labelled=False), "expand"),
+        (Sequences, sequences(4, padded=True), "expand"),
+        (Mixed, sequences(4, padded=True), "expand"),
+        (Images, images(4), "expand"),
+        (Pooled, pooled(4), "reduce"),
     ],
-    ids=["sequences", "some without a label", "padded", "padding with gradients", "images"],
+    ids="sequences|some without a label|padded|padding with gradients|images|examples".split("|"),
 )
-def test_factors_and_eigenvalues_are_those_of_the_rows(kind, data, tmp_path):
-    found = fit(kind(), data, out=tmp_path / "factors")
-    double = [
-        {k: v.double() if v.is_floating_point() else v for k, v in batch.items()} for batch in data
-    ]
-    of_batches = [rows_of(kind().double(), batch) for batch in double]
-    terms = sum(number for _, number in of_batches)
+def test_factors_and_eigenvalues_are_those_of_the_rows(kind, data, sharing, tmp_path):
+    config = {"factor": {"weight_sharing": sharing}}
+    found = fit(kind(), data, out=tmp_path / "factors", config=config)
+    own = kind().double()
+    truth, gradients = Truth(own, sharing=sharing), []
+    for batch in data:
+        batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+        with truth:
+            (own(**batch) / len(data)).backward()
+        gradients += sequence_gradients(own, batch)
+    terms = sum(int(batch.get("attention_mask", batch["labels"] * 0 + 1).sum()) for batch in data)
+    expected = truth.factors()
+    assert set(found) == set(expected)
     for name in found:
-        pairs = [rows[name] for rows, _ in of_batches]
-        rows = sum(int((x != 0).any(-1).sum()) for x, _ in pairs)
+        A, G, rows = expected[name]
         sums = rows + 100  # of the rows, and of the products and softmax in front of them
-        A = sum(x.flatten(0, 1).mT @ x.flatten(0, 1) for x, _ in pairs)
-        G = sum(g.flatten(0, 1).mT @ g.flatten(0, 1) for _, g in pairs)
+        options = {"condition": 2, "dtype": torch.float32}
         assert found.count(name, "A") == rows and found.count(name, "G") == terms
-        close(found.factor(name, "A"), A / rows, sums=sums, dtype=torch.float32)
-        close(found.factor(name, "G"), G / terms, sums=sums, condition=2, dtype=torch.float32)
-        basis = {side: found.eigenbasis(name, side) for side in "AG"}
-        Q = {side: basis[side].vectors[0][0].double() for side in "AG"}
-        for side, factor in (("A", A / rows), ("G", G / terms)):
-            back = Q[side] @ torch.diag(basis[side].values.double()) @ Q[side].mT
-            close(back, factor, sums=sums + 4 * len(factor), condition=2, dtype=torch.float32)
-        turned = [(x @ Q["A"], g @ Q["G"]) for x, g in pairs]
-        squares = sum(((g.mT @ x) ** 2).sum(dim=0) for x, g in turned) / (N * len(data))
+        for side, factor in (("A", A), ("G", G)):
+            close(found.factor(name, side), factor, sums=sums, **options)
+            basis = found.eigenbasis(name, side)
+            Q = basis.vectors[0][0].double()
+            back = Q @ torch.diag(basis.values.double()) @ Q.mT
+            close(back, factor, sums=sums + 4 * len(factor), **options)
+        squares = turned_squares(found, name, gradients)
         close(found.corrected(name), squares, sums=sums, condition=4, dtype=torch.float32)
     assert found.header["sequences"] == N * len(data) and found.header["batches"] == len(data)
 
@@ -274,37 +280,6 @@ def test_a_true_fisher_is_that_of_the_models_own_labels_where_the_true_loss_has_
     # errors of at most 1 / sqrt of their number
     bound = share * 5 / (40 * labelled) ** 0.5
     assert float((found.factor("0", "G") - expected).abs().max()) < bound
-
-
-class Pooled(nn.Module):
-    """A loss for each sequence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES, bias=False)
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(torch.tanh(self.body(x)).mean(dim=1)), labels)
-
-
-def test_with_sharing_by_examples_a_row_is_a_sequence(tmp_path):
-    generator = torch.Generator().manual_seed(5)
-    x, labels = torch.randn(2, N, T, WIDTH, generator=generator), torch.tensor([0, 1, 2])
-    config = {"factor": {"weight_sharing": "reduce"}}
-    found = fit(Pooled(), [(part, labels) for part in x], out=tmp_path, config=config)
-    own, A, G = Pooled().double(), 0, 0
-    hidden: list[Tensor] = []
-    own.body.register_forward_hook(lambda *call: hidden.append(call[-1]))
-    for part in x.double():
-        loss = own(part, labels)
-        (gradient,) = torch.autograd.grad(loss, hidden.pop())
-        a = torch.cat([part.mean(dim=1), torch.ones(N, 1)], dim=1)
-        g = N * gradient.sum(dim=1)
-        A, G = A + a.mT @ a / (2 * N), G + g.mT @ g / (2 * N)
-    assert found.count("body", "A") == found.count("body", "G") == 2 * N
-    close(found.factor("body", "A"), A, sums=100, dtype=torch.float32)
-    close(found.factor("body", "G"), G, sums=100, condition=2, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("fisher", ["empirical", "monte_carlo", "activations_only"])

@@ -7,26 +7,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_kfac.factors.command import table
-from ds_kfac.factors.files import Factors
 from examples.gpt import GPT, GPTConfig
 from tests.close import close
-from tests.factors.test_fit import fit
+from tests.factors.test_fit import fit, turned_squares
 from tests.factors.worker import batches
 
 N, D = 4, 4
-
-
-def per_sequence(found: Factors, name: str, gradients: list[dict[str, Tensor]]) -> Tensor:
-    """The mean of the squares of gradients of sequences in the eigenbasis."""
-    about = found.layers[name]
-    Q = {side: found.eigenbasis(name, side).vectors[0][0].double() for side in "AG"}
-    total = torch.zeros(len(Q["G"]), len(Q["A"]), dtype=torch.float64)
-    for own in gradients:
-        weight = own[about["weight"]]
-        if about["bias"] is not None:
-            weight = torch.cat([weight, own[about["bias"]].unsqueeze(-1)], dim=-1)
-        total += (Q["G"].mT @ weight @ Q["A"]) ** 2
-    return total / len(gradients)
 
 
 class Attends(nn.Module):
@@ -50,7 +36,7 @@ def test_rows_of_attention_are_those_of_their_sequences(positions, tmp_path):
         gradients.append({name: p.grad.clone() for name, p in own.named_parameters()})
     assert set(found) == {"attention.in_proj_weight", "attention.out_proj", "head"}
     for name in found:
-        expected = per_sequence(found, name, gradients)
+        expected = turned_squares(found, name, gradients)
         close(found.corrected(name), expected, sums=100, condition=4, dtype=torch.float32)
 
 

@@ -351,11 +351,3 @@ def test_a_small_model_s_experts_have_an_a_each_and_only_where_moments_turn_with
         "up": False,
         "down": True,
     }
-
-
-def test_own_as_that_are_over_the_budget_are_common_again():
-    model = mixture(32, 64)
-    few = plan(replace(ADAM, rotates=False), model=model)
-    made = plan(ADAM, model=model, assignment={"memory_budget_gb": fits_in(few) / 1e9})
-    assert made.layers == tuple(model)
-    assert [reason for reason in made.reasons if f"{2 * (EXPERTS - 1)} more are over" in reason]

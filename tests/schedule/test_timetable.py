@@ -138,14 +138,6 @@ def walked(table: Timetable, steps: range, similar) -> list[FactorsDue]:
     return result
 
 
-def test_flags_are_not_needed_during_the_burn_in():
-    table = Timetable(SCHEDULES["burn_in"], KEYS, adaptive=True)
-    for step in range(30):
-        table.record(step, table.due(step), {})
-    with pytest.raises(KeyError):
-        table.record(30, table.due(30), {})
-
-
 def test_a_factor_without_a_batch_keeps_its_interval():
     table = Timetable(Schedule(Value.constant(1), Value.constant(1)), ["a", "b"], adaptive=True)
     for step in range(30):
@@ -200,16 +192,6 @@ def test_the_rule_thins_out_any_schedule_as_a_simulation_does(seed):
         table.record(step, due, {key: flags[step, key] for key in due.capture})
     assert table.captured == sum(captures for key in KEYS for captures, _, _ in expected[key])
     assert table.skipped == skipped > 0
-
-
-def test_a_step_that_was_not_applied_changes_nothing():
-    table, other = (Timetable(PLAIN, KEYS, adaptive=True) for _ in range(2))
-    for step in range(60):
-        for _ in range(3):
-            assert table.due(step) == other.due(step)
-        assert table.due(step + 7) == other.due(step + 7)  # looking ahead neither
-        for each in (table, other):
-            each.record(step, each.due(step), SAME)
 
 
 def test_an_extra_capture_loses_no_record_that_was_not_read_yet():

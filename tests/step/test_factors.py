@@ -1,9 +1,7 @@
 """Factors and eigenbases of layers that several ranks work on; ranks are threads here."""
 
-import weakref
 from collections.abc import Collection
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from ds_kfac.metrics import Metrics
 from ds_kfac.model.rows import BatchSum
 from ds_kfac.plan.plan import EngineFacts, Plan, make_plan
 from ds_kfac.schedule.timetable import FactorsDue
-from ds_kfac.step import factors
 from ds_kfac.step.factors import FactorUpdates
 from ds_kfac.step.messages import FAILED, unusual
 from tests.choices import resolved
@@ -103,26 +100,6 @@ def test_a_factor_without_data_has_a_basis_on_no_rank():
         return set(update.bases), curvature.ready
 
     assert FakeNetwork(2).run(work) == [(KEYS - empty, KEYS - empty)] * 2
-
-
-def test_one_message_of_eigenbases_is_in_memory_at_a_time():
-    plan = replace(plan_with(SPLIT, workers=2), bucket_bytes=TRAVELLING)
-    plain = factors.deliver
-    # by rank, the memory of those that have arrived
-    messages: dict[int, list[weakref.ref]] = {0: [], 1: []}
-    kept = []
-
-    def watched(parts, channel, device):
-        before = messages[channel.rank]
-        kept.append(sum(memory() is not None for memory in before))
-        arrivals = plain(parts, channel, device)
-        before += {weakref.ref(piece.untyped_storage()) for part in arrivals for _, piece in part}
-        return arrivals
-
-    with patch.object(factors, "deliver", watched):
-        FakeNetwork(2).run(lambda channel: stepped(channel, plan, FactorsDue(KEYS, KEYS)))
-    assert len(kept) == 2 * 2 and not any(kept)
-    assert all(memory() is None for of_rank in messages.values() for memory in of_rank)
 
 
 @pytest.mark.parametrize("eigen_workers", [SPLIT, WHOLE], ids=["split", "whole"])

@@ -134,19 +134,6 @@ def test_new_eigenbases_turn_the_first_moment_so_that_it_stands_for_the_same(sid
     )
 
 
-def test_a_layer_without_a_basis_is_rotated_by_the_identity_until_it_has_one():
-    group, x_nOI = begun(), torch.randn(3, ROWS, COLUMNS)
-    own = copied(group.state(1))
-    group.rebase(0, A=basis(0).A, G=basis(0).G)
-    group.rebase(1, A=basis(1).A)
-    exact(group.rotation.rotate(x_nOI)[1:], x_nOI[1:])
-    exact(group.rotation.values_A[1], torch.ones(COLUMNS))
-    assert group.prepared == [True, False, False]
-    group.rebase(1, G=basis(1).G)
-    close(group.rotation.rotate(x_nOI)[1], basis(1).rotate(x_nOI[1]), sums=ROWS + COLUMNS)
-    close(basis(1).restore(group.state(1).moments.first_OI), own.moments.first_OI, sums=TURNED)
-
-
 def test_layers_that_are_alone_share_the_eigenbasis_of_a_common_input():
     new = basis(1)
     for layer in LAYERS:
