@@ -1,5 +1,5 @@
-"""``ds_kfac.fit`` against tests/truth.py and gradients of sequences in float64, in every way in which
-a model and data may be given."""
+"""``ds_kfac.fit`` against tests/truth.py and gradients of sequences in float64, however a model and
+data are given."""
 
 from argparse import Namespace
 from functools import partial
