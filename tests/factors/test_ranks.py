@@ -74,14 +74,6 @@ def test_two_ranks_give_what_one_process_gives(made, tmp_path):
             assert whole.count(name, side) == alone.count(name, side)
 
 
-def test_a_rank_that_dies_leaves_nothing_that_loads(tmp_path):
-    payload = {"modes": {"whole": None}, "out": str(tmp_path), "batches": COUNT, "dies_at": 1}
-    with pytest.raises(AssertionError, match="did not finish"):
-        run_ranks("tests.factors.worker:main", world=2, payload=payload)
-    with pytest.raises(FactorsError, match="not finished"):
-        Factors.load(tmp_path / "whole")
-
-
 SPOILT = {
     "nan": "rank 1, batch 1: the loss is nan",
     "vector": "rank 1, batch 1: the loss is no scalar: got shape [2, 1]",
