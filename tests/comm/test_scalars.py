@@ -49,18 +49,6 @@ def test_vectors_are_added_up_over_a_row_in_rank_order(world, workers):
         exact(total, torch.stack([vectors[member] for member in rows[rank // width]]).sum(dim=0))
 
 
-@pytest.mark.parametrize("rank", range(3))
-def test_a_rank_plans_its_own_moves_and_whether_there_are_any_is_the_same_on_all(rank):
-    world = 3
-    for senders in ([], [0], [2], [0, 2], [0, 1, 2]):
-        names = [[source] if source in senders else [] for source in range(world)]
-        moves = Scalars(names, rank).plan.moves
-        sent = world - 1 if rank in senders else 0
-        received = len(set(senders) - {rank})
-        assert len(moves) == sent + received
-        assert bool(moves) == bool(senders)
-
-
 @pytest.mark.parametrize(
     "number", [2.5, torch.tensor(True), torch.tensor(7), torch.tensor([2.5], dtype=torch.float64)]
 )

@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from ds_kfac.curvature import eigen
-from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis, Refreshed, Request, eigh, refresh_all
+from ds_kfac.curvature.eigen import Refreshed, Request, eigh, refresh_all
 from ds_kfac.curvature.factor import KroneckerFactor, Side
-from ds_kfac.update.rotation import change_basis_
 from tests.close import close, exact
 from tests.curvature.one_factor import SIDES, dense_matrix, dense_vectors, random_factor, refresh
 
@@ -37,32 +36,6 @@ def test_basis_reproduces_the_factor(side):
     found = refresh(kept)
     assert (found.how, found.retries) == ("eigh" if side.block > 1 else "diagonal", 0)
     assert_solved(kept, found)
-
-
-@pytest.mark.parametrize("side_A", SIDES, ids=str)
-@pytest.mark.parametrize("side_G", [Side.dense(5), Side(7, 3), Side.identity(4)], ids=str)
-def test_rotating_is_a_product_with_both_bases_and_restoring_undoes_it(side_A, side_G):
-    basis = LayerBasis(*(refresh(random_factor(side)).basis for side in (side_G, side_A)))
-    x = torch.randn(side_G.dim, side_A.dim)
-    expected = dense_vectors(basis.G).T @ x.double() @ dense_vectors(basis.A)
-    close(basis.rotate(x), expected, sums=side_G.dim + side_A.dim)
-    close(basis.restore(basis.rotate(x)), x, sums=5 * (side_G.dim + side_A.dim))
-
-
-@pytest.mark.parametrize("side", SIDES, ids=str)
-def test_a_change_of_basis_takes_old_coordinates_to_new_ones(side):
-    still, x = Eigenbasis((), torch.ones(3)), torch.randn(side.dim, 3)
-    old, new = (LayerBasis(refresh(random_factor(side, seed)).basis, still) for seed in (0, 1))
-
-    def turned(x_OI: torch.Tensor, old: LayerBasis | None) -> torch.Tensor:
-        change_basis_(found := x_OI.clone(), old, new)
-        return found
-
-    close(turned(old.rotate(x), old), new.rotate(x), sums=5 * side.dim)
-    close(turned(x, None), new.rotate(x), sums=side.dim)
-    exact(turned(x, new), x)
-    squared = dense_vectors(new.squared().G).sum(dim=0)
-    close(squared, torch.ones(side.dim), sums=5 * side.dim, dtype=torch.float32)
 
 
 def test_values_are_not_negative():

@@ -36,17 +36,6 @@ def batch(
     return x.T @ x / rows, symmetric_pack(x.T @ x), torch.tensor(float(rows))
 
 
-def test_early_averages_are_plain_means_then_decay():
-    factor, decay, expected = KroneckerFactor.empty(Side.dense(5)), 0.75, torch.zeros(5, 5)
-    for k in range(1, 9):
-        mean, total, count = batch(k, rows=k + 2)
-        r = min(1 - 1 / k, decay)
-        expected = r * expected + (1 - r) * mean
-        fold(factor, total, count, decay=decay)
-        close(dense(factor), expected, sums=10 + k)
-    assert factor.updates == 8
-
-
 def test_zero_no_data_and_overflow_are_not_decomposed():
     _, total, count = batch(0)
     factors, bad = [KroneckerFactor.empty(Side.dense(5)) for _ in range(3)], total.clone()

@@ -83,19 +83,16 @@ def test_what_a_framework_fills_in_is_assumed_in_the_line_with_the_number(capsys
 @pytest.mark.parametrize(
     ("blocks", "problem"),
     [
-        ({"kfac": {"enabled": False}}, "kfac.enabled is false"),
         ({"zero_optimization": {"stage": 5}}, "must be 0, 1, 2 or 3"),
-        ({"optimizer": {"type": "Muon"}}, "choose Muon or K-FAC"),
         ({"tensor_parallel": {"autotp_size": 2}}, "data parallelism only"),
-        ({"k-fac": {}}, 'did you mean "kfac"?'),
-        ({"kfac": {"layers": {"include": ["nowhere"]}}}, "nowhere"),
         (
             {"kfac": {"factor": {"fisher": "monte_carlo"}}, "zero_optimization": {"stage": 3}},
             "use stage 0, 1 or 2",
         ),
     ],
 )
-def test_a_wrong_config_says_what_to_do(capsys, config, blocks, problem):
+def test_a_config_that_is_refused_says_what_to_do(capsys, config, blocks, problem):
+    """What else is refused is in test_check.py and tests/zero/test_refusals.py."""
     assert main([*SMALL, *config(**blocks)]) == 1
     assert problem in capsys.readouterr().err
 

@@ -42,15 +42,6 @@ def test_live_and_cold_agree_and_print_their_table(stage, capsys):
             assert np.array_equal(a.state, b.state) and np.array_equal(a.mean.sent(), b.mean.sent())
 
 
-def test_one_rank_sends_nothing_and_holds_everything():
-    (found, _) = ds_kfac.estimate_kfac_mem_needs_all_live(model(), CONFIG, 1)
-    packed = sum(4 * (d * (d + 1) // 2) + 4 for d in (21, 31, 31, 7))
-    bases = sum(4 * (d * d + d) for d in (21, 31, 31, 7))
-    assert found.name == "one rank" and found.refresh.sent().tolist() == [0]
-    assert found.state.tolist() == [packed + bases]
-    assert found.overhead is None, "the batch is not known"
-
-
 def test_work_is_that_of_the_formulas():
     (found, *_) = ds_kfac.estimate_kfac_mem_needs_all_cold(SHAPES, CONFIG, 1, batch_rows=100)
     sides = (21, 31, 31, 7)
@@ -63,25 +54,6 @@ def test_work_is_that_of_the_formulas():
         "precondition": [4 * 31 * 21 * (31 + 21) + 4 * 7 * 31 * (7 + 31)],
     }
     close(found.model, 6 * 100 * (31 * 21 + 7 * 31) / BUILTIN["cuda"].model_flops)
-
-
-def test_inverses_halve_the_products_and_have_a_ninth_of_the_decompositions(capsys):
-    ways = [
-        {**CONFIG, "kfac": {"preconditioner": {"method": method}}}
-        for method in ("eigen", "inverse")
-    ]
-    eigen, inverse = (ds_kfac.estimate_kfac_mem_needs_all_cold(SHAPES, way, 1)[0] for way in ways)
-    assert (eigen.flops["refresh"] == 9 * inverse.flops["refresh"]).all()
-    assert (eigen.flops["precondition"] == 2 * inverse.flops["precondition"]).all()
-    values = 4 * (21 + 31 + 31 + 7)
-    assert (eigen.memory["eigenbases"] == inverse.memory["eigenbases"] + values).all()
-    with_eigen, with_inverses = capsys.readouterr().out.split("inverses every")
-    assert (
-        "eigenvectors" in with_eigen
-        and "assumed: eigh" in with_eigen
-        and "inverses" not in with_eigen
-    )
-    assert "eigenvectors" not in with_inverses and "assumed: Cholesky" in with_inverses
 
 
 def test_bytes_between_nodes_take_the_slower_link():
