@@ -19,7 +19,6 @@ from ds_kfac.directions.kfac_adamw.optimizer import (
     KFACFusedAdamW,
     KFACTorchAdamW,
     LayerSlice,
-    NoStates,
 )
 from tests.close import close, exact
 
@@ -125,48 +124,6 @@ def test_hooks_run_once_around_the_whole_step(kind, plain_was_made, monkeypatch)
         assert of_layer.equal(layer.detach()) and of_other.equal(other.detach())
     exact(layer.detach(), torch.full((4,), 0.5))
     close(other.detach(), torch.full((4,), 0.5), sums=8)
-
-
-FLAT = [(0, 6, 2), (6, 10, 0), (20, 7, 1), (27, 1, 2)]
-"""Parts of a flat parameter of 40 elements: two of layer 2, some elements of no layer, and padding
-at the end."""
-
-
-def stepped_part_by_part(
-    weight: Tensor, direction: Tensor, parts: list, used: list, rate: float, decay: float
-) -> Tensor:
-    flat = weight.clone().flatten()
-    for start, numel, layer in parts:
-        if used[layer]:
-            flat[start : start + numel].mul_(1 - rate * decay)
-    return flat.view_as(weight).add_(direction, alpha=-rate)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "rate", [0.25, torch.tensor(0.25), torch.tensor(0.25, dtype=torch.float64)]
-)
-@pytest.mark.parametrize("decay", [0.0, 0.125])
-@pytest.mark.parametrize("used", [[1, 0, 1], [0, 1, 0], [0, 0, 0], [1, 1, 1]])
-def test_only_parts_of_layers_in_use_decay(used, decay, rate, dtype):
-    """Of a flat parameter; of a stack of matrices, which is several layers; and nothing of one
-    without layers."""
-    torch.manual_seed(0)
-    layers = {(40,): FLAT, (3, 4, 2): [(0, 8, 0), (8, 8, 1), (16, 8, 2)], (5,): []}
-    weights = [torch.randn(shape).to(dtype) for shape in layers]
-    directions = [torch.randn(shape).to(dtype) for shape in layers]
-    parameters = [parameter(*pair) for pair in zip(weights, directions, strict=True)]
-    groups = [{"params": parameters, FLAG: True}]
-    optimizer = KFACTorchAdamW(groups, lr=0.25, weight_decay=decay)
-    optimizer.param_groups[0]["lr"] = rate
-    slices = {p: parts for p, parts in zip(parameters, layers.values(), strict=True) if parts}
-    attached(optimizer, slices, torch.tensor(used, dtype=torch.float32)).step()
-    for p, weight, direction, parts in zip(
-        parameters, weights, directions, layers.values(), strict=True
-    ):
-        exact(p.detach(), stepped_part_by_part(weight, direction, parts, used, 0.25, decay))
-        exact(p.grad, direction)
-        assert type(optimizer.state[p]) is NoStates
 
 
 @pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])

@@ -3,7 +3,6 @@ layers that stand still or have no eigenbasis."""
 
 import math
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,6 @@ from ds_kfac.directions.direction import Outcome, StepContext
 from ds_kfac.directions.kfac_adamw import direction as kfac_adamw_direction
 from ds_kfac.directions.kfac_adamw.direction import AdamDirection
 from ds_kfac.directions.kfac_adamw.group_step import BASE
-from ds_kfac.directions.kfac_adamw.optimizer import LayerSlice
 from ds_kfac.directions.kfac_gradient import (
     KFACGradient,
     KFACGradientRule,
@@ -25,7 +23,6 @@ from ds_kfac.directions.kfac_gradient import (
 )
 from ds_kfac.ops import functional
 from ds_kfac.step.preconditioner import KFACPreconditioner
-from ds_kfac.zero.shards import Shard
 from tests.choices import planned
 from tests.close import close, exact, polar_condition
 from tests.deepspeed.toys import Mean, SoftSign
@@ -234,14 +231,6 @@ def test_all_groups_of_a_convolution_stand_still_or_none(eigenvalues):
     assert group.moments is None or not group.moments.updates.any()
 
 
-@pytest.mark.parametrize("kind", [KFACGradient, AdamDirection])
-def test_copies_of_a_layer_count_once_over_their_ranks(kind):
-    once, *_ = stepped(kind, groups=ADAM)
-    twice, *_ = stepped(kind, groups=ADAM, copies=2)
-    for number, other in zip(once.numbers, twice.numbers, strict=True):
-        close(2 * other, number, sums=ROWS * COLUMNS)
-
-
 ADAM = [{"lr": RATE, "betas": (0.8, 0.9), "eps": 0.1}]
 
 
@@ -316,49 +305,6 @@ def test_kernels_get_memory_without_gaps(layers, blocks, monkeypatch):
         monkeypatch.setattr(kfac_adamw_direction, op.__name__, checked(op))
     stepped(AdamDirection, layers=layers, batched=True, blocks=blocks, groups=ADAM, adam=ORTHOGONAL)
     assert called == ["adam_step_", "finish_direction_"]
-
-
-def test_slices_of_frozen_parameters_do_not_decay():
-    """Those of the other parameters, and of another domain's layers, are told again."""
-    direction = make(AdamDirection, groups=ADAM)
-    master, other_master = torch.zeros(14), torch.zeros(3)
-    other = [LayerSlice(0, 3, 7)]
-    optimizer = SimpleNamespace(slices={other_master: other}, used=torch.ones(8))
-    weight, bias = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
-    exchange = direction.exchange
-    exchange.plan = SimpleNamespace(of_layer={"a": (0, 1)})
-    exchange.params = {"a": [weight, bias]}
-    exchange.shards = {0: [Shard(0, 0, 9, 0, 0, 2)], 1: [Shard(1, 0, 3, 0, 0, 11)]}
-    exchange.layout.master = lambda shard: master
-    direction.optimizer = optimizer
-    step = partial(
-        direction.finish,
-        StepContext(0, ADAM),
-        Outcome(),
-        [torch.tensor(4.0)],
-        torch.tensor([True]),
-    )
-    for trained, expected in (
-        (True, [(2, 9, 0), (11, 3, 0)]),
-        (False, [(2, 9, 0)]),
-        (True, [(2, 9, 0), (11, 3, 0)]),
-    ):
-        bias.requires_grad_(trained)
-        step()
-        assert optimizer.slices == {other_master: other, master: expected}
-
-
-def test_a_later_domain_has_places_of_its_own_where_the_rank_has_no_slice_of_the_first_one():
-    """As where ZeRO gives a rank nothing of a few small layers: else flags of both would be written
-    to one place."""
-    first = make(AdamDirection, layers="abc", groups=ADAM)
-    optimizer = first.optimizer
-    assert optimizer.slices == {}, "the exchange has no shards"
-    second = make(AdamDirection, layers="d", groups=ADAM, optimizer=optimizer)
-    for direction, flags in ((first, [True, False, True]), (second, [True])):
-        direction.finish(StepContext(0, ADAM), Outcome(), [torch.tensor(4.0)], torch.tensor(flags))
-        assert direction.last == (4.0, RATE)
-    assert optimizer.used.tolist() == [1, 0, 1, 1]
 
 
 def test_adam_takes_the_betas_of_the_layers_own_group():

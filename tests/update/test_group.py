@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis
+from ds_kfac.curvature.factor import Side
 from ds_kfac.update.groups import LayerGroup
 from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues
 from tests.close import close, exact
@@ -130,3 +131,17 @@ def test_new_eigenbases_turn_a_first_moment_and_leave_a_second_one(kind, sides, 
     exact(group.moments.second_OI, second)
     if kind is AdamMoments:
         close(after.basis.restore(after.moments.first_OI), first, sums=TURNED)
+
+
+@SIZES
+def test_a_side_that_is_the_identity_has_its_basis_from_the_start_and_no_vectors(count):
+    group = LayerGroup([replace(layer, G=Side.identity(ROWS)) for layer in LAYERS[:count]])
+    exact(group.state(0).G.values, torch.ones(ROWS))
+    group.rebase(0, A=basis(0).A)
+    assert group.prepared[0] and group.rotation.G == () and group.state(0).G.vectors == ()
+    group.leave_basis(0)
+    assert group.state(0).G is not None and group.state(0).A is None
+    both = [
+        replace(layer, G=Side.identity(ROWS), A=Side.identity(COLUMNS)) for layer in LAYERS[:count]
+    ]
+    assert all(LayerGroup(both).prepared) and LayerGroup(both).rotation is not None
