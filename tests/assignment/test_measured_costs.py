@@ -76,11 +76,6 @@ def test_what_is_wrong_is_named_with_the_file(tmp_path, content, what):
     assert path in str(problem.value) and what in str(problem.value)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ValueError, match="No such file"):
-        measured(BUILTIN["cpu"], str(tmp_path / "nowhere.json"))
-
-
 def test_the_command_writes_what_a_plan_reads(tmp_path):
     path = tmp_path / "costs.json"
     command.main(["--device", "cpu", "--max-dim", "64", "--seconds", "0.01", "--out", str(path)])

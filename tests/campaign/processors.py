@@ -40,7 +40,6 @@ SETTINGS: dict[str, dict[str, str]] = {
     "shuffled 2": {"SHUFFLED_SUMS": "2"},
 }
 SHORT = (
-    "tests/directions/test_precondition.py",
     "tests/update/test_moments.py",
     "tests/directions",
     "tests/model/test_rows.py",

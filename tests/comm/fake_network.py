@@ -1,9 +1,10 @@
 """Several ranks in one process: a thread each, real channels, and an all-to-all that copies from
 thread to thread."""
 
-import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,13 @@ from ds_kfac.comm.message import Channel
 
 PATIENCE = 20.0
 """Seconds after which a collective that some rank never entered is an error."""
+
+
+class Posted(defaultdict[tuple[int, int], Future]):
+    """Number of a collective and rank -> what the rank sends to each rank, once it has entered."""
+
+    def __missing__(self, key: tuple[int, int]) -> Future:
+        return self.setdefault(key, Future())
 
 
 class FakeNetwork:
@@ -28,33 +36,23 @@ class FakeNetwork:
         self.world = world
         self.wire: Counter[int] = Counter()
         self.entered = [0] * world
-        self._posted: dict[int, dict[int, Sequence[Tensor]]] = {}
-        self._changed = threading.Condition()
-        self._failed = False
+        self.posted = Posted()
 
     def run(self, work: Callable[[Channel], Any]) -> list[Any]:
-        """``work`` on every rank; results by rank. Raises what the first rank raised."""
-        results: list[Any] = [None] * self.world
-        errors: dict[int, BaseException] = {}
+        """``work`` on every rank; results by rank. Raises what a rank raised."""
 
-        def rank_of(rank: int) -> None:
+        def rank_of(rank: int) -> Any:
             try:
-                results[rank] = work(self.channel(rank))
+                return work(self.channel(rank))
             except BaseException as error:
-                errors[rank] = error
-                with self._changed:
-                    self._failed = True
-                    self._changed.notify_all()
+                self.posted[self.entered[rank], rank].set_exception(error)  # nobody waits for it
+                raise
 
-        with mock.patch.object(torch.distributed, "all_to_all_single", self.all_to_all_single):
-            threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(self.world)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        for error in sorted(errors.values(), key=lambda error: isinstance(error, ConnectionError)):
-            raise error
-        return results
+        with (
+            mock.patch.object(torch.distributed, "all_to_all_single", self.all_to_all_single),
+            ThreadPoolExecutor(self.world) as threads,
+        ):
+            return list(threads.map(rank_of, range(self.world)))
 
     def channel(self, rank: int) -> Channel:
         """As the constructor would make it."""
@@ -77,47 +75,28 @@ class FakeNetwork:
         assert sum(input_split_sizes) == input.numel() and sum(output_split_sizes) == output.numel()
         number, self.entered[rank] = self.entered[rank], self.entered[rank] + 1
         self.wire[rank] += width * (input.numel() - input_split_sizes[rank])
-        with self._changed:
-            self._posted.setdefault(number, {})[rank] = input.clone().split(input_split_sizes)
-            self._changed.notify_all()
+        self.posted[number, rank].set_result(input.clone().split(input_split_sizes))
         handle = _Handle(self, number, rank, output, output_split_sizes)
         return handle if async_op else handle.wait()
 
 
+@dataclass
 class _Handle:
-    def __init__(
-        self, network: FakeNetwork, number: int, rank: int, output: Tensor, sizes: list[int]
-    ) -> None:
-        self._network, self._number, self._rank, self._output, self._sizes = (
-            network,
-            number,
-            rank,
-            output,
-            sizes,
-        )
+    network: FakeNetwork
+    number: int
+    rank: int
+    output: Tensor
+    sizes: list[int]
+
+    def _sent(self) -> list[Future]:
+        return [self.network.posted[self.number, source] for source in range(self.network.world)]
 
     def is_completed(self) -> bool:
-        with self._network._changed:
-            return len(self._network._posted.get(self._number, {})) == self._network.world
+        return all(sent.done() for sent in self._sent())
 
     def wait(self) -> None:
-        network = self._network
-        with network._changed:
-
-            def complete() -> bool:
-                posted = network._posted.get(self._number, {})
-                return network._failed or len(posted) == network.world
-
-            if not network._changed.wait_for(complete, timeout=PATIENCE) or network._failed:
-                raise ConnectionError(
-                    f"rank {self._rank}: another rank did not enter collective {self._number}"
-                )
-            pieces = [
-                network._posted[self._number][source][self._rank] for source in range(network.world)
-            ]
-        assert [len(piece) for piece in pieces] == self._sizes, (
-            "a rank expects another size than is sent to it"
-        )
-        assert len({piece.dtype for piece in pieces} | {self._output.dtype}) == 1
-        if self._sizes:
-            self._output.copy_(torch.cat(pieces))
+        pieces = [sent.result(PATIENCE)[self.rank] for sent in self._sent()]
+        assert [len(piece) for piece in pieces] == self.sizes, "another size is expected than sent"
+        assert len({piece.dtype for piece in pieces} | {self.output.dtype}) == 1
+        if self.sizes:
+            self.output.copy_(torch.cat(pieces))

@@ -72,81 +72,14 @@ def test_every_piece_arrives_where_it_should_in_one_message(seed, world, poisone
                     piece, content(kind, move, DTYPES[kind])
                 )
 
+        for kind, plan in plans.items():
+            sent = sum(m.numel for m in plan.moves if m.source == channel.rank != m.target)
+            received = sum(m.numel for m in plan.moves if m.target == channel.rank != m.source)
+            width = DTYPES[kind].itemsize
+            assert channel.sent[kind] == width * sent
+            assert channel.received[kind] == width * received
+        padding = network.wire[channel.rank] - sum(channel.sent.values())
+        assert 0 <= padding < ALIGNMENT * world * len(plans)
+
     network.run(work)
     assert network.entered == [int(any(plan.moves for plan in plans.values()))] * world
-
-
-def test_every_part_starts_aligned_and_odd_sizes_are_padded():
-    plans = {kind: RelayoutPlan(2, (Move(0, 0, 5, 0, 1),)) for kind in ("gradients", "half")}
-    network = FakeNetwork(2)
-    network.run(lambda channel: deliver(parts_of(plans, channel.rank), channel, CPU))
-    assert network.wire == {0: 2 * ALIGNMENT, 1: 0}, "10 bytes each"
-
-
-def test_parts_without_moves_cost_neither_a_message_nor_padding():
-    plans = {
-        "gradients": RelayoutPlan(2, ()),
-        "vectors": RelayoutPlan(2, ()),
-        "half": RelayoutPlan(2, ()),
-    }
-    network = FakeNetwork(2)
-    assert (
-        network.run(lambda channel: deliver(parts_of(plans, channel.rank), channel, CPU))
-        == [[[], [], []]] * 2
-    )
-    assert network.entered == [0, 0] and not network.wire
-    plans["vectors"] = RelayoutPlan(2, (Move(0, 0, 4, 0, 1),))
-    for rank, arrivals in enumerate(
-        network.run(lambda channel: deliver(parts_of(plans, channel.rank), channel, CPU))
-    ):
-        assert [len(pieces) for pieces in arrivals] == [0, rank, 0]
-    assert network.entered == [1, 1] and network.wire == {0: 16, 1: 0}
-
-
-def test_a_rank_without_a_part_takes_part():
-    plans = {"vectors": RelayoutPlan(3, (Move(0, 0, 3, 0, 1),))}
-    network = FakeNetwork(3)
-    network.run(lambda channel: deliver(parts_of(plans, channel.rank), channel, CPU))
-    assert network.entered == [1, 1, 1]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_payload_is_counted_by_kind_without_what_stays_here(seed):
-    rng = random.Random(100 + seed)
-    plans = {kind: random_plan(rng, 3) for kind in DTYPES} | {"half": RelayoutPlan(3, ())}
-    plans["vectors"] = RelayoutPlan(
-        3, (*random_plan(rng, 3).moves, Move(99, 0, 9, 1, 1), Move(99, 0, 9, 1, 2))
-    )
-    network = FakeNetwork(3)
-
-    def work(channel):
-        deliver(parts_of(plans, channel.rank), channel, CPU)
-        return channel
-
-    for rank, channel in enumerate(network.run(work)):
-        for kind, plan in plans.items():
-            width = DTYPES[kind].itemsize
-            sent = sum(m.numel for m in plan.moves if m.source == rank != m.target)
-            received = sum(m.numel for m in plan.moves if m.target == rank != m.source)
-            assert (channel.sent[kind], channel.received[kind]) == (
-                width * sent,
-                width * received,
-            ), kind
-        assert "half" not in channel.sent and sum(channel.calls.values()) == 1
-        padding = network.wire[rank] - sum(channel.sent.values())
-        assert 0 <= padding < ALIGNMENT * 2 * len(plans)
-
-
-def test_two_parts_of_one_kind_are_counted_together():
-    plan = RelayoutPlan(2, (Move(0, 0, 3, 0, 1), Move(1, 0, 5, 1, 0)))
-    kinds = [parts_of({kind: plan}, 0)[0] for kind in ("gradients", "vectors")]
-
-    def work(channel):
-        parts = [
-            MessagePart("both", plan, lambda move: torch.zeros(move.numel), part.dtype)
-            for part in kinds
-        ]
-        deliver(parts, channel, CPU)
-        return channel.sent["both"], channel.received["both"]
-
-    assert FakeNetwork(2).run(work) == [(3 * 6, 5 * 6), (5 * 6, 3 * 6)]

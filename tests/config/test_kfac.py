@@ -23,29 +23,20 @@ def test_the_shortest_block_is_enough():
     assert parse({}).enabled
 
 
-def test_null_means_choose_for_me():
-    nothing = {
-        "factor": {"update_interval": None},
-        "eigenbasis": None,
-        "damping": {"value": None},
-        "layers": None,
-    }
-    assert parse(nothing) == parse({})
-
-
-def test_auto_is_null():
-    auto = {
-        "factor": {"update_interval": "auto"},
-        "eigenbasis": {"refresh_interval": "auto"},
-        "damping": "auto",
-    }
-    assert parse(auto) == parse({})
+def test_null_and_auto_mean_choose_for_me():
+    keys = (
+        ("factor", "update_interval"),
+        ("eigenbasis", "refresh_interval"),
+        ("damping", "value"),
+        ("assignment", "memory_budget_gb"),
+        ("communication", "dtype"),
+        ("offload", "device"),
+    )
+    for null in (None, "auto"):
+        for section, key in keys:
+            assert parse({section: {key: null}}) == parse({section: null}) == parse({}), key
     with pytest.raises(ValueError, match=r"kfac\.dampnig: unknown key; did you mean kfac\.damping"):
         parse({"dampnig": "auto"})
-
-
-def test_the_refresh_interval_follows_the_update_interval():
-    assert resolved({"factor": {"update_interval": 7}}).schedule.intervals(50) == (7, 35)
 
 
 @pytest.mark.parametrize(
@@ -113,58 +104,26 @@ def test_in_the_burn_in_factors_are_updated_twice_as_often(update, half):
     )
 
 
-KINDS = "must be one of linear, cosine, exponential, piecewise"
-NUMBER_OR_SCHEDULE = (
-    'input should be a valid number or a schedule such as {"schedule": "linear", "start": 1'
-)
-
-
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "where", "what"),
     [
-        (
-            {**RAMP, "strat": 1},
-            "kfac.damping.value.strat: unknown key; did you mean kfac.damping.value.start?",
-        ),
-        ({**RAMP, "schedule": "lin"}, f"kfac.damping.value.schedule: got 'lin'; {KINDS}"),
-        ({"start": 1}, f"kfac.damping.value.schedule: got None; {KINDS}"),
-        (
-            {**RAMP, "end": None},
-            "kfac.damping.value.end: missing in {'schedule': 'linear', 'start': 0.1, ",
-        ),
-        ({**RAMP, "start": 0}, "kfac.damping.value.start: got 0; input should be greater than 0"),
-        (
-            {**RAMP, "end": float("inf")},
-            "kfac.damping.value.end: got inf; input should be a finite number",
-        ),
-        (
-            {**RAMP, "steps": 0},
-            "kfac.damping.value.steps: got 0; input should be greater than or equal to 1",
-        ),
-        (
-            {**PIECES, "values": [1, 0, 5]},
-            "kfac.damping.value.values.1: got 0; input should be greater than 0",
-        ),
-        (
-            {**PIECES, "values": []},
-            "kfac.damping.value.values: got []; list should have at least 1 item",
-        ),
-        (
-            {**PIECES, "steps": [10]},
-            "kfac.damping.value.steps: got [10]; must be one fewer than the values, 2 for 3",
-        ),
-        (
-            {**PIECES, "steps": [20, 20]},
-            "kfac.damping.value.steps: got [20, 20]; steps must be strictly increasing",
-        ),
-        (True, f"kfac.damping.value: got True; {NUMBER_OR_SCHEDULE}"),
-        (float("nan"), "kfac.damping.value: got nan; input should be a finite number"),
+        ({**RAMP, "strat": 1}, ".strat", "unknown key; did you mean kfac.damping.value.start?"),
+        ({**RAMP, "schedule": "lin"}, ".schedule", "got 'lin'; must be one of linear, cosine, "),
+        ({"start": 1}, ".schedule", "got None; must be one of linear, cosine, "),
+        ({**RAMP, "end": None}, ".end", "missing in {'schedule': 'linear', 'start': 0.1, "),
+        ({**RAMP, "start": 0}, ".start", "got 0; input should be greater than 0"),
+        ({**RAMP, "steps": 0}, ".steps", "got 0; input should be greater than or equal to 1"),
+        ({**PIECES, "values": [1, 0, 5]}, ".values.1", "got 0; input should be greater than 0"),
+        ({**PIECES, "values": []}, ".values", "got []; list should have at least 1 item"),
+        ({**PIECES, "steps": [10]}, ".steps", "got [10]; must be one fewer than the values, 2 "),
+        ({**PIECES, "steps": [20, 20]}, ".steps", "got [20, 20]; steps must be strictly incr"),
+        (True, "", 'got True; input should be a valid number or a schedule such as {"schedule": '),
     ],
 )
-def test_an_error_in_a_schedule_says_where_what_and_what_instead(given, message):
+def test_an_error_in_a_schedule_says_where_what_and_what_instead(given, where, what):
     with pytest.raises(ValueError) as error:
         parse({"damping": {"value": given}})
-    assert f"\n  {message}" in str(error.value)
+    assert f"\n  kfac.damping.value{where}: {what}" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -205,36 +164,40 @@ def test_an_exponential_schedule_cannot_touch_zero(section, key):
     ("block", "message"),
     [
         ({"damp": {}}, "kfac.damp: unknown key; did you mean kfac.damping?"),
-        (
-            {"damping": {"valeu": 1}},
-            "kfac.damping.valeu: unknown key; did you mean kfac.damping.value?",
-        ),
+        ({"damping": {"valeu": 1}}, "kfac.damping.valeu: unknown key; did you mean"),
         ({"adam_lr": 1}, "kfac.adam_lr: unknown key; it belongs into optimizer.params"),
         ({"kl_clip": 1}, "kfac.kl_clip: unknown key; did you mean kfac.preconditioner.kl_clip?"),
-        (
-            {"xyzzy": 1},
-            "kfac.xyzzy: unknown key; valid keys: kfac.enabled, kfac.report, kfac.factor",
-        ),
-        (
-            {"factor": {"update_interval": "10"}},
-            "kfac.factor.update_interval: got '10'; input should be a valid integer",
-        ),
+        ({"xyzzy": 1}, "kfac.xyzzy: unknown key; valid keys: kfac.enabled, kfac.report, "),
+        ({"factor": {"update_interval": "10"}}, "update_interval: got '10'; input should be a val"),
         ({"factor": 3}, "kfac.factor: got 3; must be an object"),
-        (
-            {"layers": {"exclude": "head"}},
-            "kfac.layers.exclude: got 'head'; input should be a valid list",
-        ),
-        (
-            {"eigenbasis": {"refresh_interval": 15}},
-            "kfac.eigenbasis.refresh_interval (15) must be a multiple of "
-            "kfac.factor.update_interval (10)",
-        ),
+        ({"layers": {"exclude": "head"}}, "kfac.layers.exclude: got 'head'; input should be a va"),
+        ({"eigenbasis": {"refresh_interval": 15}}, "(15) must be a multiple of kfac.factor.update"),
         (
             {"preconditioner": {"method": "inverse", "eigenvalues": "corrected"}},
             'keeps no eigenbasis, so kfac.preconditioner.eigenvalues must be "kronecker"; or use '
             'method "eigen"',
         ),
         (True, '"kfac" must be an object such as {"enabled": true}, got True'),
+        ({"layers": {"include": ["b", "a("]}}, "include.1: got 'a('; must be a regular expression"),
+        ({"adam": {"except_layers": ["*"]}}, "except_layers.0: got '*'; must be a regular expre"),
+        ({"adam": {"except_layers": ["(?i)head"]}}, "must be a part"),
+        ({"adam": {"blocks": {"(?i)head": 3}}}, "must be a part"),
+        ({"assignment": {"gradient_worker_fraction": 0}}, "_fraction: got 0; input should be gre"),
+        ({"assignment": {"gradient_worker_fraction": 1.5}}, "_fraction: got 1.5; input should be"),
+        ({"assignment": {"memory_budget_gb": 0}}, "_gb: got 0; input should be greater than 0"),
+        ({"communication": {"dtype": "fp8"}}, "dtype: got 'fp8'; input should be 'fp32' or 'bf16'"),
+        ({"offload": {"device": "nvme"}}, "device: got 'nvme'; input should be 'none' or 'cpu'"),
+        # another form is told the right one
+        ({"factor.update_interval": 5}, 'write {"factor": {"update_interval": 5}}'),
+        ({"kfac.damping.value": 3}, 'write {"damping": {"value": 3}}'),
+        ({"damping": 0.001}, 'must be an object such as {"value": 0.001}'),
+        ({"damping": {"schedule": "cosine", "start": 3}}, 'write {"value": {"schedule": ..}}'),
+        ({"adam": 3}, "must be an object with keys of: rotate, "),
+        ({"preconditioner": {"graft": "norm"}}, "was removed in 0.2: corrected eigenvalues"),
+        ({"factor": {"sample_positions": False}}, 'unless "rows" is "all"'),
+        ({"assignment": {"costs": "costs.json"}}, "name the file by --costs of python -m ds_kfac"),
+        ({"checkpoint": {"eigenbasis": False}}, "eigenbases are always saved"),
+        ({"eigenbasis": {"lag": 10}}, "refreshes are spread over steps"),
     ],
 )
 def test_an_error_says_where_what_and_what_instead(block, message):
@@ -272,44 +235,16 @@ def test_all_errors_come_in_one_message():
 
 
 @pytest.mark.parametrize(
-    ("block", "told"),
+    ("config", "told"),
     [
-        ({"factor.update_interval": 5}, 'write {"factor": {"update_interval": 5}}'),
-        ({"kfac.damping.value": 3}, 'write {"damping": {"value": 3}}'),
-        ({"damping": 0.001}, 'must be an object such as {"value": 0.001}'),
-        ({"damping": {"schedule": "cosine", "start": 3}}, 'write {"value": {"schedule": ..}}'),
-        ({"adam": 3}, "must be an object with keys of: rotate, "),
-        ({"preconditioner": {"graft": "norm"}}, "was removed in 0.2: corrected eigenvalues"),
-        ({"factor": {"sample_positions": False}}, 'unless "rows" is "all"'),
-        (
-            {"assignment": {"costs": "costs.json"}},
-            "name the file by --costs of python -m ds_kfac estimate",
-        ),
-        ({"checkpoint": {"eigenbasis": False}}, "eigenbases are always saved"),
-        ({"eigenbasis": {"lag": 10}}, "refreshes are spread over steps"),
+        ({"kfac.damping.value": 3}, r'write \{"kfac": \{"damping": \{"value": 3\}\}\}'),
+        *(({key: {}}, 'did you mean "kfac"') for key in ("KFAC", "k-fac", "k_fac", "kfca", "kfc")),
+        ({"optimizer": {"kfac": {}}}, '"kfac" is not read inside of "optimizer"'),
     ],
 )
-def test_another_form_is_told_the_right_one(block, told):
-    with pytest.raises(ValueError, match=r"kfac[.:]") as error:
-        parse(block)
-    assert told in str(error.value)
-
-
-def test_a_flat_key_of_a_whole_config_is_told_its_nested_form():
-    with pytest.raises(ValueError) as error:
-        find_block({"kfac.damping.value": 3})
-    assert 'write {"kfac": {"damping": {"value": 3}}}' in str(error.value)
-
-
-@pytest.mark.parametrize("key", ["KFAC", "k-fac", "k_fac", "ds_kfac", "kfca", "kfc"])
-def test_a_misspelt_block_is_not_ignored(key):
-    with pytest.raises(ValueError, match='did you mean "kfac"'):
-        find_block({key: {"enabled": True}})
-
-
-def test_a_block_inside_of_another_is_not_ignored():
-    with pytest.raises(ValueError, match='"kfac" is not read inside of "optimizer"'):
-        find_block({"optimizer": {"type": "KFACAdamW", "kfac": {}}})
+def test_a_block_that_is_written_otherwise_is_not_ignored(config, told):
+    with pytest.raises(ValueError, match=told):
+        find_block(config)
 
 
 def test_other_blocks_are_none_of_our_business():
@@ -320,42 +255,6 @@ def test_other_blocks_are_none_of_our_business():
         is None
     )
     assert find_block({"kfac": {"enabled": False}}) == {"enabled": False}
-
-
-def test_a_pattern_that_is_no_regex_is_named():
-    with pytest.raises(
-        ValueError,
-        match=r"kfac.layers.include.1: got 'a\('; must be a regular expression: missing \)",
-    ):
-        parse({"layers": {"include": ["b", "a("]}})
-    with pytest.raises(
-        ValueError, match=r"kfac.adam.except_layers.0: got '\*'; must be a regular expression"
-    ):
-        parse({"adam": {"except_layers": ["*"]}})
-
-
-@pytest.mark.parametrize("block", [{"except_layers": ["(?i)head"]}, {"blocks": {"(?i)head": 3}}])
-def test_a_pattern_that_is_no_part_of_a_regex_is_refused_where_it_is_written(block):
-    with pytest.raises(
-        ValueError, match=r"kfac\.adam\..*: got '\(\?i\)head'; must be a part .* \(\?i:head\)"
-    ):
-        parse({"adam": block})
-
-
-@pytest.mark.parametrize("blocks", [0, [], "3", True, 3.0, [64, 0], None])
-def test_blocks_that_are_no_counts_are_one_error_in_words(blocks):
-    with pytest.raises(ValueError, match="kfac") as error:
-        parse({"adam": {"blocks": {"qkv": blocks}}})
-    said = (
-        f"kfac.adam.blocks.qkv: got {blocks!r}; input should be an integer of at least 1, or a "
-        f"list of such"
-    )
-    assert str(error.value).splitlines()[1:] == [f"  {said}"]
-
-
-def test_blocks_are_counts_or_rows():
-    chosen = {"qkv": 3, "kv": [64, 32], "(?i:Gate)": 1}
-    assert parse({"adam": {"blocks": chosen}}).adam.blocks == chosen
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import inspect
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from ds_kfac.__main__ import main
 from ds_kfac.config import manual
@@ -24,7 +24,7 @@ def test_the_page_is_what_the_models_say(capsys):
     )
 
 
-def test_it_has_every_key_and_none_that_the_models_have_not():
+def test_it_has_every_key_and_none_that_the_models_have_not_and_each_has_a_reason():
     rows = [
         line.split("`")[1]
         for line in manual.manual().splitlines()
@@ -34,9 +34,9 @@ def test_it_has_every_key_and_none_that_the_models_have_not():
         name for name, field in KFACConfig.model_fields.items() if isinstance(field.default, Block)
     }
     params = [f"{manual.PARAMS}.{name}" for name in DEFAULTS]
-    assert sorted(rows) == sorted(
-        [*params, *(key for key in paths(KFACConfig) if key not in blocks)]
-    )
+    keys = [key for key in paths(KFACConfig) if key not in blocks]
+    assert sorted(rows) == sorted([*params, *keys])
+    assert sorted(manual.WHY) == sorted(keys)
 
 
 def test_the_optimizers_parameters_are_those_of_its_block_and_of_its_object():
@@ -49,49 +49,6 @@ def test_the_optimizers_parameters_are_those_of_its_block_and_of_its_object():
     for name in DEFAULTS:
         assert checked({name: DEFAULTS[name]}, "") is not None
         assert checked({name: "auto"}, "") == checked({name: None}, "") == {}
-
-
-def test_every_key_has_a_reason():
-    blocks = {
-        name for name, field in KFACConfig.model_fields.items() if isinstance(field.default, Block)
-    }
-    assert sorted(manual.WHY) == sorted(key for key in paths(KFACConfig) if key not in blocks)
-
-
-def test_a_cell_has_at_most_25_words():
-    """What is longer goes below the table: a docstring's second paragraph."""
-    cells = [
-        cell
-        for line in manual.manual().splitlines()
-        if line.startswith("| ")
-        for cell in line.split(" | ")
-    ]
-    assert len(cells) > 100
-    assert not [cell for cell in cells if len(cell.split()) > 25]
-
-
-def test_types_bounds_and_defaults_are_in_the_words_of_json():
-    class Words(Block):
-        """Of a test."""
-
-        number: float | None = Field(None, gt=0, le=1)
-        """Some part | of it.
-
-        More about
-        it.
-
-        And the end."""
-        names: list[str] = ["a"]
-        """``names``."""
-
-    keys = manual.json_of(Words)["properties"]
-    first, second = list(manual.table("words.", keys))[2:]
-    assert first == "| `words.number` | number, > 0, <= 1 | `null` | Some part \\| of it. |  |"
-    assert second == '| `words.names` | list of string | `["a"]` | `names`. |  |'
-    assert list(manual.details("words.", keys)) == [
-        "",
-        "- `words.number`: More about it. And the end.",
-    ]
 
 
 def test_a_key_without_docstring_is_an_error():

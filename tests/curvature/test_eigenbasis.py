@@ -1,135 +1,159 @@
-"""Decomposition, rotation, and its fallbacks when it fails."""
+"""Eigenbases of factors: right and orthogonal, alone and in stacks, in fp32 or by their fallbacks;
+what changes with them."""
 
 import pytest
 import torch
 
-from ds_kfac.curvature import eigen as eigenbasis
-from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis, Refreshed, eigh
+from ds_kfac.curvature import eigen
+from ds_kfac.curvature.eigen import Refreshed, Request, eigh, refresh_all
 from ds_kfac.curvature.factor import KroneckerFactor, Side
-from ds_kfac.curvature.methods import EIGEN
-from ds_kfac.ops.functional import block_product
-from ds_kfac.update.rotation import change_basis_
 from tests.close import close, exact
-from tests.curvature.one_factor import refresh
+from tests.curvature.one_factor import SIDES, dense_matrix, dense_vectors, random_factor, refresh
 
-SIDES = [
-    Side.dense(1),
-    Side.dense(63),
-    Side.dense(130),
-    Side(63, 20),
-    Side(64, 2),
-    Side.diagonal(9),
-    Side.identity(9),
+MIXED = [*SIDES, Side.dense(63), Side.dense(2), Side.dense(257), Side(257, 64), Side.dense(20)]
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 
 
-def factor(side: Side, rank: int | None = None) -> KroneckerFactor:
-    x = torch.randn(
-        rank or 2 * side.dim, side.dim, generator=torch.Generator().manual_seed(side.dim)
-    )
-    return KroneckerFactor(
-        side, side.accumulate_(torch.zeros(side.numel), x) / len(x), torch.ones(())
-    )
+def mixed(device: str = "cpu") -> list[KroneckerFactor]:
+    return [random_factor(side, i, decades=2, device=device) for i, side in enumerate(MIXED)]
 
 
-def matrix(kept: KroneckerFactor) -> torch.Tensor:
-    """The whole side: its blocks on a diagonal, or the identity."""
-    blocks = [block for group in kept.side.blocks(kept.packed_P) for block in group]
-    return torch.block_diag(*blocks) if blocks else torch.eye(kept.side.dim)
-
-
-def dense_vectors(basis: Eigenbasis) -> torch.Tensor:
-    return block_product(basis.vectors, torch.eye(len(basis.values)), ())
+def assert_solved(kept: KroneckerFactor, found: Refreshed) -> None:
+    """Into a tridiagonal matrix, its eigenvectors and back: four sums over a side."""
+    values, C = found.basis.values.double().cpu(), dense_matrix(kept).cpu()
+    Q, terms = dense_vectors(found.basis).cpu(), {"sums": 4 * kept.side.dim, "dtype": torch.float32}
+    close(Q @ torch.diag(values) @ Q.T, C, **terms)
+    close(Q.T @ Q, torch.eye(len(Q)), **terms)
 
 
 @pytest.mark.parametrize("side", SIDES, ids=str)
 def test_basis_reproduces_the_factor(side):
-    kept = factor(side)
-    refreshed = refresh(kept)
-    basis = refreshed.basis
-    Q = dense_vectors(basis)
-    assert (refreshed.how, refreshed.retries) == ("eigh" if side.block > 1 else "diagonal", 0)
-    close(Q @ torch.diag(basis.values) @ Q.T, matrix(kept), sums=4 * kept.side.dim)
-    # into a tridiagonal matrix, its vectors, back; this product
-    close(Q.T @ Q, torch.eye(side.dim), sums=4 * side.dim)
-
-
-@pytest.mark.parametrize("side_A", SIDES, ids=str)
-@pytest.mark.parametrize("side_G", [Side.dense(5), Side(7, 3), Side.identity(4)], ids=str)
-def test_rotating_is_a_product_with_both_bases_and_restoring_undoes_it(side_A, side_G):
-    basis = LayerBasis(refresh(factor(side_G)).basis, refresh(factor(side_A)).basis)
-    x = torch.randn(side_G.dim, side_A.dim)
-    expected = dense_vectors(basis.G).T @ x @ dense_vectors(basis.A)
-    close(basis.rotate(x), expected, sums=side_G.dim + side_A.dim)
-    close(basis.restore(basis.rotate(x)), x, sums=5 * (side_G.dim + side_A.dim))
-
-
-@pytest.mark.parametrize("side", SIDES, ids=str)
-def test_a_change_of_basis_takes_old_coordinates_to_new_ones(side):
-    still, x = Eigenbasis((), torch.ones(3)), torch.randn(side.dim, 3)
-    old, new = (
-        LayerBasis(refresh(factor(side, rank)).basis, still) for rank in (None, 3 * side.dim + 1)
-    )
-
-    def turned(x_OI: torch.Tensor, old: LayerBasis | None) -> torch.Tensor:
-        change_basis_(found := x_OI.clone(), old, new)
-        return found
-
-    close(turned(old.rotate(x), old), new.rotate(x), sums=5 * side.dim)
-    close(turned(x, None), new.rotate(x), sums=side.dim)
-    exact(turned(x, new), x)
-    close(dense_vectors(new.squared().G).sum(dim=0), torch.ones(side.dim), sums=5 * side.dim)
+    kept = random_factor(side)
+    found = refresh(kept)
+    assert (found.how, found.retries) == ("eigh" if side.block > 1 else "diagonal", 0)
+    assert_solved(kept, found)
 
 
 def test_values_are_not_negative():
     # rank deficient: rounding makes some slightly negative
-    basis = refresh(factor(Side.dense(40), rank=3)).basis
-    assert basis.values.min() >= 0
+    assert refresh(random_factor(Side.dense(40), rows=3)).basis.values.min() >= 0
 
 
-@pytest.mark.parametrize("broken", ["raises", "nan"])
-def test_a_failure_is_retried_in_float64(monkeypatch, broken):
-    def fails_in_fp32(matrix):
-        if matrix.dtype == torch.float32:
-            if broken == "raises":
+# --- which together ---
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Stacks of up to 64."""
+    monkeypatch.setattr(eigen, "GROUPED", frozenset({"cpu", "cuda"}))
+    monkeypatch.setattr(eigen, "BATCHED_UP_TO", 64)
+
+
+def batches(shapes, *, alone=(), **options) -> list[list[int]]:
+    """Of [n, b] blocks each: which share a call."""
+    sides = [Side(n * b, b) for n, b in shapes]
+    requests = [
+        Request(KroneckerFactor.empty(side), alone=i in alone) for i, side in enumerate(sides)
+    ]
+    return [[index for index, _ in call] for call, _ in eigen.calls(requests, **options)]
+
+
+def test_small_ones_of_one_width_share_a_call_as_far_as_memory_allows(as_on_a_gpu, monkeypatch):
+    shapes = [(1, 64), (1, 60), (3, 60), (1, 65), (1, 65), (1, 64), (2, 63), (1, 60)]
+    assert sorted(batches(shapes, widest=64)) == [[0, 5], [1, 2, 7], [3], [4], [6]]
+    monkeypatch.setattr(eigen, "BATCH_NUMEL", 2 * 60**2)
+    assert sorted(batches(shapes, widest=64)) == [[0], [1], [2], [3], [4], [5], [6], [7]]
+    monkeypatch.setattr(eigen, "BATCH_NUMEL", 4 * 60**2)
+    assert [1, 2] in batches(shapes, widest=64), "one that is too large by itself is not cut"
+    assert batches([]) == [] and batches(shapes[1:3], alone={1}) == [[0], [1]]
+
+
+def test_on_a_cpu_a_result_does_not_depend_on_what_else_is_refreshed():
+    for kept, found in zip(mixed(), refresh_all([*map(Request, mixed())]), strict=True):
+        exact((found.basis.vectors, found.basis.values), (*vars(refresh(kept).basis).values(),))
+        if kept.side.block > 1:
+            plain = [eigh(group) for group in kept.side.blocks(kept.packed_P)]
+            exact(list(found.basis.vectors), [vectors for _, vectors in plain])
+
+
+def test_stacks_give_what_single_calls_give(as_on_a_gpu, monkeypatch):
+    shapes = []
+
+    def watched(stack):
+        shapes.append(tuple(stack.shape[:2]))
+        assert not torch.is_grad_enabled()
+        return eigh(stack)
+
+    monkeypatch.setattr(eigen, "eigh", watched)
+    with torch.no_grad():
+        found = refresh_all([*map(Request, mixed())])
+    assert len(shapes) == len(set(shapes)) and {(2, 63), (33, 2), (4, 20), (4, 64)} <= {*shapes}
+    for kept, result in zip(mixed(), found, strict=True):
+        assert_solved(kept, result)
+        assert result.retries == 0
+        for tensor in (*result.basis.vectors, result.basis.values):
+            # a view would keep others' results alive
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@torch.no_grad()
+def test_on_a_gpu_mixed_sizes_are_right_the_same_bits_again_and_hold_no_input():
+    """Their inputs are dropped at once and written over."""
+    first = refresh_all([*map(Request, mixed("cuda"))])
+    junk = [torch.full((700, 700), torch.nan, device="cuda") for _ in range(20)]
+    second = refresh_all([*map(Request, mixed("cuda"))])
+    assert len(junk) == 20
+    for kept, one, other in zip(mixed(), first, second, strict=True):
+        assert_solved(kept, one)
+        exact(list(one.basis.vectors), list(other.basis.vectors))
+
+
+# --- failures ---
+
+
+def breaking(how: str, bad: torch.Tensor):
+    """eigh that fails in fp32, or always, for stacks with that block in them."""
+
+    def method(stack):
+        values, vectors = eigh(stack)
+        if stack.shape[1:] == bad.shape and (stack.dtype == torch.float32 or how == "always"):
+            hit = (stack.float() == bad).flatten(1).all(-1)
+            if how in ("raises", "always") and hit.any():
                 raise torch.linalg.LinAlgError("did not converge")
-            return matrix.diagonal(dim1=-2, dim2=-1), torch.full_like(matrix, float("nan"))
-        return eigh(matrix)
+            wrong = torch.nan if how == "nan" else vectors * 1.01
+            vectors = torch.where(hit[:, None, None], wrong, vectors)
+        return values, vectors
 
-    monkeypatch.setattr(eigenbasis, "eigh", fails_in_fp32)
-    kept = factor(Side.dense(9))
-    refreshed = refresh(kept)
-    basis = refreshed.basis
-    assert (refreshed.how, refreshed.retries) == ("eigh", 1) and basis.vectors[
-        0
-    ].dtype == torch.float32
-    Q = dense_vectors(basis)
-    close(Q @ torch.diag(basis.values) @ Q.T, matrix(kept), sums=4 * kept.side.dim)
+    return method
 
 
-def test_failing_in_every_attempt_gives_no_basis(monkeypatch):
-    def always_fails(matrix):
-        raise torch.linalg.LinAlgError("did not converge")
-
-    monkeypatch.setattr(eigenbasis, "eigh", always_fails)
-    assert refresh(factor(Side.dense(4))) == Refreshed(None, "failed", 2)
+@DEVICES
+@pytest.mark.parametrize("how", ["raises", "nan", "not orthogonal", "always"])
+def test_a_failure_is_retried_in_float64_and_spoils_no_other(as_on_a_gpu, monkeypatch, how, device):
+    side = Side.dense(20)
+    factors = [random_factor(side, seed, decades=2, device=device) for seed in range(4)]
+    (bad,) = side.blocks(factors[2].packed_P)[0]
+    monkeypatch.setattr(eigen, "eigh", breaking(how, bad))
+    found = refresh_all([*map(Request, factors)])
+    assert [result.retries for result in found] == [0, 0, 2 if how == "always" else 1, 0]
+    for kept, result in zip(factors, found, strict=True):
+        if how == "always" and result is found[2]:
+            assert result == Refreshed(None, "failed", 2)
+        else:
+            assert result.how == "eigh" and result.basis.vectors[0].dtype == torch.float32
+            assert_solved(kept, result)
 
 
 def test_other_errors_are_not_swallowed(monkeypatch):
     def is_a_bug(matrix):
         raise TypeError("a bug")
 
-    monkeypatch.setattr(eigenbasis, "eigh", is_a_bug)
+    monkeypatch.setattr(eigen, "eigh", is_a_bug)
     with pytest.raises(TypeError, match="a bug"):
-        refresh(factor(Side.dense(4)))
-
-
-@pytest.mark.parametrize("side", [Side.dense(5), Side(7, 3), Side.diagonal(4), Side.dense(1)])
-def test_flat_vectors_and_back_also_with_a_last_block_of_one(side):
-    basis = refresh(factor(side)).basis
-    flat = EIGEN.parts[0].flat(basis) if basis.vectors else None
-    assert side.basis_numel == (0 if flat is None else len(flat))
-    back = EIGEN.joined(side, flat, basis.values)
-    assert [v.shape for v in back.vectors] == [v.shape for v in basis.vectors]
-    x = torch.rand(side.dim, 3)
-    assert torch.equal(block_product(back.vectors, x, ()), block_product(basis.vectors, x, ()))
+        refresh(random_factor(Side.dense(4)))

@@ -21,6 +21,8 @@ from tests.curvature.one_factor import fold
 from tests.ops.specification import symmetric_pack
 from tests.oracle import ReferenceKFAC
 
+CPU = torch.device("cpu")
+
 
 def dense(factor: KroneckerFactor) -> torch.Tensor:
     (blocks,) = factor.side.blocks(factor.packed_P)
@@ -32,43 +34,6 @@ def batch(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     x = torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed))
     return x.T @ x / rows, symmetric_pack(x.T @ x), torch.tensor(float(rows))
-
-
-def test_early_averages_are_plain_means_then_decay():
-    factor, decay, expected = KroneckerFactor.empty(Side.dense(5)), 0.75, torch.zeros(5, 5)
-    for k in range(1, 9):
-        mean, total, count = batch(k, rows=k + 2)
-        r = min(1 - 1 / k, decay)
-        expected = r * expected + (1 - r) * mean
-        fold(factor, total, count, decay=decay)
-        close(dense(factor), expected, sums=10 + k)
-    assert factor.updates == 8
-
-
-def test_there_is_no_identity_start():
-    mean, total, count = batch(0)
-    close(dense(fold(KroneckerFactor.empty(Side.dense(5)), total, count, decay=0.95)), mean, sums=7)
-
-
-def test_a_batch_without_rows_or_that_is_not_finite_changes_nothing():
-    _, total, count = batch(0)
-    factor = fold(KroneckerFactor.empty(Side.dense(5)), total, count, decay=0.9)
-    before = factor.packed_P.clone()
-    nan, inf = total.clone(), total.clone()
-    nan[3], inf[3] = float("nan"), float("inf")
-    for bad, rows in ((torch.zeros_like(total), torch.zeros(())), (nan, count), (inf, count)):
-        fold(factor, bad, rows, decay=0.9)
-        assert torch.equal(factor.packed_P, before) and factor.updates == 1
-
-
-def test_an_update_changes_a_factor_in_its_own_memory():
-    _, total, count = batch(0)
-    factor, expected = (KroneckerFactor.empty(Side.dense(5)) for _ in range(2))
-    packed, updates = factor.packed_P, factor.updates
-    update_([factor], [total], count[None], decays=[0.9], device=torch.device("cpu"))
-    fold(expected, total, count, decay=0.9)
-    assert factor.packed_P is packed and factor.updates is updates
-    assert torch.equal(packed, expected.packed_P) and updates == 1
 
 
 def test_zero_no_data_and_overflow_are_not_decomposed():
@@ -118,18 +83,9 @@ def test_a_spike_whose_size_or_ratio_leaves_fp32_counts_for_nothing(usual, spike
     total = total / total.abs().max() * spike
     assert torch.isfinite(total).all()
     after = deepcopy(factor)
-    _, flags = update_([after], [total], count[None], decays=[0.9], device=torch.device("cpu"))
+    _, flags = update_([after], [total], count[None], decays=[0.9], device=CPU)
     assert flags.tolist() == [[True], [False]], "scaled down, not left out"
     close(after.packed_P, 0.9 * factor.packed_P, sums=1)
-
-
-def test_a_batch_with_a_value_that_is_not_finite_is_left_out_and_not_scaled_down():
-    factor, (_, total, count) = settled(), batch(99, rows=40)
-    before = factor.packed_P.clone()
-    total[2] = math.inf
-    _, flags = update_([factor], [total], count[None], decays=[0.9], device=torch.device("cpu"))
-    assert flags.tolist() == [[False], [True]]
-    assert torch.equal(factor.packed_P, before)
 
 
 def test_what_is_not_a_spike_is_averaged_as_ever():
@@ -159,17 +115,24 @@ def test_a_factor_that_has_really_grown_is_followed():
     assert updates < 20, "it grows by 0.9 + 0.1 * 10 an update"
 
 
-def test_no_rows_do_not_count_as_a_spike():
-    factor = settled()
-    before = factor.packed_P.clone()
-    left_out = 1e6 * torch.ones(15), torch.zeros(())  # of layers that have parted
-    for total, count in (
-        (torch.zeros(15), torch.zeros(())),
-        left_out,
-        (torch.full((15,), float("nan")), torch.ones(())),
+def test_a_batch_without_rows_or_that_is_not_finite_changes_nothing_and_is_counted():
+    """Nor does it count as a spike."""
+    factor, (_, total, count) = settled(), batch(99, rows=40)
+    before, updates = factor.packed_P.clone(), factor.updates.clone()
+    nan, inf, nothing = total.clone(), total.clone(), torch.zeros(())
+    nan[3], inf[3] = math.nan, math.inf
+    for sum_P, rows, counted in (
+        (torch.zeros(15), nothing, [1]),
+        (1e6 * torch.ones(15), nothing, [1]),  # of layers that have parted
+        (nan, count, [1]),
+        (inf, count, [1]),
     ):
-        excess, used = average_([factor], [total], count[None], [0.9])
-        assert torch.equal(factor.packed_P, before) and excess.tolist() == [1.0] and not used.any()
+        excess, used = average_([factor], [sum_P], rows[None], [0.9])
+        assert excess.tolist() == [1.0] and not used.any()
+        _, flags = update_([factor], [sum_P.clone()], rows[None], decays=[0.9], device=CPU)
+        assert flags[1].tolist() == counted and not flags[0].any()
+        assert torch.equal(factor.packed_P, before) and factor.updates == updates
+    assert update_([], [], torch.zeros(0), decays=[], device=CPU)[1].sum(dim=1).tolist() == [0, 0]
 
 
 def test_the_reference_treats_a_spike_alike():

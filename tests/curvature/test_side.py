@@ -5,16 +5,9 @@ import torch
 
 from ds_kfac.curvature.factor import Side
 from tests.close import close
+from tests.curvature.one_factor import SIDES
 
-SIDES = [
-    Side.dense(1),
-    Side.dense(63),
-    Side(63, 20),
-    Side(64, 2),
-    Side.diagonal(9),
-    Side.identity(9),
-    Side(257, 129),
-]
+ALL = [*SIDES, Side(257, 129)]
 
 
 def blocks_of(matrix: torch.Tensor, side: Side) -> torch.Tensor:
@@ -24,7 +17,7 @@ def blocks_of(matrix: torch.Tensor, side: Side) -> torch.Tensor:
 
 @pytest.mark.parametrize("some", [False, True], ids=["all rows", "some rows"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("side", SIDES, ids=str)
+@pytest.mark.parametrize("side", ALL, ids=str)
 def test_accumulates_the_blocks_of_the_second_moment(side, bias, some, poisoned):
     x = torch.randn(33, side.dim, generator=torch.Generator().manual_seed(0))
     if bias:
@@ -34,8 +27,7 @@ def test_accumulates_the_blocks_of_the_second_moment(side, bias, some, poisoned)
     rows = x[:, : side.dim - bias]
     if kept is not None:
         rows[~kept] = float("nan")
-    total = torch.zeros(side.numel)
-    side.accumulate_(total, rows, kept=kept, bias=bias)
+    total = side.accumulate_(torch.zeros(side.numel), rows, kept=kept, bias=bias)
     if side.block == 0:
         assert total.numel() == 0
         return
@@ -43,6 +35,9 @@ def test_accumulates_the_blocks_of_the_second_moment(side, bias, some, poisoned)
     actual = torch.block_diag(*(block for group in side.blocks(total) for block in group))
     close(actual, expected, sums=33)
     close(side.diagonal_of(total).sum(), expected.trace(), sums=33 + side.dim)
+    # the scale is of what is added alone
+    more = side.accumulate_(torch.ones(side.numel), rows, kept=kept, bias=bias, scale=0.25)
+    close(more - 1, 0.25 * total, sums=33, scale=1 + total.abs().max())
 
 
 def test_each_part_of_a_repeated_side_has_its_bias():
@@ -55,23 +50,6 @@ def test_each_part_of_a_repeated_side_has_its_bias():
         close(actual, rows.T @ rows, sums=33)
 
 
-@pytest.mark.parametrize("side", [side for side in SIDES if side.block], ids=str)
-def test_the_scale_is_of_what_is_added_alone(side):
-    x = torch.randn(33, side.dim, generator=torch.Generator().manual_seed(0))
-    plain, scaled = (
-        side.accumulate_(torch.ones(side.numel), x, scale=scale) for scale in (1.0, 0.25)
-    )
-    close(scaled - 1, 0.25 * (plain - 1), sums=33)
-
-
 @pytest.mark.parametrize(("dim", "block"), [(8, 8), (9, 5), (17, 6)])
 def test_a_long_side_is_cut_evenly(dim, block):
     assert Side.blocks_of(dim, 8) == Side(dim, block)
-
-
-def test_kinds_are_said_in_words():
-    kinds = [
-        side.kind
-        for side in (Side.dense(4), Side(4, 2), Side.diagonal(4), Side.identity(4), Side.dense(1))
-    ]
-    assert kinds == ["dense", "blocks of 2", "diagonal", "identity", "dense"]

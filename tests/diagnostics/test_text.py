@@ -4,7 +4,6 @@ import textwrap
 
 import pytest
 
-from ds_kfac.__main__ import must_exist
 from ds_kfac.diagnostics.text import fitted
 
 TEXT = (
@@ -32,12 +31,3 @@ def test_the_width_is_the_terminals(monkeypatch):
     assert max(map(len, fitted(textwrap.fill("word " * 90, 400)).split("\n"))) <= 50
     monkeypatch.setenv("COLUMNS", "3")
     assert max(map(len, fitted("word " * 90).split("\n"))) > 30, "a terminal of no width"
-
-
-def test_a_path_that_is_not_there_is_named(tmp_path):
-    must_exist("--config ", tmp_path, "a folder")
-    with pytest.raises(
-        ValueError,
-        match=r"--config .*x\.json: no such file or folder in .*; give a DeepSpeed config",
-    ):
-        must_exist("--config ", tmp_path / "x.json", "a DeepSpeed config")

@@ -14,16 +14,12 @@ from torch.optim.optimizer import (
 
 from ds_kfac.directions.kfac_adamw.optimizer import (
     FLAG,
-    MATRIX,
     KFACAdamWStep,
     KFACCPUAdamW,
     KFACFusedAdamW,
     KFACTorchAdamW,
     LayerSlice,
-    NoStates,
-    build,
 )
-from ds_kfac.directions.kfac_adamw.user_optimizer import KFACAdamW
 from tests.close import close, exact
 
 GPU = [
@@ -130,60 +126,6 @@ def test_hooks_run_once_around_the_whole_step(kind, plain_was_made, monkeypatch)
     close(other.detach(), torch.full((4,), 0.5), sums=8)
 
 
-FLAT = [(0, 6, 2), (6, 10, 0), (20, 7, 1), (27, 1, 2)]
-"""Parts of a flat parameter of 40 elements: two of layer 2, some elements of no layer, and padding
-at the end."""
-
-
-def stepped_part_by_part(
-    weight: Tensor, direction: Tensor, parts: list, used: list, rate: float, decay: float
-) -> Tensor:
-    flat = weight.clone().flatten()
-    for start, numel, layer in parts:
-        if used[layer]:
-            flat[start : start + numel].mul_(1 - rate * decay)
-    return flat.view_as(weight).add_(direction, alpha=-rate)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "rate", [0.25, torch.tensor(0.25), torch.tensor(0.25, dtype=torch.float64)]
-)
-@pytest.mark.parametrize("decay", [0.0, 0.125])
-@pytest.mark.parametrize("used", [[1, 0, 1], [0, 1, 0], [0, 0, 0], [1, 1, 1]])
-def test_only_parts_of_layers_in_use_decay(used, decay, rate, dtype):
-    """Of a flat parameter; of a stack of matrices, which is several layers; and nothing of one
-    without layers."""
-    torch.manual_seed(0)
-    layers = {(40,): FLAT, (3, 4, 2): [(0, 8, 0), (8, 8, 1), (16, 8, 2)], (5,): []}
-    weights = [torch.randn(shape).to(dtype) for shape in layers]
-    directions = [torch.randn(shape).to(dtype) for shape in layers]
-    parameters = [parameter(*pair) for pair in zip(weights, directions, strict=True)]
-    groups = [{"params": parameters, FLAG: True}]
-    optimizer = KFACTorchAdamW(groups, lr=0.25, weight_decay=decay)
-    optimizer.param_groups[0]["lr"] = rate
-    slices = {p: parts for p, parts in zip(parameters, layers.values(), strict=True) if parts}
-    attached(optimizer, slices, torch.tensor(used, dtype=torch.float32)).step()
-    for p, weight, direction, parts in zip(
-        parameters, weights, directions, layers.values(), strict=True
-    ):
-        exact(p.detach(), stepped_part_by_part(weight, direction, parts, used, 0.25, decay))
-        exact(p.grad, direction)
-        assert type(optimizer.state[p]) is NoStates
-
-
-def test_layers_decay_as_adamw_decays_them():
-    torch.manual_seed(0)
-    weight = torch.randn(1000)
-    ours = parameter(weight, torch.zeros(1000))
-    theirs = parameter(weight, torch.zeros(1000))
-    options = {"lr": 3e-4, "weight_decay": 0.1}
-    optimizer = KFACTorchAdamW([{"params": [ours], FLAG: True}], **options)
-    attached(optimizer, {ours: [(0, 1000, 0)]}, torch.ones(1)).step()
-    torch.optim.AdamW([theirs], **options).step()
-    exact(ours.detach(), theirs.detach())
-
-
 @pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 def test_rates_and_decay_of_bfloat16_masters_are_not_rounded_to_bfloat16(device, rate):
@@ -206,105 +148,3 @@ def test_parts_of_a_channels_last_parameter_are_its_rows():
     optimizer = KFACTorchAdamW([{"params": [kernel], FLAG: True}], lr=0.5, weight_decay=0.5)
     attached(optimizer, {kernel: [(0, 36, 0), (36, 36, 1)]}, torch.tensor([0.0, 1.0])).step()
     exact(kernel.detach(), torch.cat([weight[:2], 0.75 * weight[2:]]))
-
-
-def test_all_domains_see_that_a_program_took_states_away():
-    optimizer, p = stepped_once()
-    assert not optimizer.taken_away()
-    optimizer.state.clear()
-    assert optimizer.taken_away() == optimizer.taken_away() == {p}, (
-        "whoever asks, before the next step"
-    )
-    optimizer.step()
-    assert type(optimizer.state[p]) is NoStates and not optimizer.taken_away()
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert not optimizer.taken_away(), "a load takes nothing away"
-
-
-def stepped_once() -> tuple[KFACTorchAdamW, Tensor]:
-    p = parameter(torch.ones(4), torch.zeros(4))
-    optimizer = attached(
-        KFACTorchAdamW([{"params": [p], FLAG: True}]), {p: [(0, 4, 0)]}, torch.ones(1)
-    )
-    optimizer.step()
-    return optimizer, p
-
-
-def test_what_was_used_is_moved_once_for_all_groups_of_a_step():
-    """As with offload, where DeepSpeed calls ``step`` with one parameter group after another."""
-
-    class OnAnotherDevice:
-        device = torch.device("meta")
-        moved = 0
-
-        def to(self, device: torch.device) -> Tensor:
-            self.moved += 1
-            return torch.ones(2)
-
-    masters = [parameter(torch.ones(4), torch.zeros(4)) for _ in range(2)]
-    groups = [{"params": [master], FLAG: True} for master in masters]
-    optimizer = KFACTorchAdamW(groups, lr=0.5, weight_decay=0.5)
-    slices = {master: [(0, 4, layer)] for layer, master in enumerate(masters)}
-    every_group = optimizer.param_groups
-    for step in range(1, 3):
-        used = OnAnotherDevice()
-        attached(optimizer, slices, used)
-        for group in every_group:
-            optimizer.param_groups = [group]
-            optimizer.step()
-        optimizer.param_groups = every_group
-        assert used.moved == 1
-        for master in masters:
-            exact(master.detach(), torch.full((4,), 0.75**step))
-
-
-def test_the_users_groups_set_the_rates_of_what_was_split_from_them(caplog):
-    """Also where DeepSpeed presents one group at a time; parts that have come to differ are warned
-    of once."""
-    fast, slow = ([parameter(torch.zeros(2), torch.ones(2)) for _ in range(2)] for _ in range(2))
-    users = KFACAdamW(
-        [{"params": fast}, {"params": slow, "lr": 1e-3}], lr=1e-2, adam_lr=4e-2, weight_decay=0.0
-    )
-    split = [
-        {**group, "params": [p], FLAG: preconditioned, MATRIX: False}
-        for group in users.param_groups
-        for p, preconditioned in zip(group["params"], (True, False), strict=True)
-    ]
-    optimizer = build(split, {**users.options, "torch_adam": True}, offload=False)
-    for index, group in enumerate(users.param_groups):
-        group.taken = optimizer, (2 * index, 2 * index + 1)
-    optimizer.users = users
-    attached(optimizer, {fast[0]: [(0, 2, 0)], slow[0]: [(0, 2, 1)]}, torch.ones(2))
-    for group in users.param_groups:
-        group["lr"] *= 0.5
-    every_group = optimizer.param_groups
-    for group in every_group:
-        optimizer.param_groups = [group]
-        optimizer.step()
-        optimizer.check_parts(here=True, groups=every_group)
-    optimizer.param_groups = every_group
-    assert not caplog.messages
-    for parts, rate in ((fast, 0.5e-2), (slow, 0.5e-3)):
-        exact(parts[0].detach(), torch.full((2,), -rate))
-        close(parts[1].detach(), torch.full((2,), -4 * rate), sums=8)
-    assert [group["lr"] for group in every_group] == [0.5e-2, 0.5e-2, 0.5e-3, 0.5e-3]
-    every_group[0]["lr"] = 1.0
-    for _ in range(2):
-        optimizer.check_parts(here=True, groups=every_group)
-    assert len(caplog.messages) == 1 and "Their lr is not one any more" in caplog.text
-
-
-def test_nothing_is_stepped_once_kfac_was_detached():
-    layer, other = (parameter(torch.ones(2), torch.ones(2)) for _ in range(2))
-    groups = [{"params": [other], FLAG: False}, {"params": [layer], FLAG: True}]
-    optimizer = KFACTorchAdamW(groups, lr=0.5)
-    optimizer.slices = None
-    with pytest.raises(RuntimeError, match="K-FAC was detached"):
-        optimizer.step()
-    exact([layer.detach(), other.detach()], [torch.ones(2)] * 2)
-
-
-def test_deepspeeds_step_with_zeros_before_kfac_is_attached_changes_nothing():
-    layer = parameter(torch.ones(2), torch.zeros(2))
-    KFACTorchAdamW([{"params": [layer], FLAG: True}], lr=0.5, weight_decay=0.5).step()
-    exact(layer.detach(), torch.ones(2))

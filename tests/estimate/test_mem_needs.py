@@ -42,38 +42,6 @@ def test_live_and_cold_agree_and_print_their_table(stage, capsys):
             assert np.array_equal(a.state, b.state) and np.array_equal(a.mean.sent(), b.mean.sent())
 
 
-def test_one_rank_sends_nothing_and_holds_everything():
-    (found, _) = ds_kfac.estimate_kfac_mem_needs_all_live(model(), CONFIG, 1)
-    packed = sum(4 * (d * (d + 1) // 2) + 4 for d in (21, 31, 31, 7))
-    bases = sum(4 * (d * d + d) for d in (21, 31, 31, 7))
-    assert found.name == "one rank" and found.refresh.sent().tolist() == [0]
-    assert found.state.tolist() == [packed + bases]
-    assert found.overhead is None, "the batch is not known"
-
-
-def test_state_of_all_ranks_is_the_same_under_the_owner_scheme():
-    totals = [
-        ds_kfac.estimate_kfac_mem_needs_all_cold(SHAPES, CONFIG, world, stage=2)[0].state.sum()
-        for world in (1, 2, 5)
-    ]
-    assert len(set(totals)) == 1
-
-
-def test_results_wait_for_their_message_beside_the_work_for_the_next_layers():
-    """At stage 0 each of two ranks steps half of these layers, one after the other, on a CPU."""
-    working = {}
-    for layers in (1, 2, 3):
-        shapes = [(40, 40, False)] * 2 * layers
-        (owners, *_) = ds_kfac.estimate_kfac_mem_needs_all_cold(
-            shapes, CONFIG, 2, stage=0, device="cpu"
-        )
-        working[layers] = owners.memory["workspace"].tolist()
-    result = 4 * 40 * 40
-    of_one = working[1][0]
-    assert of_one >= 3 * result, "the gradient, rotated, and what it is divided by"
-    assert working == {layers: [of_one + (layers - 1) * result] * 2 for layers in working}
-
-
 def test_work_is_that_of_the_formulas():
     (found, *_) = ds_kfac.estimate_kfac_mem_needs_all_cold(SHAPES, CONFIG, 1, batch_rows=100)
     sides = (21, 31, 31, 7)
@@ -88,25 +56,6 @@ def test_work_is_that_of_the_formulas():
     close(found.model, 6 * 100 * (31 * 21 + 7 * 31) / BUILTIN["cuda"].model_flops)
 
 
-def test_inverses_halve_the_products_and_have_a_ninth_of_the_decompositions(capsys):
-    ways = [
-        {**CONFIG, "kfac": {"preconditioner": {"method": method}}}
-        for method in ("eigen", "inverse")
-    ]
-    eigen, inverse = (ds_kfac.estimate_kfac_mem_needs_all_cold(SHAPES, way, 1)[0] for way in ways)
-    assert (eigen.flops["refresh"] == 9 * inverse.flops["refresh"]).all()
-    assert (eigen.flops["precondition"] == 2 * inverse.flops["precondition"]).all()
-    values = 4 * (21 + 31 + 31 + 7)
-    assert (eigen.memory["eigenbases"] == inverse.memory["eigenbases"] + values).all()
-    with_eigen, with_inverses = capsys.readouterr().out.split("inverses every")
-    assert (
-        "eigenvectors" in with_eigen
-        and "assumed: eigh" in with_eigen
-        and "inverses" not in with_eigen
-    )
-    assert "eigenvectors" not in with_inverses and "assumed: Cholesky" in with_inverses
-
-
 def test_bytes_between_nodes_take_the_slower_link():
     costs = BUILTIN["cuda"]
     payload = np.array([[0, 8, 16, 0], [0, 0, 0, 0], [0, 0, 0, 32], [0, 0, 0, 0]]) * 10**9
@@ -115,13 +64,6 @@ def test_bytes_between_nodes_take_the_slower_link():
     close(list(seconds), [1 + crossing, 1, 4 + crossing, 4], condition=4)  # a latency is taken away
     flat = travel(costs, payload, 0)
     close(flat, np.array([24, 8, 32, 32]) * 1e9 / costs.link_bytes)
-
-
-def test_a_wrong_device_or_world_says_what_to_do():
-    with pytest.raises(ValueError, match="must be one of cpu, cuda"):
-        ds_kfac.estimate_kfac_mem_needs_all_live(model(), CONFIG, 2, device="tpu")
-    with pytest.raises(ValueError, match="at least 1 rank"):
-        ds_kfac.estimate_kfac_mem_needs_all_live(model(), CONFIG, 0)
 
 
 def test_a_staggered_burn_in_never_renews_everything_at_once():
@@ -134,7 +76,3 @@ def test_a_staggered_burn_in_never_renews_everything_at_once():
         assert len(step.capture) <= len(made.assignment.factors) / 2
         assert len(step.refresh) <= len(made.assignment.factors) / 2
     assert sum(len(step.refresh) for step in steps) >= len(made.assignment.factors)
-
-
-def test_without_burn_in_there_are_no_steps_of_it():
-    assert steps_of(plan(burn_in={"steps": 0}))[0] == []

@@ -1,37 +1,33 @@
 """The models of the benchmarks have the published sizes, and a forward tells which layers see one
 input."""
 
-import json
 import sys
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks.models import GPT2, Llama, Mixture, MixtureOfExperts, Shape
+from benchmarks.models import Mixture, MixtureOfExperts
 from ds_kfac.estimate.models import build
 from ds_kfac.estimate.subject import Subject
 from ds_kfac.estimate.trace import Trace
 from tests.deepspeed import expert_stacks
 
-PARAMETERS = {  # BERT: 335,141,888 without its heads for pre-training
-    "gpt2": 124_439_808,
-    "gpt2_xl": 1_557_611_200,
-    "bert_large": 336_226_108,
-    "llama_7b": 6_738_415_616,
-    "gpt_oss_20b": 20_914_757_184,
-    "qwen3_30b_a3b": 30_532_122_624,
+PUBLISHED = {  # parameters, groups of layers with one input; BERT: 335,141,888 without its heads
+    "gpt2": (124_439_808, 0),
+    "gpt2_xl": (1_557_611_200, 0),
+    "bert_large": (336_226_108, 24),
+    "llama_7b": (6_738_415_616, 64),
+    "gpt_oss_20b": (20_914_757_184, 24),
+    "qwen3_30b_a3b": (30_532_122_624, 48),
 }
-SHARED = {
-    "gpt2": 0,
-    "gpt2_xl": 0,
-    "bert_large": 24,
-    "llama_7b": 64,
-    "gpt_oss_20b": 24,
-    "qwen3_30b_a3b": 48,
+STACKED = {
+    "gpt_oss_20b": (4, 32, 24, 2880 * (5760 + 2880)),
+    "qwen3_30b_a3b": (8, 128, 48, 2048 * (1536 + 768)),
 }
+"""Experts of a token, experts, blocks, elements of an expert."""
+HERE = "tests.estimate.test_models"
 ADAMW = {"optimizer": {"type": "AdamW"}, "kfac": {}}
 
 
@@ -39,19 +35,15 @@ def numel(subject: Subject) -> int:
     return sum(numel for group in subject.groups for _, numel in group)
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_a_model_has_the_published_number_of_parameters_and_allocates_none(name):
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_model_has_its_published_size_and_layers_that_share_an_input_on_the_meta_device(name):
     model, example = build(f"benchmarks.models:{name}")
-    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
+    numels, shared = PUBLISHED[name]
+    assert sum(parameter.numel() for parameter in model.parameters()) == numels
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers(), *example))
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_layers_that_share_their_input_are_found_on_the_meta_device(name):
-    model, example = build(f"benchmarks.models:{name}")
-    subject = Subject(model, ADAMW, trace=Trace.of(model, example))
-    assert len(subject.shared) == SHARED[name]
-    assert numel(subject) == PARAMETERS[name]
+    traced = Trace.of(model, example)
+    subject = Subject(model, ADAMW, trace=traced)
+    assert len(subject.shared) == shared and numel(subject) == numels
     if name == "llama_7b":
         attention, mlp = "layers.31.attention", "layers.31.mlp"
         expected = (
@@ -59,100 +51,27 @@ def test_layers_that_share_their_input_are_found_on_the_meta_device(name):
             (f"{mlp}.gate", f"{mlp}.up"),
         )
         assert subject.shared[-2:] == expected
+    if name == "gpt2_xl":  # all but positions, which are looked up
+        assert subject.forward == numels - 1024 * 1600
+    if name in STACKED:
+        top, experts, blocks, expert = STACKED[name]
+        assert len(traced.stacked) == 2 * blocks
+        assert set(traced.stacked.values()) == {top / experts}
+        idle = blocks * (experts - top) * expert + model.embed_tokens.weight.numel()
+        active = subject.forward / (numels - idle)
+        assert abs(active - 1) < 0.01  # multiplications are of these, but for biases and norms
+        assert Subject(model, ADAMW).forward == 0, "not known without a forward"
 
 
 def test_rows_of_a_token_and_of_an_image():
     rows = Trace.of(*build("benchmarks.models:bert_large")).rows
     assert rows["blocks.0.mlp.up"] == 1 and rows["pooler"] == 1 / 512
-    rows = Trace.of(*build("tests.estimate.test_models:convolutional")).rows
-    assert rows["0"] == rows["1"] == 16 * 16 and rows["3"] == 1
-
-
-def test_multiplications_of_a_forward():
-    model, example = build("benchmarks.models:gpt2_xl")
-    forward = Subject(model, ADAMW, trace=Trace.of(model, example)).forward
-    assert forward == PARAMETERS["gpt2_xl"] - 1024 * 1600, "all but positions, which are looked up"
-    model, example = build("tests.estimate.test_models:convolutional")
-    forward = Subject(model, ADAMW, trace=Trace.of(model, example)).forward
-    assert forward == 16 * 16 * (3 * 8 * 9 + 2 * 8) + 8 * 5, (
-        "a product and a norm at every place, and the head"
-    )
-
-
-def test_a_token_takes_some_of_a_stacks_experts():
-    """Its multiplications are those of the active parameters, and the rows of an expert a part of
-    the tokens."""
-    for name, top, experts, blocks, expert in (
-        ("gpt_oss_20b", 4, 32, 24, 2880 * (5760 + 2880)),
-        ("qwen3_30b_a3b", 8, 128, 48, 2048 * (1536 + 768)),
-    ):
-        model, example = build(f"benchmarks.models:{name}")
-        found = Trace.of(model, example)
-        assert len(found.stacked) == 2 * blocks and set(found.stacked.values()) == {top / experts}
-        subject = Subject(model, ADAMW, trace=found)
-        embedding = model.embed_tokens.weight.numel()
-        idle = blocks * (experts - top) * expert
-        assert abs(subject.forward / (PARAMETERS[name] - embedding - idle) - 1) < 0.01, (
-            "but for biases and norms"
-        )
-        assert Subject(model, ADAMW).forward == 0, "not known without a forward"
-
-
-TRANSFORMERS = {
-    "gpt_oss_20b": {
-        "architectures": ["GptOssForCausalLM"],
-        "model_type": "gpt_oss",
-        "hidden_size": 2880,
-        "num_hidden_layers": 24,
-        "num_local_experts": 32,
-        "num_experts_per_tok": 4,
-        "intermediate_size": 2880,
-        "num_attention_heads": 64,
-        "head_dim": 64,
-        "num_key_value_heads": 8,
-        "vocab_size": 201088,
-        "attention_bias": True,
-    },
-    "qwen3_30b_a3b": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "num_hidden_layers": 48,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "num_attention_heads": 32,
-        "head_dim": 128,
-        "num_key_value_heads": 4,
-        "vocab_size": 151936,
-        "tie_word_embeddings": False,
-    },
-}
-
-
-@pytest.mark.parametrize("name", TRANSFORMERS)
-def test_a_mixture_has_the_layers_rows_and_multiplications_of_transformers_own(name, tmp_path):
-    pytest.importorskip("transformers", reason="needs ds_kfac[integrations]")
-    (tmp_path / "config.json").write_text(json.dumps(TRANSFORMERS[name]))
-    found = []
-    for path in (f"benchmarks.models:{name}", f"hf:{tmp_path}"):
-        model, example = build(path)
-        traced = Trace.of(model, example)
-        subject = Subject(model, ADAMW, trace=traced)
-        layers = Counter(
-            (
-                layer.kind,
-                layer.shape,
-                layer.part,
-                layer.shares is None,
-                layer.bias is None,
-                traced.rows_of(layer),
-            )
-            for layer in subject.layers
-        )
-        shared = sorted(map(len, subject.shared))
-        found.append((layers, shared, numel(subject), subject.forward))
-    assert found[0] == found[1]
+    model, example = build(f"{HERE}:convolutional")
+    found = Trace.of(model, example)
+    assert found.rows["0"] == found.rows["1"] == 16 * 16 and found.rows["3"] == 1
+    # a product and a norm at every place, and the head
+    forward = 16 * 16 * (3 * 8 * 9 + 2 * 8) + 8 * 5
+    assert Subject(model, ADAMW, trace=found).forward == forward
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -173,27 +92,6 @@ def test_rows_of_stacked_experts_are_seen_in_every_form(bias):
         assert {round(20 * expert_stacks.EXPERTS * count) for count in rows.values()} == {
             20 * expert_stacks.TOP
         }
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_mixture_runs_and_trains_at_a_small_size(bias):
-    torch.manual_seed(0)
-    model = MixtureOfExperts(
-        Mixture(2, 24, 3, 8, 61, 11, head=8, grouped=1, experts=5, top=5), bias=bias
-    )
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    model(torch.arange(22).view(2, 11)).square().mean().backward()
-    silent = [name for name, parameter in model.named_parameters() if parameter.grad is None]
-    assert silent == [f"layers.{block}.attention.sinks" for block in range(2) if bias]
-
-
-@pytest.mark.parametrize("kind", [GPT2, Llama])
-def test_the_definitions_run_and_train_at_a_small_size(kind):
-    torch.manual_seed(0)
-    model = kind(Shape(blocks=2, width=24, heads=3, inner=40, vocabulary=61, context=11))
-    model(torch.arange(22).view(2, 11)).square().mean().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 class Mean(nn.Module):
@@ -228,15 +126,11 @@ def impossible():
 
 
 def test_a_model_of_a_factory():
-    model, example = build("tests.estimate.test_models:small")
+    model, example = build(f"{HERE}:small")
     assert example is None and next(model.parameters()).is_meta
-    model, example = build("tests.estimate.test_models:small_with_example")
-    found = Trace.of(model, example)
-    assert (
-        found.units == 4
-        and found.rows == {"0": 1, "2": 1}
-        and found.inputs == {"0": (0,), "2": (1,)}
-    )
+    found = Trace.of(*build(f"{HERE}:small_with_example"))
+    assert found.units == 4
+    assert found.rows == {"0": 1, "2": 1} and found.inputs == {"0": (0,), "2": (1,)}
 
 
 @pytest.mark.parametrize(
@@ -244,8 +138,8 @@ def test_a_model_of_a_factory():
     [
         ("gpt5", "give module:factory, a function"),
         ("no.such.package:make", "is its folder in PYTHONPATH"),
-        ("tests.estimate.test_models:missing", "has no function missing"),
-        ("tests.estimate.test_models:no_module", "returned a int, not a torch.nn.Module"),
+        (f"{HERE}:missing", "has no function missing"),
+        (f"{HERE}:no_module", "returned a int, not a torch.nn.Module"),
     ],
 )
 def test_a_model_that_is_not_there_says_what_to_do(name, problem):
@@ -268,4 +162,4 @@ def test_a_forward_that_fails_says_what_to_do():
     with pytest.raises(
         ValueError, match=r"does not run on its example inputs .* no layers are assumed"
     ):
-        Trace.of(*build("tests.estimate.test_models:impossible"))
+        Trace.of(*build(f"{HERE}:impossible"))

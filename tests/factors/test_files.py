@@ -1,5 +1,6 @@
 """What is read of factors is what was written, or an error that names the file."""
 
+import errno
 import json
 import os
 import shutil
@@ -8,28 +9,28 @@ from pathlib import Path
 
 import pytest
 
+from ds_kfac.factors import files
 from ds_kfac.factors.files import Factors, FactorsError
-from ds_kfac.factors.fitting import fit
-from tests.factors.test_fit import Sequences, sequences
+from tests.close import exact
+from tests.factors.test_fit import Sequences, fit, sequences
 
 SHARD = "factors-00000.safetensors"
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("factors") / "made"
-    fit(Sequences(), sequences(2), out=folder, progress=False)
-    return folder
+@pytest.fixture
+def made(tmp_path) -> Path:
+    fit(Sequences(), sequences(1), out=tmp_path / "made")
+    return tmp_path / "made"
 
 
-@pytest.mark.parametrize("kept", [0, 5, 0.3, -1])
-def test_a_shard_that_is_cut_off_is_named(kept, made, tmp_path):
-    shutil.copytree(made, tmp_path / "made")
-    path = tmp_path / "made" / SHARD
-    whole = path.read_bytes()
-    path.write_bytes(whole[: int(kept * len(whole)) if isinstance(kept, float) else kept])
+@pytest.mark.parametrize("kept", [0, 5, 0.3, -1, None])
+def test_a_shard_that_is_cut_off_or_missing_is_named(kept, made):
+    whole = (made / SHARD).read_bytes()
+    (made / SHARD).write_bytes(whole[: int(kept * len(whole)) if isinstance(kept, float) else kept])
+    if kept is None:
+        (made / SHARD).unlink()
     with pytest.raises(FactorsError, match=rf"{SHARD}: head/A is damaged"):
-        Factors.load(tmp_path / "made").factor("head", "A")
+        Factors.load(made).factor("head", "A")
 
 
 @pytest.mark.parametrize(
@@ -40,13 +41,47 @@ def test_a_shard_that_is_cut_off_is_named(kept, made, tmp_path):
         (None, "not written by ds_kfac"),
     ],
 )
-def test_an_index_of_something_else_is_refused(change, said, made, tmp_path):
-    shutil.copytree(made, tmp_path / "made")
-    path = tmp_path / "made" / "index.json"
+def test_an_index_of_something_else_is_refused(change, said, made):
+    path = made / "index.json"
     header = json.loads(path.read_text())
     path.write_text("{" if change is None else json.dumps({**header, **change}))
     with pytest.raises(FactorsError, match=said):
-        Factors.load(tmp_path / "made")
+        Factors.load(made)
+
+
+def test_names_that_are_not_there_are_answered_with_near_ones(made):
+    with pytest.raises(FactorsError, match="no layer 'twise'; there is twice"):
+        Factors.load(made).factor("twise", "A")
+
+
+def test_a_full_disk_leaves_nothing_that_loads(tmp_path, monkeypatch):
+    def full(tensors, path, metadata):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.safetensors(), "save_file", full)
+    with pytest.raises(FactorsError, match=r"could not be written .*No space left"):
+        fit(Sequences(), sequences(1), out=tmp_path)
+    assert not list(tmp_path.glob("*.tmp")) and not list(tmp_path.glob("*.safetensors"))
+    monkeypatch.undo()
+    fit(Sequences(), sequences(1), out=tmp_path)
+
+
+def test_factors_that_are_there_are_replaced(made, tmp_path):
+    expected = fit(Sequences(), sequences(2), out=tmp_path / "new")
+    found = fit(Sequences(), sequences(2), out=made, corrected=False)
+    exact(found.factor("head", "G"), expected.factor("head", "G"))
+    assert not found.has("head", "corrected")
+
+
+def test_a_run_that_is_killed_leaves_nothing_that_loads(made):
+    def stops():
+        yield sequences(1)[0]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(Sequences(), stops(), out=made, corrected=False)
+    with pytest.raises(FactorsError, match="not finished"):
+        Factors.load(made)
 
 
 class Untouched(list):
@@ -62,7 +97,7 @@ def test_a_folder_that_cannot_be_written_is_said_before_the_pass():
         if root:
             os.seteuid(65534)
         with pytest.raises(FactorsError, match=r"could not be written .*[Pp]ermission denied"):
-            fit(Sequences(), Untouched(sequences(2)), out=folder, progress=False)
+            fit(Sequences(), Untouched(sequences(2)), out=folder)
     finally:
         if root:
             os.seteuid(0)

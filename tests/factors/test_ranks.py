@@ -1,13 +1,17 @@
 """Factors on two ranks, of models at every ZeRO stage: those of one process over all data, whatever
 the engine."""
 
+import os
+
 import pytest
+import torch
+from torch import nn
 
 from ds_kfac.factors.files import Factors, FactorsError
-from ds_kfac.factors.fitting import fit
 from tests.close import close, exact, near
+from tests.factors.test_fit import Sequences, fit, sequences
 from tests.factors.worker import batches, config, model
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 
 pytestmark = pytest.mark.distributed
 COUNT = 5
@@ -37,17 +41,12 @@ def test_every_stage_gives_the_factors_of_the_whole_model(made, mode):
     assert found.header["sequences"] == 3 * COUNT
     for name in whole:
         for side in "AG":
+            own, expected = found.factor(name, side), whole.factor(name, side)
             if "bf16" in mode:
-                expected = whole.factor(name, side)
                 bound = 0.05 * expected.abs().max()
-                near(
-                    found.factor(name, side),
-                    expected,
-                    bound,
-                    "weights, rows and gradients have 8 bits",
-                )
+                near(own, expected, bound, "weights, rows and gradients have 8 bits")
             else:
-                exact(found.factor(name, side), whole.factor(name, side))
+                exact(own, expected)
         if "bf16" not in mode:
             exact(found.corrected(name), whole.corrected(name))
     for rank in said:
@@ -57,34 +56,22 @@ def test_every_stage_gives_the_factors_of_the_whole_model(made, mode):
 
 def test_engines_train_on_as_if_nothing_had_been(made):
     _, said = made
-    untouched = run_ranks(
-        "tests.factors.worker:main",
-        world=2,
-        payload={"modes": MODES, "out": None, "batches": COUNT},
-    )
+    payload = {"modes": MODES, "out": None, "batches": COUNT}
+    untouched = run_ranks("tests.factors.worker:main", world=2, payload=payload)
     for mode in (mode for mode in MODES if "loss" in said[0][mode]):
-        assert [rank[mode]["loss"] for rank in said] == [
-            rank[mode]["loss"] for rank in untouched
-        ], mode
+        for rank, other in zip(said, untouched, strict=True):
+            assert rank[mode]["loss"] == other[mode]["loss"], mode
 
 
 def test_two_ranks_give_what_one_process_gives(made, tmp_path):
     out, _ = made
     whole = Factors.load(out / "whole")
-    alone = fit(model(), batches(COUNT), out=tmp_path, progress=False)
+    alone = fit(model(), batches(COUNT), out=tmp_path)
     for name in alone:
         for side in "AG":
             # of COUNT * 24 rows, sums of ranks and batches in another order
             close(whole.factor(name, side), alone.factor(name, side), sums=24 * COUNT)
             assert whole.count(name, side) == alone.count(name, side)
-
-
-def test_a_rank_that_dies_leaves_nothing_that_loads(tmp_path):
-    payload = {"modes": {"whole": None}, "out": str(tmp_path), "batches": COUNT, "dies_at": 1}
-    with pytest.raises(AssertionError, match="did not finish"):
-        run_ranks("tests.factors.worker:main", world=2, payload=payload)
-    with pytest.raises(FactorsError, match="not finished"):
-        Factors.load(tmp_path / "whole")
 
 
 SPOILT = {
@@ -99,15 +86,10 @@ SPOILT = {
 @pytest.mark.parametrize("how", SPOILT)
 def test_a_problem_of_one_rank_stops_all(tmp_path, how):
     """At stage 3 others must not wait for its weights; an error in the loss ends its rank there."""
-    modes = {
-        mode: MODES[mode]
-        for mode in ("whole", "stage 3, no optimizer")[: 1 if how == "raises" else 2]
-    }
-    said = run_ranks(
-        "tests.factors.worker:main",
-        world=2,
-        payload={"modes": modes, "out": str(tmp_path), "batches": COUNT, "spoils": how},
-    )
+    names = ("whole", "stage 3, no optimizer")[: 1 if how == "raises" else 2]
+    modes = {mode: MODES[mode] for mode in names}
+    payload = {"modes": modes, "out": str(tmp_path), "batches": COUNT, "spoils": how}
+    said = run_ranks("tests.factors.worker:main", world=2, payload=payload)
     assert said[0] == said[1]
     for mode in modes:
         assert SPOILT[how] in said[0][mode]
@@ -124,3 +106,30 @@ def test_a_rank_without_batches_helps_the_others(made, tmp_path):
         assert found.header["sequences"] == 3 * COUNT
         for name in found:
             close(found.factor(name, "G"), spread.factor(name, "G"), sums=24 * COUNT)
+
+
+def other_layers(out: str) -> str:
+    own = nn.Sequential(nn.Linear(4, 4 + torch.distributed.get_rank()))
+    with pytest.raises(FactorsError) as problem:
+        fit(own, [torch.ones(2, 4)], lambda own, x: own(x).sum(), out=out)
+    return str(problem.value)
+
+
+def test_ranks_with_other_layers_are_told(tmp_path):
+    said = run_ranks(
+        "tests.factors.test_ranks:other_layers", world=2, payload=str(tmp_path), timeout=60
+    )
+    assert all("ranks have different layers" in text for text in said)
+
+
+def joins(payload: dict) -> float:
+    # as in a script of a launcher, which has not joined its job
+    torch.distributed.destroy_process_group()
+    os.environ["MASTER_PORT"] = payload["port"]  # the last job's store may still be there
+    return fit(Sequences(), sequences(2), out=payload["out"]).header["sequences"]
+
+
+def test_a_launched_script_that_has_not_joined_its_job_does(tmp_path):
+    payload = {"out": str(tmp_path), "port": str(free_port())}
+    said = run_ranks("tests.factors.test_ranks:joins", world=2, payload=payload, timeout=60)
+    assert said == [12, 12]

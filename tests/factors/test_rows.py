@@ -7,28 +7,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_kfac.factors.command import table
-from ds_kfac.factors.files import Factors
-from ds_kfac.factors.fitting import fit
 from examples.gpt import GPT, GPTConfig
 from tests.close import close
+from tests.factors.test_fit import fit, turned_squares
 from tests.factors.worker import batches
 
 N, D = 4, 4
-
-
-def per_sequence(found: Factors, name: str, gradients: list[dict[str, Tensor]]) -> Tensor:
-    """The mean of the squares of gradients of sequences in the eigenbasis."""
-    about, Q = (
-        found.layers[name],
-        {side: found.eigenbasis(name, side).vectors[0][0].double() for side in "AG"},
-    )
-    total = torch.zeros(len(Q["G"]), len(Q["A"]), dtype=torch.float64)
-    for own in gradients:
-        weight = own[about["weight"]]
-        if about["bias"] is not None:
-            weight = torch.cat([weight, own[about["bias"]].unsqueeze(-1)], dim=-1)
-        total += (Q["G"].mT @ weight @ Q["A"]) ** 2
-    return total / len(gradients)
 
 
 class Attends(nn.Module):
@@ -44,9 +28,7 @@ class Attends(nn.Module):
 @pytest.mark.parametrize("positions", [3, N], ids=["longer", "as many positions as sequences"])
 def test_rows_of_attention_are_those_of_their_sequences(positions, tmp_path):
     x = torch.randn(N, positions, D, generator=torch.Generator().manual_seed(3))
-    found = fit(
-        Attends(), [x], lambda own, batch: own(batch).square().mean(), out=tmp_path, progress=False
-    )
+    found = fit(Attends(), [x], lambda own, batch: own(batch).square().mean(), out=tmp_path)
     own, gradients = Attends().double(), []
     for sequence in x.double():
         own.zero_grad()
@@ -54,7 +36,7 @@ def test_rows_of_attention_are_those_of_their_sequences(positions, tmp_path):
         gradients.append({name: p.grad.clone() for name, p in own.named_parameters()})
     assert set(found) == {"attention.in_proj_weight", "attention.out_proj", "head"}
     for name in found:
-        expected = per_sequence(found, name, gradients)
+        expected = turned_squares(found, name, gradients)
         close(found.corrected(name), expected, sums=100, condition=4, dtype=torch.float32)
 
 
@@ -72,10 +54,7 @@ def test_experts_of_a_stack_have_the_factors_of_their_own_rows(tmp_path):
         whole = state.pop(prefix + name)
         state |= {f"{prefix}{name}.{k}.weight": whole[k] for k in range(experts.count)}
     modules.load_state_dict(state)
-    made = [
-        fit(own, batches(2), out=tmp_path / str(k), progress=False)
-        for k, own in enumerate((stack, modules))
-    ]
+    made = [fit(own, batches(2), out=tmp_path / str(k)) for k, own in enumerate((stack, modules))]
     assert set(made[0]) == set(made[1])
     for name in made[0]:
         one, other = (found.factor(name, "G") for found in made)
@@ -88,7 +67,7 @@ def test_an_expert_that_no_token_takes_is_no_error(tmp_path):
     own = mixture(stacked=True)
     with torch.no_grad():
         own.blocks[0].mlp.router.weight.zero_()  # ties: all take the same two
-    found = fit(own, batches(1), out=tmp_path, progress=False)
+    found = fit(own, batches(1), out=tmp_path)
     names = [name for name in found if "gate_up" in name]
     idle = [name for name in names if not found.factor(name, "G").any()]
     assert len(names) == 4 and len(idle) == 2
@@ -130,27 +109,19 @@ class Routed(nn.Module):
 def test_factors_do_not_depend_on_how_the_data_is_cut_into_batches(stacked, tmp_path):
     """An expert's neither, to which in some batches no token comes."""
     generator = torch.Generator().manual_seed(0)
-    x, labels = (
-        torch.randn(6, 5, D, generator=generator),
-        torch.randint(3, (6, 5), generator=generator),
-    )
+    x = torch.randn(6, 5, D, generator=generator)
+    labels = torch.randint(3, (6, 5), generator=generator)
     x[:4, :, 0].abs_()
     found = []
     for step in (6, 2, 1):
-        data = [
-            {"x": x[at : at + step], "labels": labels[at : at + step]} for at in range(0, 6, step)
-        ]
-        found.append(fit(Routed(stacked), data, out=tmp_path / str(step), progress=False))
-    whole, terms = found[0], labels.numel()
+        cuts = zip(x.split(step), labels.split(step), strict=True)
+        data = [{"x": own, "labels": terms} for own, terms in cuts]
+        found.append(fit(Routed(stacked), data, out=tmp_path / str(step)))
+    whole = found[0]
     assert len(set(whole)) == 3
     for cut in found:
         for name in whole:
-            assert cut.header["counts"][f"{name}/G"] == terms
-            for side in "AG":
-                if f"{name}/{side}" in cut.header["counts"]:
-                    close(
-                        cut.factor(name, side),
-                        whole.factor(name, side),
-                        sums=60,
-                        dtype=torch.float32,
-                    )
+            assert cut.header["counts"][f"{name}/G"] == labels.numel()
+            for side in (side for side in "AG" if f"{name}/{side}" in cut.header["counts"]):
+                own, expected = cut.factor(name, side), whole.factor(name, side)
+                close(own, expected, sums=60, dtype=torch.float32)

@@ -1,6 +1,5 @@
 """Factors of engines on several ranks; what the tests of this folder run."""
 
-import os
 from pathlib import Path
 
 import torch
@@ -51,20 +50,6 @@ def config(stage: int, *, optimizer: bool, dtype: str = "fp32", offload: bool = 
     return found
 
 
-class Dies(list):
-    """Batches, at one of which the process ends."""
-
-    def __init__(self, data: list, at: int) -> None:
-        super().__init__(data)
-        self.at = at
-
-    def __iter__(self):
-        for number, batch in enumerate(super().__iter__()):
-            if number == self.at:
-                os._exit(9)
-            yield batch
-
-
 def spoilt(at: int, rank: int, how: str):
     """A loss that is no number in one batch of rank 1, no scalar, none of the layers', or
     raises."""
@@ -89,7 +74,7 @@ def main(payload: dict):
     """Fit on this rank's share of the batches; engines of ``payload["modes"]``, or the bare model
     where None.
 
-    ``out``: None: engines train without it. ``dies_at``: batch at which rank 1 ends.
+    ``out``: None: engines train without it.
     ``spoils``: how the loss of rank 1's second batch is wrong (:func:`spoilt`), or "number": that
         batch is one.
     ``idle``: rank 0 has all batches.
@@ -100,8 +85,6 @@ def main(payload: dict):
     data = batches(payload["batches"])[rank::world]
     if payload.get("idle"):
         data = batches(payload["batches"]) if rank == 0 else []
-    if "dies_at" in payload:
-        data = Dies(data, payload["dies_at"]) if rank == 1 else data
     said = {}
     for name, mode in payload["modes"].items():
         own = model()

@@ -73,24 +73,13 @@ def test_the_place_of_a_run_with_other_groups_goes_on_at_this_ones_rates():
     assert schedule.last_batch_iteration == 4 and optimizer.param_groups[-1]["lr"] == 0.5 * 0.6
 
 
-def test_momentum_stays_unless_it_is_tied():
+@pytest.mark.parametrize(("power", "part"), [(0.0, 1.0), (0.5, 0.5**0.5), (1.0, 0.5)])
+def test_a_step_may_be_told_and_a_wrapped_optimizer_is_changed(power, part):
+    """DeepSpeed's wrappers keep the optimizer as an attribute. Momentum stays if it is not tied."""
     optimizer = sgd()
-    PolynomialDecay(optimizer, end=10).step(5)
-    assert optimizer.param_groups[0]["momentum"] == 0.97
-
-
-@pytest.mark.parametrize(("power", "part"), [(0.0, 1.0), (0.5, 0.5**0.5)])
-def test_a_power_may_be_below_one(power, part):
-    optimizer = sgd()
-    PolynomialDecay(optimizer, end=10, power=power).step(5)
-    close(optimizer.param_groups[0]["lr"], 0.03 * part)
-
-
-def test_a_step_may_be_told_and_a_wrapped_optimizer_is_changed():
-    """DeepSpeed's wrappers keep the optimizer as an attribute."""
-    optimizer = sgd()
-    schedule = PolynomialDecay(SimpleNamespace(optimizer=optimizer), end=10)
+    schedule = PolynomialDecay(SimpleNamespace(optimizer=optimizer), end=10, power=power)
     schedule.step(4)
     schedule.step()
     assert schedule.last_batch_iteration == 5
-    close(optimizer.param_groups[0]["lr"], 0.03 * 0.5)
+    close(optimizer.param_groups[0]["lr"], 0.03 * part)
+    assert optimizer.param_groups[0]["momentum"] == 0.97

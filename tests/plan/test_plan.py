@@ -11,9 +11,9 @@ from ds_kfac.curvature.factor import Side
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.shared import agreed
 from ds_kfac.plan.plan import EngineFacts, Observations, Plan, make_plan
-from ds_kfac.zero.shards import worker_that_sends_to
 from tests.choices import STAGGERED, chosen, resolved
 from tests.layer_tables import llama, zero_shards
+from tests.models import linear_layer
 
 LAYERS, _ = llama(blocks=2, width=32, inner=80, key_width=8)
 GROUPS = [
@@ -34,24 +34,10 @@ def plan(
         return make_plan(model, facts, resolved(block), BUILTIN["cpu"])
 
 
-@pytest.mark.parametrize(("world", "workers"), [(1, 1), (4, 1), (4, 2), (4, 4), (6, 2), (6, 3)])
-def test_rows_cover_all_ranks_and_each_has_every_layer_once(world, workers):
-    made = plan(world, workers / world)
-    assert made.workers == workers and len(made.rows) == workers
-    assert [rank for row in made.rows for rank in row] == list(range(world))
-    for name, ranks in made.assignment.workers.items():
-        for row in made.rows:
-            assert len(set(row) & set(ranks)) == 1, name
-            senders = {worker_that_sends_to(ranks, rank, world) for rank in row}
-            assert senders == set(row) & set(ranks)
-
-
-# sharing
-
-
 @pytest.mark.parametrize("zero", [False, True])
 def test_sharing_moves_nothing_and_drops_the_followers_factors(zero):
     before = plan(zero=zero, plan=STAGGERED)
+    assert before.sharing([]) == before
     after = before.sharing(GROUPS)
     gone = {f"{name}/A" for name in FOLLOWERS}
     assert {f.key for f in before.assignment.factors} - {
@@ -77,11 +63,6 @@ def test_every_layer_finds_its_factor_after_sharing():
         assert {by_layer[name]["A"].key for name in group} == {f"{group[0]}/A"}
         assert by_layer[group[0]]["A"].layers == group
     assert all(by_layer[layer.name]["G"].key == f"{layer.name}/G" for layer in LAYERS)
-
-
-def test_no_groups_change_nothing():
-    before = plan(plan=STAGGERED)
-    assert before.sharing([]) == before
 
 
 def layer(
@@ -117,34 +98,15 @@ def test_a_copied_layer_shares_no_a_with_a_shard():
     assert agreed([{shard.name: ((0, True),), copy.name: ((0, True),)}], kinds) == ()
 
 
-def test_the_timetable_follows_the_offsets():
-    made = plan(plan=STAGGERED, burn_in={"steps": 0})
-    table = made.timetable()
-    assert len(set(made.offsets.values())) > 3
-    for step in range(50, 150):
-        assert table.due(step).refresh == {
-            key for key, offset in made.offsets.items() if step % 50 == offset
-        }
-
-
 def test_a_stacks_common_A_has_the_rows_of_all_its_layers_and_each_G_its_own():
-    def expert(name: str, weight: str, index: int) -> LayerSpec:
-        A, G, shares = Side.dense(60), Side.dense(30), None if name == "gate.0" else "gate.0"
-        return LayerSpec(
-            name,
-            "Linear",
-            "experts",
-            weight,
-            None,
-            A,
-            G,
+    stack = [
+        replace(
+            linear_layer(f"{name}.{index}", 60, 30),
+            weight=f"experts.{name}",
             product=True,
             part=(index, 4),
-            shares=shares,
+            shares=None if (name, index) == ("gate", 0) else "gate.0",
         )
-
-    stack = [
-        expert(f"{name}.{index}", f"experts.{name}", index)
         for name in ("gate", "up")
         for index in range(4)
     ]

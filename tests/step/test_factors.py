@@ -1,26 +1,22 @@
 """Factors and eigenbases of layers that several ranks work on; ranks are threads here."""
 
-import weakref
 from collections.abc import Collection
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 import torch
 
 from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import BUILTIN, factor_specs
-from ds_kfac.curvature.factor import KroneckerFactor, Side
+from ds_kfac.curvature.factor import Side
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.rows import BatchSum
 from ds_kfac.plan.plan import EngineFacts, Plan, make_plan
 from ds_kfac.schedule.timetable import FactorsDue
-from ds_kfac.step import factors
 from ds_kfac.step.factors import FactorUpdates
-from ds_kfac.step.messages import FAILED
+from ds_kfac.step.messages import FAILED, unusual
 from tests.choices import resolved
 from tests.comm.fake_network import FakeNetwork
-from tests.curvature.one_factor import fold, refresh
 from tests.models import linear_layer
 
 CPU = torch.device("cpu")
@@ -76,41 +72,6 @@ SPLIT = {"l0/A": 0, "l0/G": 1, "l1/A": 1, "l1/G": 0}
 WHOLE = {"l0/A": 0, "l0/G": 0, "l1/A": 1, "l1/G": 1}
 
 
-@pytest.mark.parametrize("eigen_workers", [SPLIT, WHOLE], ids=["split", "whole"])
-@pytest.mark.parametrize("workers", [1, 2])
-def test_workers_hold_the_eigenbases_of_the_sums_over_all_ranks(eigen_workers, workers):
-    plan = plan_with(eigen_workers, workers)
-
-    def work(channel):
-        curvature, update = stepped(channel, plan, FactorsDue(KEYS, KEYS))
-        for layer in LAYERS:
-            if channel.rank not in plan.assignment.workers[layer.name]:
-                continue
-            for which, side in (("A", layer.A), ("G", layer.G)):
-                key = f"{layer.name}/{which}"
-                total = summed(curvature, key, 0) + summed(curvature, key, 1)
-                if which == "A":
-                    factor = fold(
-                        KroneckerFactor.empty(side), total, torch.tensor(2 * ROWS), decay=0.95
-                    )
-                else:  # times K, and of gradients that are averaged over two ranks
-                    factor = fold(
-                        KroneckerFactor.empty(side),
-                        total * (2 * PASSES / 4),
-                        torch.tensor(1.0),
-                        decay=0.95,
-                    )
-                expected = refresh(factor).basis
-                assert torch.equal(update.bases[key].values, expected.values)
-                assert torch.equal(update.bases[key].vectors[0], expected.vectors[0])
-        assert curvature.ready >= set(update.bases)
-        assert all(factor.updates == 1 for factor in curvature.factors.values()), (
-            "they change in place"
-        )
-
-    FakeNetwork(2).run(work)
-
-
 TRAVELLING = 1
 """As ``bucket_bytes``: each eigenbasis travels in a message of its own."""
 
@@ -139,26 +100,6 @@ def test_a_factor_without_data_has_a_basis_on_no_rank():
         return set(update.bases), curvature.ready
 
     assert FakeNetwork(2).run(work) == [(KEYS - empty, KEYS - empty)] * 2
-
-
-def test_one_message_of_eigenbases_is_in_memory_at_a_time():
-    plan = replace(plan_with(SPLIT, workers=2), bucket_bytes=TRAVELLING)
-    plain = factors.deliver
-    # by rank, the memory of those that have arrived
-    messages: dict[int, list[weakref.ref]] = {0: [], 1: []}
-    kept = []
-
-    def watched(parts, channel, device):
-        before = messages[channel.rank]
-        kept.append(sum(memory() is not None for memory in before))
-        arrivals = plain(parts, channel, device)
-        before += {weakref.ref(piece.untyped_storage()) for part in arrivals for _, piece in part}
-        return arrivals
-
-    with patch.object(factors, "deliver", watched):
-        FakeNetwork(2).run(lambda channel: stepped(channel, plan, FactorsDue(KEYS, KEYS)))
-    assert len(kept) == 2 * 2 and not any(kept)
-    assert all(memory() is None for of_rank in messages.values() for memory in of_rank)
 
 
 @pytest.mark.parametrize("eigen_workers", [SPLIT, WHOLE], ids=["split", "whole"])
@@ -195,3 +136,11 @@ def test_layers_without_g_count_the_terms_that_come_with_the_a_they_share(eigen_
         return [float(update.terms[layer.name]) for layer in layers]
 
     assert FakeNetwork(2).run(work) == [[2 * TERMS] * 3] * 2
+
+
+def test_unusual_batches_of_all_ranks_are_added_up():
+    scalars = {("limited", 0): 1.0, ("empty", 0): 2.0, ("missed", 0): 1.0}
+    scalars |= {("limited", 3): 0.0, ("empty", 3): 5.0, ("missed", 3): 3.0, ("fresh", "a/A"): 1.0}
+    found = unusual({name: torch.tensor(value) for name, value in scalars.items()})
+    assert torch.is_tensor(found) and found.tolist() == [1, 7, 4]
+    assert unusual({("fresh", "a/A"): torch.tensor(1.0)}) == 0.0

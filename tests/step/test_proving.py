@@ -1,8 +1,9 @@
-"""What a run does with the proof: when it proves, what becomes of a layer that does not fit, and
-when it comes back."""
+"""What a run does with the proof that rows make up gradients: when it proves, what is left of a
+layer that does not fit, when it comes back, and what fits though it is rounded on its way."""
 
 import contextlib
 import io
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -10,14 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ds_kfac.model.capture import Capture
 from ds_kfac.step import proving
 from tests.deepspeed.modes import BY_NAME, KFAC
-from tests.deepspeed.runs import build, micro_batches, train, weights
-from tests.models import Net, cross_entropy
+from tests.deepspeed.runs import build, micro_batches, train
+from tests.models import CLASSES, FEATURES, Net, cross_entropy
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 OFTEN = {**KFAC, "eigenbasis": {"refresh_interval": 1}, "burn_in": {"steps": 0}}
+NAMES = ["z0", "adam-z2", "adam-z3"]
+BROKEN = ["z2", "adam-z3", "z2-offload"]
 
 
 class Helped(Net):
@@ -58,50 +62,216 @@ class Shared(Net):
         return cross_entropy(self.head(self.wide(z) * self.narrow(z).mean(dim=-1, keepdim=True)), y)
 
 
-def run(name: str, model: type[Net], steps: int, each=lambda engine, step: None, **block) -> dict:
+class Heads(nn.Module):
+    """k is called first, q is the first by name: the A of both has the name of q and the rows of
+    k."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.q, self.k = nn.Linear(FEATURES, 17), nn.Linear(17, 9), nn.Linear(17, 9)
+        self.head = nn.Linear(9, CLASSES)
+
+    def forward(self, x, y):
+        z = torch.tanh(self.first(x))
+        return cross_entropy(self.head(torch.tanh(self.k(z)) + self.q(z)), y)
+
+
+class Pulled(Heads):
+    """A third layer of the same A; a part of its gradient comes from no row where ``pull`` is not
+    zero."""
+
+    pull = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v = nn.Linear(17, 9)
+
+    def forward(self, x, y):
+        z = torch.tanh(self.first(x))
+        z = torch.tanh(self.k(z)) + self.q(z) * torch.sigmoid(self.v(z))
+        loss = cross_entropy(self.head(z), y)
+        return loss + self.pull * self.v.weight.square().sum() if self.pull else loss
+
+
+class Island(Net):
+    """In fp32, whatever torch_autocast says."""
+
+    def forward(self, x, y=None):
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x, y)
+
+
+@contextlib.contextmanager
+def broken(layer: str):
+    """Of one rank's calls of a layer one row is lost."""
+    plain = Capture._called
+
+    def called(self, calls, x, output):
+        if calls[0].layer.name == layer and dist.get_rank() == 1:
+            x = x.detach().clone()
+            x.view(-1, x.shape[-1])[0] = 0
+        return plain(self, calls, x, output)
+
+    with patch.object(Capture, "_called", called):
+        yield
+
+
+def curved(engine) -> set[str]:
+    """Layers of which this rank has curvature."""
+    state = engine.kfac.preconditioner.state
+    return {name for name, own in state.items() if own.preconditioner is not None}
+
+
+def run(
+    name: str,
+    model: type[nn.Module],
+    steps: int,
+    each=lambda engine, step: None,
+    *,
+    loses: tuple[str, range] = ("", range(0)),
+    **block,
+) -> dict:
+    """What a rank sees after every step, and what was said.
+
+    Args:
+        loses: a layer of which a row is lost, and in which steps.
+    """
     proving.RAISES = False
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        engine = build(
-            BY_NAME[name], 1, model=model(), kfac={**BY_NAME[name].kfac, **OFTEN, **block}
-        )
+        kfac_block = {**BY_NAME[name].kfac, **OFTEN, **block}
+        engine = build(BY_NAME[name], 1, model=model(), kfac=kfac_block)
         kfac, history = engine.kfac.preconditioner, []
         for step in range(steps):
             proves = kfac.capture.proof is not None
             each(engine, step)
-            train(engine, 1, steps=1, first=step)
-            curved = {n for n, state in kfac.state.items() if state.preconditioner is not None}
+            fault = broken(loses[0]) if step in loses[1] else contextlib.nullcontext()
+            with fault:
+                train(engine, 1, steps=1, first=step)
             updates = {key: float(state.updates) for key, state in kfac.curvature.factors.items()}
-            history.append(
-                (proves, dict(kfac.proving.unfit), curved, updates, kfac.metrics.values())
-            )
-    result = {
-        "history": history,
-        "said": said.getvalue(),
-        "report": engine.kfac.report,
-        "weights": weights(engine),
-    }
+            unfit, numbers = dict(kfac.proving.unfit), kfac.metrics.values()
+            history.append((proves, unfit, curved(engine), updates, numbers))
+    report = engine.kfac.report
     engine.destroy()
-    return result
+    return {"history": history, "said": said.getvalue(), "report": report}
 
 
-def worker(names: list[str]) -> dict:
+def worker(_) -> dict:
     found = {}
-    for name in names:
+    rare = {
+        "factor": {**KFAC["factor"], "update_interval": 5},
+        "eigenbasis": {"refresh_interval": 5},
+    }
+
+    def helped(engine, step):
+        engine.module.helped = step < 3
+
+    def pulled(engine, step):
+        engine.module.pull = float(step == 4)
+
+    for name in NAMES:
         with patch.object(proving, "EVERY", 3):
             found[name, "right"] = run(name, Net, 8)
-
-            def helped(engine, step):
-                engine.module.helped = step < 3
-
             found[name, "helped"] = run(name, Helped, 6, helped)
         with patch.object(proving, "EVERY", 1):
             found[name, "shared"] = run(name, Shared, 3)
-        rare = {
-            "factor": {**KFAC["factor"], "update_interval": 5},
-            "eigenbasis": {"refresh_interval": 5},
-        }
         found[name, "zero"] = run(name, Zero, 3, **rare)
+    for name in BROKEN:
+        late = {"eigenbasis": {"refresh_interval": 4}}
+        found[name, "broken"] = run(name, Net, 5, loses=("middle", range(2)), **late)
+    with patch.object(proving, "wait", lambda proofs: 3):
+        found["shared A"] = run("z2", Heads, 7, loses=("k", range(4, 5)))
+        late = {
+            "eigenbasis": {"refresh_interval": 20},
+            "factor": {**KFAC["factor"], "fisher": "activations_only"},
+        }
+        found["one of a shared A"] = run("adam-z2", Pulled, 8, pulled, **late)
     return found
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict]:
+    return run_ranks("tests.step.test_proving:worker", world=2)
+
+
+def of_all(found: list[dict], case) -> list[tuple[set, set, dict]]:
+    """Of each step: layers that do not fit, those with curvature on some rank, updates of
+    factors."""
+    told = []
+    for steps in zip(*(rank[case]["history"] for rank in found), strict=True):
+        updates = {key: count for step in steps for key, count in step[3].items()}
+        told.append((set(steps[0][1]), set().union(*(step[2] for step in steps)), updates))
+    return told
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_proves_its_first_captured_step_and_one_of_so_many(found, name):
+    for rank in found:
+        proves = [step[0] for step in rank[name, "right"]["history"]]
+        assert proves == [True, False, True, False, False, True, False, False]
+        assert not any(step[1] for step in rank[name, "right"]["history"])
+        assert "do not make up" not in rank[name, "right"]["said"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_that_does_not_fit_has_no_curvature_until_it_does(found, name):
+    layers = {"first", "middle", "head"}
+    steps = of_all(found, (name, "helped"))
+    assert [of_step[1] for of_step in steps[:3]] == [layers - {"middle"}] * 3, "from step 0 on"
+    assert steps[5][1] == layers, "and again once it fits"
+    for number, rank in enumerate(found):
+        history = rank[name, "helped"]["history"]
+        assert [set(step[1]) for step in history] == [{"middle"}] * 3 + [set()] * 3
+        assert [step[0] for step in history] == [True] * 4 + [False] * 2
+        assert history[1][4]["unpreconditioned_layers"] == 1
+        text = rank[name, "helped"]["report"]
+        assert text.count("middle: its gradient is not that of the rows of 2 calls") == 1
+        assert "test_proving.py" in text and "(mul)" in text and "linear.py" not in text
+        said = "do not make up" in rank[name, "helped"]["said"]
+        assert said == (number == 0), "one rank says it"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_of_one_A_fit_in_later_proofs_whatever_their_other_sides(found, name):
+    """In the first proof nobody knows yet that they share it."""
+    for rank in found:
+        history = rank[name, "shared"]["history"]
+        assert [(step[0], step[1]) for step in history] == [(True, {})] * 3
+        assert not any("wide/A" in step[3] for step in history)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_without_any_gradient_yet_are_captured_again_at_the_next_step(found, name):
+    """Not at the next update, which is steps away: as below a head that begins with zeros."""
+    first, second, third = (updates for *_, updates in of_all(found, (name, "zero")))
+    counts = {key: count for key, count in first.items() if key.endswith("/A")}
+    assert counts == {"first/A": 0, "middle/A": 0, "head/A": 1}
+    assert all(count >= 1 for count in second.values()), second
+    assert third == second, "and then at their own interval"
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_only_rows_of_steps_that_fit_are_in_the_factors_of_a_layer_that_comes_back(found, name):
+    """And it comes back with the second of them, whenever the next refresh of all is."""
+    steps, others = of_all(found, (name, "broken")), {"first", "head"}
+    assert [unfit for unfit, *_ in steps] == [{"middle"}] * 2 + [set()] * 3
+    assert [curved for _, curved, _ in steps] == [others] * 3 + [others | {"middle"}] * 2
+    counts = [(updates["middle/A"], updates["middle/G"]) for *_, updates in steps]
+    assert counts == [(n, n) for n in (0, 0, 1, 2, 3)]
+    assert [updates["head/A"] for *_, updates in steps] == [1, 2, 3, 4, 5]
+
+
+def test_layers_have_no_curvature_if_the_one_that_gave_their_common_A_does_not_fit(found):
+    steps = of_all(found, "shared A")
+    assert [unfit for unfit, *_ in steps] == [set()] * 4 + [{"q", "k"}] + [set()] * 2
+    assert steps[4][1] == {"first", "head"} and steps[4][2]["q/A"] == 0
+    assert steps[6][1] == {"first", "head", "q", "k"}
+
+
+def test_layers_of_one_A_lose_their_curvature_together_and_get_it_back_at_the_next_update(found):
+    """Not at the next refresh, 20 steps later. Any of them may have given the rows of their A."""
+    steps = of_all(found, "one of a shared A")
+    assert [unfit for unfit, *_ in steps[4:6]] == [{"q", "k", "v"}, set()]
+    assert steps[4][1] == {"first", "head"} and steps[7][1] == {"first", "head", "q", "k", "v"}
 
 
 def skipped_worker(_) -> list[bool]:
@@ -121,120 +291,101 @@ def skipped_worker(_) -> list[bool]:
 
 
 def test_a_skipped_step_is_none_of_those_until_the_next_proof():
-    assert run_ranks("tests.step.test_proving:skipped_worker", world=1) == [
-        [True, False, False, False, False, True]
-    ]
+    (proves,) = run_ranks("tests.step.test_proving:skipped_worker", world=1)
+    assert proves == [True, False, False, False, False, True]
 
 
-NAMES = ["z0", "adam-z2", "adam-z3"]
-
-
-@pytest.fixture(scope="module")
-def found() -> list[dict]:
-    return run_ranks("tests.step.test_proving:worker", world=2, payload=NAMES)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_run_proves_its_first_captured_step_and_one_of_so_many(found, name):
-    for rank in found:
-        proves = [step[0] for step in rank[name, "right"]["history"]]
-        assert proves == [True, False, True, False, False, True, False, False]
-        assert not any(step[1] for step in rank[name, "right"]["history"])
-        assert "do not make up" not in rank[name, "right"]["said"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_layer_that_does_not_fit_has_no_curvature_until_it_does(found, name):
-    layers = {"first", "middle", "head"}
-    curved = [
-        set().union(*(rank[name, "helped"]["history"][step][2] for rank in found))
-        for step in range(6)
-    ]
-    assert curved[:3] == [layers - {"middle"}] * 3, "from the very step on in which it is found"
-    assert curved[5] == layers, "and again once it fits"
-    for number, rank in enumerate(found):
-        history = rank[name, "helped"]["history"]
-        assert [set(step[1]) for step in history] == [{"middle"}] * 3 + [set()] * 3
-        assert [step[0] for step in history] == [True] * 4 + [False] * 2
-        assert history[1][4]["unpreconditioned_layers"] == 1
-        text = rank[name, "helped"]["report"]
-        assert text.count("middle: its gradient is not that of the rows of 2 calls") == 1
-        assert "test_proving.py" in text and "(mul)" in text and "linear.py" not in text, (
-            "nor ZeRO-3's"
-        )
-        assert ("do not make up" in rank[name, "helped"]["said"]) == (number == 0), (
-            "one rank says it"
-        )
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_layers_of_one_A_fit_in_later_proofs_whatever_their_other_sides(found, name):
-    """In the first proof nobody knows yet that they share it."""
-    for rank in found:
-        history = rank[name, "shared"]["history"]
-        assert [(step[0], step[1]) for step in history] == [(True, {})] * 3
-        assert not any("wide/A" in step[3] for step in history)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_layers_without_any_gradient_yet_are_captured_again_at_the_next_step(found, name):
-    """Not at the next update, which is steps away: as below a head that begins with zeros."""
-    updates: dict[int, dict] = {step: {} for step in range(3)}
-    for rank in found:
-        for step, own in updates.items():
-            own |= rank[name, "zero"]["history"][step][3]
-    assert {key: count for key, count in updates[0].items() if key.endswith("/A")} == {
-        "first/A": 0,
-        "middle/A": 0,
-        "head/A": 1,
-    }
-    assert all(count >= 1 for count in updates[1].values()), updates[1]
-    assert updates[2] == updates[1], "and then at their own interval"
-
-
-def resumed_worker(folder: str) -> list:
+def reloaded(folder: str, **block) -> tuple[list[bool], set[str]]:
+    """Whether a run proves before and after loading a checkpoint of its first step; layers with
+    curvature after a second one."""
     proving.RAISES = False
-    engine = build(BY_NAME["adam-z2"], 1, kfac={**BY_NAME["adam-z2"].kfac, **OFTEN})
-    train(engine, 1, steps=1)
-    before = engine.kfac.preconditioner.capture.proof is not None
-    engine.save_checkpoint(folder, tag="tag")
-    engine.load_checkpoint(folder, tag="tag")
-    dist.barrier()
-    result = [before, engine.kfac.preconditioner.capture.proof is not None]
+    with contextlib.redirect_stderr(io.StringIO()):
+        engine = build(BY_NAME["z2"], 1, kfac={**OFTEN, **block})
+        train(engine, 1, steps=1)
+        proves = [engine.kfac.preconditioner.capture.proof is not None]
+        engine.save_checkpoint(folder, tag="tag")
+        engine.load_checkpoint(folder, tag="tag")
+        dist.barrier()
+        proves.append(engine.kfac.preconditioner.capture.proof is not None)
+        train(engine, 1, steps=1, first=1)
+        found = curved(engine)
     engine.destroy()
-    return result
+    return proves, found
 
 
-def test_a_loaded_run_proves_again(tmp_path):
-    assert (
-        run_ranks("tests.step.test_proving:resumed_worker", world=2, payload=str(tmp_path))
-        == [[False, True]] * 2
-    )
+def saved_worker(folder: str) -> tuple[list[bool], set[str]]:
+    proves, _ = reloaded(f"{folder}/fits")
+    rare = {
+        "factor": {**KFAC["factor"], "update_interval": 3},
+        "eigenbasis": {"refresh_interval": 3},
+    }
+    with broken("middle"):
+        _, found = reloaded(f"{folder}/does not fit", **rare)
+    return proves, found
+
+
+def test_a_loaded_run_proves_again_and_a_layer_that_did_not_fit_has_no_curvature(tmp_path):
+    ranks = run_ranks("tests.step.test_proving:saved_worker", world=2, payload=str(tmp_path))
+    assert [proves for proves, _ in ranks] == [[False, True]] * 2
+    assert set().union(*(found for _, found in ranks)) == {"first", "head"}
+
+
+def checked(mode, accumulation: int, model: nn.Module, change=lambda model: None) -> tuple:
+    """The layers that do not fit after a step, and the checks of all."""
+    proving.RAISES, told = False, {}
+    with contextlib.redirect_stderr(io.StringIO()):
+        engine = build(mode, accumulation, model=model)
+    change(model)
+    kfac = engine.kfac.preconditioner
+    plain = kfac.proving.record
+    kfac.proving.record = lambda verdict: told.update(verdict.checks) or plain(verdict)
+    train(engine, accumulation, steps=1)
+    unfit = dict(kfac.proving.unfit)
+    engine.destroy()
+    return unfit, told
+
+
+def hooked_worker(factor: float) -> tuple:
+    model = Net()
+    if dist.get_rank() == 1:
+        model.middle.weight.register_hook(
+            lambda gradient: None if factor == 1 else gradient * factor
+        )
+    unfit, told = checked(BY_NAME["z0"], 1, model)
+    return unfit, {name: seen.hooked for name, seen in told.items()}
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5])
 def test_a_layer_with_a_hook_on_its_weight_is_judged_by_the_gradient_that_the_hook_makes(factor):
     """A logger's hook on any rank changes nothing; one that scales it is named."""
-    for unfit, hooked in run_ranks(
-        "tests.step.test_proving:hooked_worker", world=2, payload=factor
-    ):
+    ranks = run_ranks("tests.step.test_proving:hooked_worker", world=2, payload=factor)
+    for unfit, hooked in ranks:
         assert hooked == {"first": 0, "middle": 1, "head": 0}
         assert set(unfit) == (set() if factor == 1 else {"middle"})
         assert factor == 1 or "a hook on its parameters changes the gradient" in unfit["middle"]
 
 
-def hooked_worker(factor: float) -> tuple:
-    proving.RAISES, model = False, Net()
-    if dist.get_rank() == 1:
-        model.middle.weight.register_hook(
-            lambda gradient: None if factor == 1 else gradient * factor
-        )
-    with contextlib.redirect_stderr(io.StringIO()):
-        engine = build(BY_NAME["z0"], 1, model=model)
-    kfac, told = engine.kfac.preconditioner, {}
-    plain = kfac.proving.record
-    kfac.proving.record = lambda verdict: told.update(verdict.checks) or plain(verdict)
-    train(engine, 1, steps=1)
-    found = dict(kfac.proving.unfit), {name: seen.hooked for name, seen in told.items()}
-    engine.destroy()
+def freeze_bias(model: nn.Module) -> None:
+    model.first.bias.requires_grad_(False)
+
+
+def fitting_worker(_) -> dict:
+    found = {}
+    for stage in (1, 2, 3):
+        for name, model, change in (
+            (f"z{stage}", Net(), freeze_bias),
+            (f"z{stage}-autocast_bfloat16", Island(), lambda model: None),
+        ):
+            _, told = checked(replace(BY_NAME[name], clip=0.0), 2, model, change)
+            found[name] = {layer: seen.ratio for layer, seen in told.items()}
     return found
+
+
+def test_layers_fit_whose_gradients_are_sent_in_16_bits_or_whose_bias_is_frozen_since_attach():
+    """torch_autocast sends the gradient of a Linear in 16 bits, also where the model runs it in
+    fp32."""
+    for rank in run_ranks("tests.step.test_proving:fitting_worker", world=2):
+        assert len(rank) == 6
+        for name, told in rank.items():
+            assert told.keys() == {"first", "middle", "head"}, name
+            assert max(told.values()) < 0.5, (name, told)

@@ -8,18 +8,14 @@ import torch
 
 from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis
 from ds_kfac.curvature.factor import Side
-from ds_kfac.curvature.inverse import DampedInverse
-from ds_kfac.curvature.methods import METHODS
 from ds_kfac.update.groups import LayerGroup
-from ds_kfac.update.rotation import repeated
-from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues, LayerState
+from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues
 from tests.close import close, exact
 from tests.models import linear_layer
 from tests.update.test_moments import random_basis
 
 ROWS, COLUMNS = 3, 5
 LAYERS = tuple(linear_layer(name, COLUMNS, ROWS) for name in "abc")
-IN_GROUPS = replace(LAYERS[0], groups=2, G=Side(2 * ROWS, ROWS), A=Side(2 * COLUMNS, COLUMNS))
 SIZES = pytest.mark.parametrize("count", [1, 3])
 TURNED = 4 * (ROWS + COLUMNS)
 
@@ -37,33 +33,12 @@ def begun(count: int = 3, **options) -> LayerGroup:
     return group
 
 
-def based(count: int = 3) -> LayerGroup:
+def based(count: int = 3, **options) -> LayerGroup:
     """:func:`begun`, with eigenbases of every layer."""
-    group = begun(count)
+    group = begun(count, **options)
     for index in range(count):
         group.rebase(index, A=basis(index).A, G=basis(index).G)
     return group
-
-
-def tensors(state: LayerState) -> list[torch.Tensor]:
-    sides = [
-        x for side in (state.A, state.G) if side is not None for x in (*side.vectors, side.values)
-    ]
-    return [state.terms, *sides, *vars(state.moments).values()]
-
-
-def copied(state: LayerState) -> LayerState:
-    A, G = (
-        x and Eigenbasis(tuple(v.clone() for v in x.vectors), x.values.clone())
-        for x in (state.A, state.G)
-    )
-    return LayerState(
-        state.terms.clone(),
-        state.method,
-        A,
-        G,
-        AdamMoments(*(x.clone() for x in vars(state.moments).values())),
-    )
 
 
 def addresses(group: LayerGroup) -> list[int]:
@@ -72,38 +47,6 @@ def addresses(group: LayerGroup) -> list[int]:
         x.data_ptr()
         for x in (group.terms, *turn.G, *turn.A, turn.values_G, turn.values_A, *moments)
     ]
-
-
-@SIZES
-def test_a_group_begins_without_eigenbases_and_with_zero_moments(count):
-    group = LayerGroup(LAYERS[:count], moments=AdamMoments)
-    assert (
-        group.rotation is None
-        and group.prepared == [False] * count
-        and group.preconditioner(0) is None
-    )
-    exact(group.terms, torch.ones(count))
-    exact(group.moments.first_OI, torch.zeros(count, ROWS, COLUMNS))
-    exact(group.moments.updates, torch.zeros(count))
-    state = group.state(count - 1)
-    assert state.A is None and state.G is None and state.moments.second_OI.shape == (ROWS, COLUMNS)
-    assert LayerGroup(LAYERS[:count]).state(0).moments is None
-
-
-@SIZES
-def test_a_layers_state_is_a_view_that_sees_what_a_step_changes(count):
-    group = based(count)
-    state, last = group.state(count - 1), count - 1
-    group.terms.fill_(7.0)
-    for part in vars(group.moments).values():
-        part.mul_(2.0)
-    assert state.terms == 7.0 and state.terms.ndim == 0
-    exact(list(vars(state.moments).values()), [part[last] for part in vars(group.moments).values()])
-    assert state.A.vectors[0].data_ptr() == group.rotation.A[0][last].data_ptr()
-    assert state.G.values.data_ptr() == group.rotation.values_G[last].data_ptr()
-    x_nOI = torch.randn(count, ROWS, COLUMNS)
-    close(group.rotation.rotate(x_nOI)[last], state.basis.rotate(x_nOI[last]), sums=ROWS + COLUMNS)
-    close(state.basis.rotate(x_nOI[last]), basis(last).rotate(x_nOI[last]), sums=ROWS + COLUMNS)
 
 
 @pytest.mark.parametrize("count, stays", [(3, False), (1, True)])
@@ -130,137 +73,64 @@ def test_after_the_first_basis_no_address_changes_and_what_is_derived_follows(co
     assert derived[1][0].tolist() == [0, 1, 1, 1, 1] and rotation.whitening(0.25) is derived[0]
 
 
-@SIZES
-@pytest.mark.parametrize("sides", ["A", "G", "AG"])
-def test_new_eigenbases_turn_the_first_moment_so_that_it_stands_for_the_same(sides, count):
-    group, new = based(count), basis(9)
-    state = copied(group.state(0))
-    others = [copied(group.state(index)) for index in range(1, count)]
-    group.rebase(0, **{side: getattr(new, side) for side in sides})
-    after = group.state(0)
-    for side in "AG":
-        exact(getattr(after, side).vectors, getattr(new if side in sides else state, side).vectors)
-    first, before = after.moments.first_OI, state.moments.first_OI
-    close(after.basis.restore(first), state.basis.restore(before), sums=TURNED)
-    assert (first - before).norm() > 0.1 * before.norm(), "it was turned"
-    exact(after.moments.second_OI, state.moments.second_OI)
-    exact(
-        [tensors(group.state(index)) for index in range(1, count)],
-        [tensors(other) for other in others],
-    )
-
-
-@SIZES
-def test_both_moments_go_into_the_first_basis_once_both_sides_are_there(count):
-    group, new = begun(count), basis(1)
-    own = copied(group.state(0))
-    group.rebase(0, A=new.A)
-    assert group.rotation is None and not any(group.prepared)
-    exact(tensors(group.state(0)), tensors(replace(own, A=new.A)))
-    group.rebase(0, G=new.G)
-    assert group.prepared == [True] + [False] * (count - 1)
-    Q_G, Q_A = new.G.vectors[0][0], new.A.vectors[0][0]
-    moments = group.state(0).moments
-    close(moments.first_OI, Q_G.T @ own.moments.first_OI @ Q_A, sums=TURNED)
-    close(moments.second_OI, Q_G.T.square() @ own.moments.second_OI @ Q_A.square(), sums=TURNED)
-
-
-def test_a_layer_without_a_basis_is_rotated_by_the_identity_until_it_has_one():
-    group, x_nOI = begun(), torch.randn(3, ROWS, COLUMNS)
-    own = copied(group.state(1))
-    group.rebase(0, A=basis(0).A, G=basis(0).G)
-    group.rebase(1, A=basis(1).A)
-    exact(group.rotation.rotate(x_nOI)[1:], x_nOI[1:])
-    exact(group.rotation.values_A[1], torch.ones(COLUMNS))
-    assert group.prepared == [True, False, False]
-    group.rebase(1, G=basis(1).G)
-    close(group.rotation.rotate(x_nOI)[1], basis(1).rotate(x_nOI[1]), sums=ROWS + COLUMNS)
-    close(basis(1).restore(group.state(1).moments.first_OI), own.moments.first_OI, sums=TURNED)
-
-
 def test_layers_that_are_alone_share_the_eigenbasis_of_a_common_input():
-    groups, old, new = (
-        [LayerGroup([layer], moments=AdamMoments) for layer in LAYERS],
-        basis(0),
-        basis(1),
-    )
-    for group in groups:
-        group.rebase(0, A=old.A, G=old.G)
-        group.moments.first_OI.fill_(1.0)
-    for group in groups:
+    new = basis(1)
+    for layer in LAYERS:
+        group = LayerGroup([layer])
+        group.rebase(0, A=basis(0).A, G=basis(0).G)
         group.rebase(0, A=new.A)
         assert group.rotation.A is new.A.vectors
-        state = group.state(0)
-        close(
-            state.basis.restore(state.moments.first_OI),
-            old.restore(torch.ones(ROWS, COLUMNS)),
-            sums=TURNED,
-        )
 
 
 @SIZES
-def test_a_layer_can_leave_its_basis_and_find_another_one(count):
-    group = based(count)
-    places, rotation, old, moments = (
-        addresses(group),
-        group.rotation,
-        basis(0),
-        group.state(0).moments,
-    )
-    first, second = old.restore(moments.first_OI), old.squared().restore(moments.second_OI)
+@pytest.mark.parametrize("kind", [AdamMoments, CorrectedEigenvalues])
+def test_a_layer_can_leave_its_basis_and_find_another_one(kind, count):
+    group = based(count, moments=kind)
+    rotation, old, moments = group.rotation, basis(0), group.state(0).moments
+    places, second = addresses(group), old.squared().restore(moments.second_OI)
+    first = old.restore(moments.first_OI) if kind is AdamMoments else None
     for index in range(count):
         assert group.rotation is rotation, "layers that are left still have their bases"
         group.leave_basis(index)
     assert group.rotation is None and not any(group.prepared)
     assert group.state(0).A is None and group.state(0).G is None
-    close([moments.first_OI, moments.second_OI], [first, second], sums=TURNED)
-    group.rebase(0, A=basis(5).A, G=basis(5).G)
-    close(basis(5).restore(moments.first_OI), first, sums=2 * TURNED)
+    close(moments.second_OI, second, sums=TURNED)
+    new = basis(5)
+    group.rebase(0, A=new.A, G=new.G)
+    assert group.prepared == [True] + [False] * (count - 1)
+    close(moments.second_OI, new.squared().rotate(second), sums=2 * TURNED)
+    if kind is AdamMoments:
+        close(new.restore(moments.first_OI), first, sums=2 * TURNED)
     if count > 1:
         assert group.rotation is rotation and addresses(group) == places
         exact(rotation.A[0][1:], torch.eye(COLUMNS).expand(count - 1, -1, -1))
-
-
-@SIZES
-def test_a_saved_state_is_loaded_in_place(count):
-    source, group = based(count), begun(count)
-    source.terms.fill_(3.0)
-    saved, own = (
-        copied(source.state(0)),
-        [x.data_ptr() for x in (group.terms, *vars(group.moments).values())],
-    )
-    others = [copied(group.state(index)) for index in range(1, count)]
-    group.load(0, saved)
-    exact(tensors(group.state(0)), tensors(saved))
-    saved.moments.first_OI.zero_()
-    exact(tensors(group.state(0)), tensors(source.state(0)))
-    exact(
-        [tensors(group.state(index)) for index in range(1, count)],
-        [tensors(other) for other in others],
-    )
-    assert [x.data_ptr() for x in (group.terms, *vars(group.moments).values())] == own
-    group.load(0, replace(saved, G=None, moments=None))
-    assert group.rotation is None and group.state(0).A is not None
-    exact(
-        list(vars(group.state(0).moments).values()),
-        [torch.zeros(ROWS, COLUMNS)] * 2 + [torch.zeros(())],
-    )
-    group.load(0, None)
-    exact(tensors(group.state(0)), tensors(LayerGroup(LAYERS[:1], moments=AdamMoments).state(0)))
+        exact(rotation.G[0][1:], torch.eye(ROWS).expand(count - 1, -1, -1))
 
 
 def test_a_side_that_was_the_identity_when_it_was_saved_begins_as_one():
     group, new = based(), basis(4)
     plain = Eigenbasis((), torch.ones(COLUMNS))
-    group.load(0, replace(copied(group.state(0)), A=plain))
-    (
-        exact(group.rotation.A[0][0], torch.eye(COLUMNS)),
-        exact(group.rotation.values_A[0], torch.ones(COLUMNS)),
-    )
+    group.load(0, replace(based().state(0), A=plain))
+    exact(group.rotation.A[0][0], torch.eye(COLUMNS))
+    exact(group.rotation.values_A[0], torch.ones(COLUMNS))
     assert group.prepared[0]
     momentum = LayerBasis(basis(0).G, plain).restore(group.state(0).moments.first_OI)
     group.rebase(0, A=new.A)
     close(group.state(0).basis.restore(group.state(0).moments.first_OI), momentum, sums=TURNED)
+
+
+@SIZES
+@pytest.mark.parametrize("sides", ["A", "G", "AG"])
+@pytest.mark.parametrize("kind", [AdamMoments, CorrectedEigenvalues])
+def test_new_eigenbases_turn_a_first_moment_and_leave_a_second_one(kind, sides, count):
+    group, new = based(count, moments=kind), basis(9)
+    second = group.moments.second_OI.clone()
+    first = basis(0).restore(group.state(0).moments.first_OI) if kind is AdamMoments else None
+    group.rebase(0, **{side: getattr(new, side) for side in sides})
+    after = group.state(0)
+    exact(group.moments.second_OI, second)
+    if kind is AdamMoments:
+        close(after.basis.restore(after.moments.first_OI), first, sums=TURNED)
 
 
 @SIZES
@@ -275,63 +145,3 @@ def test_a_side_that_is_the_identity_has_its_basis_from_the_start_and_no_vectors
         replace(layer, G=Side.identity(ROWS), A=Side.identity(COLUMNS)) for layer in LAYERS[:count]
     ]
     assert all(LayerGroup(both).prepared) and LayerGroup(both).rotation is not None
-
-
-@pytest.mark.parametrize("stays", [False, True])
-def test_a_layer_in_groups_has_a_matrix_for_each(stays):
-    group, moments = (
-        LayerGroup([IN_GROUPS], moments=AdamMoments),
-        AdamMoments.empty((2, ROWS, COLUMNS)),
-    )
-    group.stays = stays
-    assert (group.n, group.maps) == (2, 2) and group.moments.first_OI.shape == (2, ROWS, COLUMNS)
-    moments.first_OI.copy_(torch.randn(2, ROWS, COLUMNS))
-    group.load(0, LayerState(torch.ones(()), moments=moments))
-    state = group.state(0)
-    exact(list(vars(state.moments).values()), list(vars(moments).values()))
-    parts = [basis(0), basis(1)]
-    sides = (
-        Eigenbasis(
-            (torch.cat([side.vectors[0] for side in of_maps]),),
-            torch.cat([side.values for side in of_maps]),
-        )
-        for of_maps in ([part.A for part in parts], [part.G for part in parts])
-    )
-    group.rebase(0, *sides)
-    for part, turned, own in zip(parts, state.moments.first_OI, moments.first_OI, strict=True):
-        close(part.restore(turned), own, sums=TURNED)
-    x = torch.randn(2, ROWS, COLUMNS)
-    close(group.rotation.rotate(x)[1], parts[1].rotate(x[1]), sums=ROWS + COLUMNS)
-    exact(group.by_layer(group.matrices([x]))[0], x)
-    exact(repeated(torch.tensor([3.0, 4.0]), 2), torch.tensor([3.0, 3.0, 4.0, 4.0]))
-    assert group.any_map(torch.tensor([False, True])).tolist() == [True]
-
-
-def test_inverses_are_kept_as_they_come():
-    group = LayerGroup(LAYERS[:1], method=METHODS["inverse"])
-    A, G = DampedInverse((torch.eye(COLUMNS)[None],)), DampedInverse((torch.eye(ROWS)[None],))
-    group.rebase(0, A=A)
-    assert group.preconditioner(0) is None and group.prepared == [False]
-    group.rebase(0, G=G)
-    assert group.rotation is None and group.prepared == [True]
-    assert group.preconditioner(0).A is A and group.preconditioner(0).G is G
-
-
-def test_corrected_eigenvalues_that_have_left_a_basis_go_into_the_next_one():
-    group = begun(moments=CorrectedEigenvalues)
-    group.rebase(0, A=basis(0).A, G=basis(0).G)
-    group.leave_basis(0)
-    own = group.moments.second_OI[0].clone()
-    group.rebase(0, A=basis(1).A, G=basis(1).G)
-    close(group.moments.second_OI[0], basis(1).squared().rotate(own), sums=TURNED)
-
-
-def test_corrected_eigenvalues_stay_in_a_new_basis_and_leave_the_last_one():
-    group = begun(moments=CorrectedEigenvalues)
-    group.rebase(0, A=basis(0).A, G=basis(0).G)
-    second = group.moments.second_OI.clone()
-    group.rebase(0, A=basis(1).A, G=basis(1).G)
-    exact(group.moments.second_OI, second)
-    group.leave_basis(0)
-    close(group.moments.second_OI[0], basis(1).squared().restore(second[0]), sums=TURNED)
-    exact(group.moments.second_OI[1:], second[1:])

@@ -1,20 +1,14 @@
 """Moments in the eigenbasis: EKFAC's exact case, Adam, what a refresh does to them."""
 
-import itertools
-
 import pytest
 import torch
 
 from ds_kfac.curvature.eigen import LayerBasis
 from ds_kfac.curvature.factor import SETTLED, SPIKE, KroneckerFactor, Side
-from ds_kfac.ops.dispatch import adam_step_
 from ds_kfac.update import rotation
-from ds_kfac.update.rotation import change_basis_
-from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues
+from ds_kfac.update.state import CorrectedEigenvalues
 from tests.close import close, exact
 from tests.curvature.one_factor import refresh
-
-YES = torch.tensor([True])
 
 
 def random_basis(rows: int, columns: int, seed: int = 0) -> LayerBasis:
@@ -39,29 +33,6 @@ def divide_(
         **options,
     }
     return moments.divide_(rotated[None], **options)
-
-
-def test_corrected_eigenvalues_are_the_diagonal_of_the_true_fisher_in_the_basis():
-    """One gradient at a time: their running mean square, rotated, is diag(Q^T F Q) of F = mean
-    vec(dW) vec(dW)^T."""
-    torch.manual_seed(1)
-    # none so large that it would be limited
-    inputs, gradients = torch.rand(40, 5) - 0.3, torch.rand(40, 3) - 0.3
-    # a and g depend on each other, so F is no Kronecker product
-    gradients = gradients * (0.5 + inputs[:, :1])
-    basis = random_basis(3, 5)
-    moments = CorrectedEigenvalues.empty((1, 3, 5))
-    for a, g in zip(inputs, gradients, strict=True):
-        divide_(moments, basis.rotate(torch.outer(g, a)), decay=0.9999)
-    vectors = torch.einsum("no,ni->noi", gradients, inputs).flatten(1).double()
-    fisher = vectors.T @ vectors / 40
-    Q = torch.kron(basis.G.vectors[0][0], basis.A.vectors[0][0]).double()
-    expected = (Q.T @ fisher @ Q).diagonal().view(3, 5)
-    close(moments.second_OI[0], expected, sums=40 + 2 * (3 + 5))
-    kronecker = torch.outer(basis.G.values, basis.A.values)
-    assert (kronecker - expected).norm() > 0.1 * expected.norm(), (
-        "the Kronecker eigenvalues are another thing"
-    )
 
 
 @pytest.mark.parametrize("settled", [True, False])
@@ -108,13 +79,6 @@ def test_a_large_matrix_meets_its_eigenvalues_some_rows_at_a_time(monkeypatch):
         exact(list(vars(by_rows).values()), list(vars(whole).values()))
 
 
-def folded(moments: AdamMoments, gradient: torch.Tensor, *, betas, eps=1e-8) -> torch.Tensor:
-    """Adam's direction, with the gradient in the moments."""
-    direction = gradient.clone()[None]
-    adam_step_(direction, direction, *vars(moments).values(), YES, betas=betas, eps=eps)
-    return direction[0]
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
 def test_a_gradient_whose_size_is_not_finite_changes_no_eigenvalues(bad):
     moments = CorrectedEigenvalues.empty((2, 2, 3))
@@ -127,88 +91,3 @@ def test_a_gradient_whose_size_is_not_finite_changes_no_eigenvalues(bad):
     moments.divide_(x_nOI, norm_n=norm_n, terms_n=1.0, decay=0.9, damping=0.1)
     exact(moments.updates, torch.tensor([1.0, 2.0]))
     exact(moments.second_OI, torch.tensor([1.0, 5.0])[:, None, None].expand(2, 2, 3))
-
-
-@pytest.mark.parametrize("b1", [0.0, 0.8])
-def test_the_direction_is_adams_with_nesterovs_momentum(b1):
-    """Without momentum it is torch's."""
-    parameter = torch.nn.Parameter(torch.zeros(3, 4))
-    adam = torch.optim.AdamW([parameter], lr=1.0, betas=(b1, 0.9), eps=1e-3, weight_decay=0.0)
-    moments = AdamMoments.empty((1, 3, 4))
-    for step in range(1, 6):
-        gradient = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
-        before = parameter.detach().clone()
-        parameter.grad = gradient.clone()
-        adam.step()
-        actual = folded(moments, gradient, betas=(b1, 0.9), eps=1e-3)
-        if not b1:
-            close(
-                actual,
-                before - parameter.detach(),
-                sums=10,
-                condition=1 / (1 - 0.9),
-                scale=before.abs().max() + 1,
-            )
-        ahead = b1 * moments.first_OI[0] / (1 - b1 ** (step + 1)) + (1 - b1) * gradient / (
-            1 - b1**step
-        )
-        expected = ahead / ((moments.second_OI[0] / (1 - 0.9**step)).sqrt() + 1e-3)
-        close(actual, expected, sums=10)
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_a_refresh_rotates_a_momentum_in_place(several):
-    """Of a layer of several its own alone."""
-    old, new = random_basis(3, 5, seed=0), random_basis(3, 5, seed=1)
-    momenta = torch.randn(2, 3, 5)
-    kept = torch.stack([old.rotate(momentum) for momentum in momenta])
-    before, turned = kept.clone(), kept[1] if several else kept[1].clone()
-    change_basis_(turned, old, new)
-    close(new.restore(turned), momenta[1], sums=4 * (3 + 5))
-    exact(kept[0], before[0])
-    assert torch.equal(kept[1], turned) == several
-
-
-def quadratic_losses(*, rotate: bool) -> list[float]:
-    """Adam in a drifting eigenbasis on f(W) = ½ tr((W - W*) A (W - W*)^T G), refreshed every 10
-    steps."""
-    torch.manual_seed(0)
-    target, W = torch.randn(6, 8), torch.zeros(6, 8)
-    x, g = (
-        torch.randn(400, 8) * torch.logspace(0, -2, 8),
-        torch.randn(400, 6) * torch.logspace(0, -1, 6),
-    )
-    mix_A, mix_G = torch.linalg.qr(torch.randn(8, 8))[0], torch.linalg.qr(torch.randn(6, 6))[0]
-    x, g = x @ mix_A, g @ mix_G
-    A, G = x.T @ x / 400, g.T @ g / 400
-    moments, basis, losses = AdamMoments.empty((1, 6, 8)), None, []
-    for step in range(120):
-        losses.append(float(((W - target) @ A * (G @ (W - target))).sum()) / 2)
-        if step % 10 == 0:
-            part = torch.randint(400, (60,), generator=torch.Generator().manual_seed(step))
-            sides = []
-            for rows in (g[part], x[part]):
-                side = Side.dense(rows.shape[1])
-                total = side.accumulate_(torch.zeros(side.numel), rows) / len(rows)
-                sides.append(refresh(KroneckerFactor(side, total, torch.ones(()))).basis)
-            new = LayerBasis(*sides)
-            if rotate:
-                change_basis_(moments.first_OI, basis, new)
-            basis = new
-        gradient = basis.rotate(G @ (W - target) @ A)
-        direction = folded(moments, gradient, betas=(0.9, 0.95))
-        W = W - 0.02 * basis.restore(direction)
-    return losses
-
-
-def test_the_loss_does_not_jump_at_a_refresh():
-    kept = quadratic_losses(rotate=True)
-    assert kept[-1] < 0.05 * kept[0], "it converges to the known minimum, 0"
-    drops = [(after - before) / kept[0] for before, after in itertools.pairwise(kept)]
-    at_refresh = [drops[step] for step in range(20, 119, 10)]
-    elsewhere = [drop for step, drop in enumerate(drops) if step >= 20 and step % 10]
-    assert max(at_refresh) <= max(*elsewhere, 0.002), "steps right after a refresh lose no ground"
-    forgotten = quadratic_losses(rotate=False)
-    assert sum(forgotten[20:]) > 1.02 * sum(kept[20:]), (
-        "moments left in old coordinates do worse, so the test can tell"
-    )

@@ -12,9 +12,7 @@ from ds_kfac.curvature.eigen import HIGHEST, Precision
 from ds_kfac.ops.functional import scale_to
 from ds_kfac.update import newton_schulz as module
 from ds_kfac.update.newton_schulz import FULL, GRAM_FROM, STEPS, flops, orthogonal_factors
-from ds_kfac.update.rotation import Rotation
-from tests.close import close, near, polar_condition
-from tests.update.test_moments import random_basis
+from tests.close import close, near
 
 HALF = Precision("tf32", "tf32")
 LOW, HIGH = 0.6, 1.25
@@ -23,12 +21,6 @@ LOW, HIGH = 0.6, 1.25
 
 def normal(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def terms(x: torch.Tensor) -> dict:
-    """How close orthogonal factors of ``x`` are: five steps of three products each, over both
-    sides."""
-    return {"sums": 5 * 3 * sum(x.shape[-2:]), "condition": polar_condition(x)}
 
 
 def whitening(s: torch.Tensor) -> torch.Tensor:
@@ -92,7 +84,8 @@ def test_both_forms_are_the_iteration_in_every_precision(columns, decades):
 
 
 def test_why_the_gram_form_begins_again_and_is_not_for_bf16():
-    x, rows = steep(48, 200, 4), STEPS
+    """docs/notes/kernels.md has the numbers."""
+    x, steps = steep(48, 200, 4), STEPS
 
     def largest(dtype: torch.dtype, *parts: tuple) -> float:
         factor = (x / x.norm()).to(dtype)
@@ -100,62 +93,11 @@ def test_why_the_gram_form_begins_again_and_is_not_for_bf16():
             factor = module._gram_steps(factor @ factor.T, part) @ factor
         return float(torch.linalg.svdvals(factor.float()).max())
 
-    again = rows[: module.RESTART], rows[module.RESTART :]
+    again = steps[: module.RESTART], steps[module.RESTART :]
     usual = largest(torch.float16, *again)
-    assert usual < 1.25
-    assert largest(torch.float16, rows) > 1.2 * usual
-    assert largest(torch.bfloat16, *again) > 1.05 * usual and largest(torch.bfloat16, rows) > 10
-
-
-def test_directions_together_are_as_each_alone():
-    given = [normal(1, 7, 20, seed=1), normal(3, 20, 7, seed=2), normal(2, 7, 20, seed=3)]
-    scales = [torch.rand(1, 20) + 0.1, None, torch.rand(2, 20) + 0.1]
-    together = [x.clone() for x in given]
-    norms = orthogonal_factors(together, [None if s is None else whitening(s) for s in scales])
-    for x, s, factors, sizes in zip(given, scales, together, norms, strict=True):
-        assert sizes.shape == x.shape[:1]
-        for index, (factor, size) in enumerate(zip(factors, sizes, strict=True)):
-            alone, norm = factored(x[index], None if s is None else s[index])
-            close(factor, alone, **terms(x[index] if s is None else x[index] * s[index]))
-            close(size, norm, sums=7 * 20)
-
-
-@pytest.mark.parametrize("shape", [(6, 30), (30, 6), (9, 9)])
-def test_column_scales_stand_on_both_sides(shape):
-    x, s = normal(*shape), torch.rand(shape[1], generator=torch.Generator().manual_seed(2)) + 0.2
-    factor, size = factored(x, s)
-    close(factor, newton_schulz(x * s) * s, **terms(x * s))
-    close(size, x.norm(), sums=x.numel())
-    exact = spelt_out(x * s) * s
-    # half precision: 2^-11 for every rounding, lifted by five steps
-    assert float((factored(x, s, precision=HALF)[0] - exact).norm() / exact.norm()) < 0.01
-
-
-def test_a_whitened_step_bounds_the_response_to_every_input():
-    """D = NS(U W) W with W = (A / mean + c)^-p: the singular values of D W^-1 are about one, those
-    of D are not."""
-    basis, direction = random_basis(6, 9), normal(6, 9)
-    rotation = Rotation.of([basis])
-    factor = rotation.rotate(direction[None])
-    orthogonal_factors([factor], [rotation.whitening(0.25)])
-    factor = rotation.restore(factor)[0]
-    A = basis.A.vectors[0][0] @ torch.diag(basis.A.values) @ basis.A.vectors[0][0].T
-    damped = (A / basis.A.values.mean() + 0.01 * torch.eye(9)).double()
-    values, vectors = torch.linalg.eigh(damped)
-    root = vectors @ torch.diag(values**0.25) @ vectors.T
-    values = torch.linalg.svdvals(factor.double() @ root)
-    assert 0.6 < values.min() and values.max() < 1.25
-    whitened = direction.double() @ torch.linalg.inv(root)
-    expected = newton_schulz(whitened.float()) @ torch.linalg.inv(root).float()
-    close(factor, expected, **terms(whitened))
-
-
-def test_the_factor_does_not_care_for_rotations_or_size():
-    basis, x = random_basis(5, 7), normal(5, 7)
-    expected = newton_schulz(x)
-    close(basis.restore(newton_schulz(basis.rotate(x))), expected, **terms(x))
-    for size in (1e6, 1e-12):
-        close(newton_schulz(size * x), expected, **terms(x))
+    assert usual < 1.25 and largest(torch.float16, steps) > 1.2 * usual
+    assert largest(torch.bfloat16, *again) > 1.05 * usual
+    assert largest(torch.bfloat16, steps) > 10
 
 
 @pytest.mark.parametrize("precision", [HIGHEST, HALF])
@@ -216,14 +158,12 @@ def test_flops_are_those_that_are_done(shape, half):
 @pytest.mark.parametrize("half", [False, True])
 def test_the_gram_form_is_taken_where_it_is_cheaper(half, monkeypatch):
     """A fused gate and up with a bias is a little less than twice as long as it is wide."""
-    m, n = 577, 1152
-    assert GRAM_FROM * m < n < 2 * m
-    ours = flops(m, n, half=half)
-    monkeypatch.setattr(module, "GRAM_FROM", math.inf)
-    assert ours < 0.9 * flops(m, n, half=half)
-    for ratio in (1.5, 1.75):
-        n = int(ratio * 1000)
-        monkeypatch.setattr(module, "GRAM_FROM", math.inf)
-        standard = flops(1000, n, half=half)
-        monkeypatch.setattr(module, "GRAM_FROM", 1)
-        assert (flops(1000, n, half=half) < standard) == (ratio > 1.5), "even at 1.5"
+
+    def cost(m: int, n: int, gram_from: float) -> float:
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "GRAM_FROM", gram_from)
+            return flops(m, n, half=half)
+
+    assert cost(577, 1152, GRAM_FROM) < 0.9 * cost(577, 1152, math.inf)
+    assert cost(1000, 1750, 1) < cost(1000, 1750, math.inf), "at 1.5 they are even"
+    assert cost(1000, 1500, 1) >= cost(1000, 1500, math.inf)

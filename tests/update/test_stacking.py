@@ -4,14 +4,11 @@ from dataclasses import replace
 
 import torch
 
-from ds_kfac.checkpoint.save import layer_payload
 from ds_kfac.curvature.factor import Side
 from ds_kfac.update import rotation
-from ds_kfac.update.groups import LayerGroup, basis_bytes, chunks, evenly_spaced, group_by_shape
-from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues
-from tests.close import close, exact
+from ds_kfac.update.groups import basis_bytes, chunks, evenly_spaced, group_by_shape
+from tests.close import exact
 from tests.models import linear_layer
-from tests.update.test_moments import random_basis
 
 
 def names(found) -> list[list[str]]:
@@ -115,34 +112,3 @@ def test_matrices_at_equal_distances_in_one_memory_are_a_view_and_no_others_are(
         [torch.zeros(6).view(2, 3) for _ in range(2)],
     ]
     assert [evenly_spaced(each) for each in others] == [None] * 7
-
-
-def test_a_checkpoint_of_one_layer_holds_that_layer_alone():
-    group = LayerGroup(LAYERS[:3:2], moments=CorrectedEigenvalues)
-    for index in range(2):
-        basis = random_basis(5, 7, seed=index)
-        group.rebase(index, A=basis.A, G=basis.G)
-    group.terms.copy_(torch.tensor([2.0, 3.0]))
-    saved = layer_payload(group.state(1))
-    group.terms.zero_()
-    assert saved.terms == 3.0, "later steps change the group"
-    for part in (saved.A, saved.G, saved.moments):
-        assert all(x.untyped_storage().nbytes() == x.nbytes for x in part.values())
-    basis = random_basis(5, 7, seed=1)
-    (
-        exact(saved.A["eigenvectors"], basis.A.vectors[0].flatten()),
-        exact(saved.A["eigenvalues"], basis.A.values),
-    )
-
-
-def test_moments_are_saved_in_the_eigenbasis_they_are_saved_with():
-    group, momentum, new = (
-        LayerGroup(LAYERS[:1], moments=AdamMoments),
-        torch.randn(5, 7),
-        random_basis(5, 7, seed=1),
-    )
-    group.moments.first_OI.copy_(momentum)
-    for basis in (random_basis(5, 7, seed=0), new):
-        group.rebase(0, A=basis.A, G=basis.G)
-    saved = layer_payload(group.state(0))
-    close(new.restore(saved.moments["first_OI"]), momentum, sums=8 * (5 + 7))

@@ -1,28 +1,31 @@
-"""kl-clip's factor, batches of layers, copies, parameter groups and layers that stand still in one
-direction, without an engine."""
+"""One step of a direction without an engine: kl-clip's sum and factor, copies, parameter groups,
+layers that stand still or have no eigenbasis."""
 
 import math
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from ds_kfac.curvature.eigen import Eigenbasis
+from ds_kfac.curvature.factor import Side
 from ds_kfac.directions.direction import Outcome, StepContext
 from ds_kfac.directions.kfac_adamw import direction as kfac_adamw_direction
 from ds_kfac.directions.kfac_adamw.direction import AdamDirection
-from ds_kfac.directions.kfac_adamw.group_step import BASE, GroupStep
-from ds_kfac.directions.kfac_adamw.optimizer import LayerSlice
-from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
-from ds_kfac.directions.kfac_gradient import KFACGradient, KFACGradientRule
+from ds_kfac.directions.kfac_adamw.group_step import BASE
+from ds_kfac.directions.kfac_gradient import (
+    KFACGradient,
+    KFACGradientRule,
+    kl_clip_scale,
+    peak_rates,
+    weighted_by_rates,
+)
 from ds_kfac.ops import functional
 from ds_kfac.step.preconditioner import KFACPreconditioner
-from ds_kfac.update.groups import LayerGroup
-from ds_kfac.update.newton_schulz import orthogonal_factors
-from ds_kfac.zero.shards import Shard
 from tests.choices import planned
 from tests.close import close, exact, polar_condition
+from tests.deepspeed.toys import Mean, SoftSign
 from tests.directions.outbox import exchange_of, whole
 from tests.models import linear_layer
 from tests.tape import taped
@@ -31,7 +34,6 @@ from tests.update.test_moments import random_basis
 ROWS, COLUMNS, RATE = 5, 8, 0.3
 SUMS = ROWS + COLUMNS
 """Of a product with both bases."""
-CPU = torch.device("cpu")
 PLAIN, ORTHOGONAL = {"except_layers": [".*"]}, {"except_layers": []}
 
 
@@ -47,6 +49,8 @@ def make(
     based=None,
     optimizer=None,
     damping=None,
+    exchange=None,
+    values=1.0,
     **preconditioner,
 ):
     """A direction over layers of one shape, with random eigenbases of those in ``based`` (None:
@@ -54,6 +58,8 @@ def make(
 
     Args:
         groups: the optimizer's parameter groups.
+        exchange: options of :func:`exchange_of`.
+        values: what eigenvalues are multiplied by.
     """
     specs = tuple(
         replace(linear_layer(name, COLUMNS, ROWS), copies=copies, blocks=blocks) for name in layers
@@ -65,9 +71,12 @@ def make(
     }
     plan = planned(block, batched=batched)
     plan.layers = specs
+    exchange = exchange_of(specs, **(exchange or {}))
     if kind is KFACGradient:
         moments = KFACGradientRule().moments(plan.config)
-        direction = kind(plan, exchange_of(specs), moments, SimpleNamespace(nu=None))
+        direction = kind(plan, exchange, moments, SimpleNamespace(nu=None))
+    elif issubclass(kind, SoftSign):
+        direction = kind(plan, exchange, Mean)
     else:
         optimizer = optimizer or SimpleNamespace(
             slices={},
@@ -76,13 +85,14 @@ def make(
             check_parts=lambda **_: None,
             taken_away=lambda: frozenset(),
         )
-        direction = kind(plan, exchange_of(specs), optimizer)
+        direction = kind(plan, exchange, optimizer)
     for group in direction.layer_groups:
         for index, name in enumerate(group.names):
             place = layers.index(name)
             basis = random_basis(ROWS, COLUMNS, seed=place)
             if based is None or name in based:
-                group.rebase(index, A=basis.A, G=basis.G)
+                A, G = (replace(side, values=values * side.values) for side in (basis.A, basis.G))
+                group.rebase(index, A=A, G=G)
             group.terms[index] = 7.0 + place
     direction.param_groups = groups or [{"lr": RATE}]
     return direction
@@ -99,11 +109,11 @@ def gradients_of(layers: str, times=()) -> dict[str, torch.Tensor]:
     return gradients
 
 
-def stepped(*arguments, layers="a", times=(), **options):
+def stepped(*arguments, layers="a", times=(), gradients=None, **options):
     """A direction's outcome of one step, its results and its moments by layer."""
     direction = make(*arguments, layers=layers, **options)
     context = StepContext(0, direction.param_groups)
-    outcome = direction.step(context, whole(gradients_of(layers, times)))
+    outcome = direction.step(context, whole(gradients or gradients_of(layers, times)))
     moments = {
         name: group.state(i).moments
         for group in direction.layer_groups
@@ -112,49 +122,113 @@ def stepped(*arguments, layers="a", times=(), **options):
     return outcome, direction.exchange.results, moments
 
 
-def test_corrected_eigenvalues_are_in_units_of_the_fisher():
-    """Loss terms times the squared gradient."""
-    _, _, moments = stepped(eigenvalues="corrected")
-    rotated = random_basis(ROWS, COLUMNS, seed=0).rotate(gradients_of("a")["a"])
-    close(moments["a"].second_OI, 7 * rotated.square(), sums=SUMS)
+BIAS = {"parts": lambda layer, matrix: (matrix[:, :-1].flatten(), matrix[:, -1]), "groups": (0, 1)}
+"""The last column is a bias with a parameter group of its own."""
 
 
-def test_nu_is_for_layers_that_are_prepared_only():
-    direction = make(layers="ab")
-    flags = torch.tensor([True, False])
-    scales = direction.finish(StepContext(0, []), Outcome(), [torch.tensor(0.1)], flags)
-    close(scales["a"], torch.tensor((0.001 / 0.1) ** 0.5))
-    assert scales["b"] == 1 and direction.metrics.nu == scales["a"]
-
-
-def test_a_flag_of_each_layer_travels_only_where_it_is_asked_for():
-    rule = KFACGradientRule()
-    assert rule.flags(planned({}).config)
-    fades = {"schedule": "linear", "start": 0.001, "end": 0, "steps": 10}
-    assert rule.flags(planned({"preconditioner": {"kl_clip": fades}}).config)
-    assert not rule.flags(planned({"preconditioner": {"kl_clip": 0}}).config)
-    assert KFACAdamWRule().flags(planned({}).config), "layers that were not used do not decay"
+def of_rates(*rates) -> dict:
+    return {"exchange": BIAS, "groups": [{"lr": rate} for rate in rates]}
 
 
 @pytest.mark.parametrize("eigenvalues", ["kronecker", "corrected"])
-def test_layers_of_a_batch_get_their_own_results(eigenvalues):
-    names = "abc"
-    assert [len(group.layers) for group in make(layers=names, batched=True).layer_groups] == [3]
-    batched, together, moments = stepped(layers=names, batched=True, eigenvalues=eigenvalues)
-    alone, one_by_one, own = stepped(layers=names, eigenvalues=eigenvalues)
-    for name in names:
-        close(together[name], one_by_one[name], sums=2 * SUMS)
-        if eigenvalues == "corrected":
-            close(moments[name].second_OI, own[name].second_OI, sums=SUMS)
-    close(batched.numbers[0], alone.numbers[0], sums=3 * (SUMS + ROWS * COLUMNS))
+@pytest.mark.parametrize("rates", [(0.3, 0.3), (0.3, 0.0), (0.3, torch.tensor(0.1))], ids=str)
+def test_kl_clips_sum_is_that_of_the_parts_with_their_rates(rates, eigenvalues):
+    outcome, results, _ = stepped(**of_rates(*rates), eigenvalues=eigenvalues)
+    products = results["a"].double() * gradients_of("a")["a"].double()
+    weight, bias = products[:, :-1].sum(), products[:, -1].sum()
+    expected = weight * float(rates[0]) ** 2 + bias * float(rates[1]) ** 2
+    scale = products.abs().sum() * 0.3**2
+    close(outcome.numbers[0], expected, sums=ROWS * COLUMNS, scale=scale)
 
 
-@pytest.mark.parametrize("kind", [KFACGradient, AdamDirection])
-def test_copies_of_a_layer_count_once_over_their_ranks(kind):
-    once, *_ = stepped(kind, groups=ADAM)
-    twice, *_ = stepped(kind, groups=ADAM, copies=2)
-    for number, other in zip(once.numbers, twice.numbers, strict=True):
-        close(2 * other, number, sums=ROWS * COLUMNS)
+@pytest.mark.parametrize(
+    ("quadratic", "expected"),
+    [(0.0, 1.0), (0.001, 1.0), (0.004, 0.5), (0.4, 0.05), (math.inf, 0.0), (math.nan, 1.0)],
+)
+def test_kl_clip_bounds_the_step(quadratic, expected):
+    close(kl_clip_scale(torch.tensor(quadratic), kl_clip=0.001), torch.tensor(expected))
+
+
+@pytest.mark.parametrize("rates", [(0.3, 0.3), (0.3, 0.2)])
+def test_more_than_fp32_holds_is_clipped_to_nothing(rates):
+    large = {"a": 1e19 * torch.ones(ROWS, COLUMNS)}
+    outcome, *_ = stepped(**of_rates(*rates), gradients=large)
+    assert kl_clip_scale(outcome.numbers[0], kl_clip=0.001) == 0 and outcome.replaced == 0
+    # an infinite product at a rate of zero is left out
+    exact(weighted_by_rates(torch.tensor([math.inf, 2.0]), [0.0, 0.5]), torch.tensor(0.5))
+
+
+def test_kl_clip_scales_what_is_preconditioned_and_nothing_else():
+    """A layer without an eigenbasis has its raw gradient, whose part is not in the clip's sum."""
+    direction, flags = make(layers="ab"), torch.tensor([True, False])
+    scales = direction.finish(StepContext(0, []), Outcome(), [torch.tensor(0.1)], flags)
+    close(scales["a"], torch.tensor(0.1))
+    assert scales["a"] == direction.metrics.nu and scales["b"] == 1.0
+
+
+def test_the_peak_is_the_largest_rate_so_far():
+    groups = [{"lr": 0.4}, {"lr": torch.tensor(0.1)}]
+    peaks = peak_rates(groups, {})
+    groups[0]["lr"] = 0.2
+    groups[1]["lr"].fill_(0.3)  # as a scheduler changes it
+    assert peaks == {0: 0.4, 1: torch.tensor(0.1)}
+    peaks = peak_rates(groups, peaks)
+    assert peaks == {0: 0.4, 1: torch.tensor(0.3)}
+    groups[1]["lr"] = 0.2
+    assert peak_rates(groups, peaks) == {0: 0.4, 1: torch.tensor(0.3)}
+
+
+class Bounded(SoftSign):
+    """Has a finite result and moments of any gradient, as a rule that steps along signs."""
+
+    def layer(self, context, layer, gradient, basis, moments):
+        return super().layer(context, layer, gradient.nan_to_num(0.0, 1.0, -1.0), basis, moments)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (KFACGradient, of_rates(0.3, 0.3)),
+        (KFACGradient, of_rates(0.3, 0.2)),
+        (KFACGradient, {"eigenvalues": "corrected"}),
+        (KFACGradient, {"values": math.nan}),
+        (SoftSign, {}),
+        (Bounded, {}),
+    ],
+)
+@pytest.mark.parametrize("wrong", [math.inf, math.nan])
+def test_a_layer_whose_result_is_not_finite_stands_still_and_counts_for_nothing(
+    kind, options, wrong
+):
+    gradients = gradients_of("a")
+    if "values" not in options:
+        gradients["a"][2, 3] = wrong
+    outcome, results, moments = stepped(kind, gradients=gradients, **options)
+    exact(results["a"], torch.zeros(ROWS, COLUMNS))
+    assert outcome.replaced == 1 and not any(number.any() for number in outcome.numbers)
+    assert moments["a"] is None or not any(part.any() for part in vars(moments["a"]).values())
+
+
+@pytest.mark.parametrize("eigenvalues", ["kronecker", "corrected"])
+def test_all_groups_of_a_convolution_stand_still_or_none(eigenvalues):
+    def side(width: int) -> Side:
+        return Side.dense(width).repeated(2)
+
+    layer = replace(linear_layer("layer", 8, 5), groups=2, A=side(8), G=side(5))
+    plan = planned({"preconditioner": {"kl_clip": 0.001, "eigenvalues": eigenvalues}})
+    exchange, moments = exchange_of([layer]), KFACGradientRule().moments(plan.config)
+    direction = KFACGradient(plan, exchange, moments, SimpleNamespace(nu=None))
+    (group,) = direction.layer_groups
+    bases = (
+        Eigenbasis((torch.eye(width).repeat(2, 1, 1),), torch.ones(2 * width)) for width in (8, 5)
+    )
+    group.rebase(0, *bases)
+    gradient = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
+    gradient[1, 2, 3] = torch.nan
+    outcome = direction.step(StepContext(0, [{"lr": 0.3}]), whole({"layer": gradient}))
+    exact(exchange.results["layer"], torch.zeros(2, 5, 8))
+    assert outcome.replaced == 1 and outcome.numbers[0] == 0
+    assert group.moments is None or not group.moments.updates.any()
 
 
 ADAM = [{"lr": RATE, "betas": (0.8, 0.9), "eps": 0.1}]
@@ -233,68 +307,6 @@ def test_kernels_get_memory_without_gaps(layers, blocks, monkeypatch):
     assert called == ["adam_step_", "finish_direction_"]
 
 
-def test_layers_of_two_domains_have_places_of_their_own_in_what_the_optimizer_is_told():
-    """Also on a rank that holds no slice of the first one's."""
-    dense = make(AdamDirection, layers="abc", groups=ADAM)
-    optimizer = dense.optimizer
-    experts = make(AdamDirection, layers="d", groups=ADAM, optimizer=optimizer)
-    for direction, flags in ((dense, [True, False, True]), (experts, [True])):
-        direction.finish(StepContext(0, ADAM), Outcome(), [torch.tensor(4.0)], torch.tensor(flags))
-    assert optimizer.used.tolist() == [1, 0, 1, 1]
-
-
-def test_the_optimizer_is_told_which_layers_of_all_ranks_a_step_used():
-    direction = make(AdamDirection, layers="abc", groups=ADAM)
-    flags = torch.tensor([True, False, True])
-    assert direction.finish(StepContext(0, ADAM), Outcome(), [torch.tensor(4.0)], flags) is None
-    assert direction.optimizer.used.tolist() == [1, 0, 1]
-    assert direction.last == (4.0, RATE)
-
-
-def test_slices_of_frozen_parameters_do_not_decay():
-    """Those of the other parameters, and of another domain's layers, are told again."""
-    direction = make(AdamDirection, groups=ADAM)
-    master, other_master = torch.zeros(14), torch.zeros(3)
-    other = [LayerSlice(0, 3, 7)]
-    optimizer = SimpleNamespace(slices={other_master: other}, used=torch.ones(8))
-    weight, bias = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
-    exchange = direction.exchange
-    exchange.plan = SimpleNamespace(of_layer={"a": (0, 1)})
-    exchange.params = {"a": [weight, bias]}
-    exchange.shards = {0: [Shard(0, 0, 9, 0, 0, 2)], 1: [Shard(1, 0, 3, 0, 0, 11)]}
-    exchange.layout.master = lambda shard: master
-    direction.optimizer = optimizer
-    step = partial(
-        direction.finish,
-        StepContext(0, ADAM),
-        Outcome(),
-        [torch.tensor(4.0)],
-        torch.tensor([True]),
-    )
-    for trained, expected in (
-        (True, [(2, 9, 0), (11, 3, 0)]),
-        (False, [(2, 9, 0)]),
-        (True, [(2, 9, 0), (11, 3, 0)]),
-    ):
-        bias.requires_grad_(trained)
-        step()
-        assert optimizer.slices == {other_master: other, master: expected}
-
-
-def test_a_later_domain_has_places_of_its_own_where_the_rank_has_no_slice_of_the_first_one():
-    """As where ZeRO gives a rank nothing of a few small layers: else flags of both would be written
-    to one place."""
-    first = make(AdamDirection, layers="abc", groups=ADAM)
-    optimizer = first.optimizer
-    assert optimizer.slices == {}, "the exchange has no shards"
-    plan = planned({"preconditioner": {"kl_clip": 0.001}, "adam": PLAIN}, batched=False)
-    plan.layers = (linear_layer("d", COLUMNS, ROWS),)
-    second = AdamDirection(plan, exchange_of(plan.layers), optimizer)
-    for direction, flags in ((first, [True, False, True]), (second, [True])):
-        direction.finish(StepContext(0, ADAM), Outcome(), [torch.tensor(4.0)], torch.tensor(flags))
-    assert optimizer.used.tolist() == [1, 0, 1, 1]
-
-
 def test_adam_takes_the_betas_of_the_layers_own_group():
     groups = [
         {"lr": RATE, "betas": (0.8, 0.9), "eps": 0.1},
@@ -320,20 +332,6 @@ def test_a_batch_without_terms_leaves_those_of_the_last(terms, kept):
     kfac = SimpleNamespace(places={"a": (group, 0)}, curvature=SimpleNamespace(of_layer={}))
     KFACPreconditioner._rebase(kfac, update)
     assert group.state(0).terms == kept
-
-
-@pytest.mark.parametrize("experts", [1, 2])
-def test_orthogonalized_rows_are_put_back_where_they_lay(experts):
-    """A head's queries and keys follow each other: the rows of a map lie apart."""
-    direction = make(AdamDirection, adam=ORTHOGONAL, groups=ADAM)
-    layers = [replace(linear_layer(name, 4, 6), blocks=(1, 2)) for name in "ab"[:experts]]
-    step = GroupStep(LayerGroup(layers), slice(0, experts), direction.config.adam, 1.0, CPU)
-    step.x_nOI = torch.randn((experts, 6, 4), generator=torch.Generator().manual_seed(0))
-    before = step.x_nOI.clone()
-    direction._orthogonalize([step])
-    for rows in ([0, 3], [1, 2, 4, 5]):
-        orthogonal_factors([wanted := before[:, rows].contiguous()])
-        close(step.x_nOI[:, rows], wanted, sums=100, what=str(rows))
 
 
 @pytest.mark.parametrize("batched", [False, True])
