@@ -1,6 +1,7 @@
 """Run a function on several ranks: plain processes with gloo, no launcher, results by file.
 
     results = run_ranks("tests.deepspeed.worker:main", world=2, payload={...})   # one per rank
+    @on_ranks(2)                                        # the whole test runs, and asserts, there
     result = run_alone("tests.deepspeed.worker:main", device="cuda", payload={...})   # NCCL
 
 Ranks are forked from a server process that has imported torch and deepspeed once, which alone takes
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -95,6 +96,39 @@ def run_ranks(
             ]
             raise AssertionError(f"{target} on {world} ranks did not finish\n" + "\n".join(logs))
         return [pickle.loads(result.read_bytes()) for result in results]
+
+
+def on_ranks(world: int, **options):
+    """Run a test's body on so many ranks, with the test's arguments. It fails if it fails on any.
+
+    Each rank makes and checks its own engines, so that nothing travels back but the largest
+    difference / allowed of ``tests/close.py``.
+
+    Args:
+        options: of :func:`run_ranks`.
+    """
+
+    def decorate(test):
+        @wraps(test)
+        def launched(**arguments):
+            from tests.close import record
+
+            payload = test.__module__, test.__name__, arguments
+            for ratio in run_ranks("tests.ranks:body", world=world, payload=payload, **options):
+                record(ratio)
+
+        return launched
+
+    return decorate
+
+
+def body(payload: tuple[str, str, dict]) -> float:
+    """What :func:`on_ranks` starts on each rank."""
+    from tests.close import RATIOS
+
+    module, name, arguments = payload
+    getattr(importlib.import_module(module), name).__wrapped__(**arguments)
+    return max(RATIOS.values(), default=0.0)
 
 
 def run_alone(target: str, *, device: str, payload=None, timeout: float = 900):
