@@ -98,13 +98,14 @@ def run_ranks(
         return [pickle.loads(result.read_bytes()) for result in results]
 
 
-def on_ranks(world: int, **options):
+def on_ranks(world: int | None = None, **options):
     """Run a test's body on so many ranks, with the test's arguments. It fails if it fails on any.
 
     Each rank makes and checks its own engines, so that nothing travels back but the largest
     difference / allowed of ``tests/close.py``.
 
     Args:
+        world: number of ranks; None: the test's argument ``world``.
         options: of :func:`run_ranks`.
     """
 
@@ -113,8 +114,9 @@ def on_ranks(world: int, **options):
         def launched(**arguments):
             from tests.close import record
 
+            ranks = world or arguments["world"]
             payload = test.__module__, test.__name__, arguments
-            for ratio in run_ranks("tests.ranks:body", world=world, payload=payload, **options):
+            for ratio in run_ranks("tests.ranks:body", world=ranks, payload=payload, **options):
                 record(ratio)
 
         return launched
@@ -129,6 +131,16 @@ def body(payload: tuple[str, str, dict]) -> float:
     module, name, arguments = payload
     getattr(importlib.import_module(module), name).__wrapped__(**arguments)
     return max(RATIOS.values(), default=0.0)
+
+
+def on_rank_0(action, *given) -> None:
+    """Do something with files while the other ranks wait."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    if dist.get_rank() == 0:
+        action(*given)
+    dist.barrier()
 
 
 def run_alone(target: str, *, device: str, payload=None, timeout: float = 900):
