@@ -61,6 +61,7 @@ def run_ranks(
     Raises:
         AssertionError: a rank died or timed out; the message ends with the ranks' output.
     """
+    __tracebackhide__ = True  # of a failure only the ranks' output says something
     with tempfile.TemporaryDirectory() as name:
         folder, port = Path(name), str(free_port())
         (folder / "payload").write_bytes(pickle.dumps(payload))
@@ -114,6 +115,7 @@ def on_ranks(world: int | None = None, **options):
         def launched(**arguments):
             from tests.close import record
 
+            __tracebackhide__ = True
             ranks = world or arguments["world"]
             payload = test.__module__, test.__name__, arguments
             for ratio in run_ranks("tests.ranks:body", world=ranks, payload=payload, **options):
