@@ -49,14 +49,12 @@ class Program(nn.Module):
         widths: of linear layers, or of several one after the other, by name.
         stage: of ZeRO.
         unfit: layers whose gradient is not that of their rows, which are told.
-        parted: layers with one A that later have different inputs.
     """
 
     widths: dict[str, tuple[int, ...]] = {"net": (D, 9, C)}
     accumulation = 1
     stage = 0
     unfit = frozenset[str]()
-    parted = frozenset[str]()
 
     def __init__(self) -> None:
         super().__init__()
@@ -426,24 +424,6 @@ class Turned(Program):
         return self.head(x + F.pad(self.last(x).mT, (0, -1)))
 
 
-class Attends(Program):
-    """A text attends to itself, and later to another one: then q and k, which share their A, have
-    two inputs."""
-
-    widths = dict.fromkeys(("embed", "q", "k", "out"), (8, 8))
-    parted = frozenset({"q", "k"})
-
-    def forward(self, x, other=None):
-        x = self.embed(x)
-        other = x if other is None else self.embed(other)
-        return self.out((self.q(x) @ self.k(other).mT).softmax(-1) @ other)
-
-    def run(self, engine, step):
-        other = data(step, 3, 5, 8, k=1) if step else None
-        engine.backward(engine(data(step, 3, 4, 8), other).square().mean())
-        engine.step()
-
-
 class Raw(Program):
     """Two matrices that a method of the model multiplies by, in a checkpoint or not."""
 
@@ -473,7 +453,7 @@ class RawReentrant(Raw):
 
 
 RIGHT = [Reversible, Meta, Weighed, Offloaded, BothWays, OneRow]
-RIGHT += [Boxes, Frozen, FrozenPlain, Rejected, Nested, Compiled, Attends]
+RIGHT += [Boxes, Frozen, FrozenPlain, Rejected, Nested, Compiled]
 RIGHT += [Whole, Tiled, TiledReentrant, Turned]
 UNFIT = [SecondOrder, Sharp, Critic]
 
@@ -521,9 +501,7 @@ def test_every_layer_has_the_factors_of_plain_autograd():
             what = f"{kind.__name__} in step {step}"
             assert not unfit and factors.keys() == expected.keys(), (what, unfit)
             for name, (A, G, *_) in expected.items():
-                if not step or name not in kind.parted:
-                    close(factors[name][0], A, sums=1000, what=f"A of {name}: {what}")
-                close(factors[name][1], G, sums=1000, what=f"G of {name}: {what}")
+                close(factors[name], [A, G], sums=1000, what=f"A and G of {name}: {what}")
 
 
 @on_ranks(1)
