@@ -202,7 +202,8 @@ def in_halves(bits: str, *, fused: bool):
         yield {}
         return
     with patched(Mode("z0-halves", 0, bits, fused=fused, adam=True)):
-        scale = {"initial_scale_power": 8} if bits == "fp16" else {}
+        # it grows in four steps
+        scale = {"initial_scale_power": 8, "loss_scale_window": 2} if bits == "fp16" else {}
         yield {bits: {"enabled": True, **scale}}
 
 
