@@ -1,8 +1,6 @@
 """What ``engine.kfac.explain`` says of a layer, against what a run did to it; one rank alone may
 ask."""
 
-import contextlib
-import io
 from functools import partial
 from unittest.mock import patch
 
@@ -177,13 +175,12 @@ def explained(*, layer="middle", model=None, block=(), event=None, after=0, step
     Args:
         after: steps before the event.
     """
-    with contextlib.redirect_stderr(io.StringIO()):
-        kfac = {**KFAC, **dict(block)}
-        engine = build(BY_NAME["z2"], 1, model=model() if model else None, kfac=kfac)
-        train(engine, 1, after)
-        if event:
-            event(engine)
-        train(engine, 1, steps)
+    kfac = {**KFAC, **dict(block)}
+    engine = build(BY_NAME["z2"], 1, model=model() if model else None, kfac=kfac)
+    train(engine, 1, after)
+    if event:
+        event(engine)
+    train(engine, 1, steps)
     return engine.kfac.explain(layer)
 
 

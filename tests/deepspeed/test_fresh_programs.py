@@ -1,9 +1,7 @@
 """Programs as others write them, each a kind of its own: A and G of every layer in every captured
 step are those of plain autograd, or the layers are told that do not fit."""
 
-import contextlib
 import copy
-import io
 from collections.abc import Iterator
 from itertools import pairwise
 from unittest.mock import patch
@@ -472,7 +470,7 @@ def steps_of(kind: type[Program]) -> Iterator[tuple[set[str], dict, dict]]:
                 seen[key] = own.sum_P / rows if key.endswith("/A") else own.sum_P * passes
         return plain_reduce(self, sums)
 
-    with contextlib.redirect_stderr(io.StringIO()), patch.object(Reducer, "reduce", reduce):
+    with patch.object(Reducer, "reduce", reduce):
         mode = Mode("", kind.stage, kfac=EVERY_STEP)
         engine = build(mode, kind.accumulation, model=model, optimizer=STILL)
         kfac = engine.kfac.preconditioner

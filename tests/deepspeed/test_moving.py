@@ -2,7 +2,6 @@
 checkpoint."""
 
 import contextlib
-import io
 import os
 import subprocess
 import sys
@@ -60,13 +59,12 @@ def engine_of(kind: str, stage: int, *, seed: int = 0, model=None, parameters=No
         partitioned = deepspeed.zero.Init(config_dict_or_path=config)
         with partitioned if stage == 3 else contextlib.nullcontext():
             model = make_net(seed=seed)
-    with contextlib.redirect_stdout(io.StringIO()):
-        return ds_kfac.initialize(
-            model=model,
-            model_parameters=parameters or model.parameters(),
-            config=config,
-            lr_scheduler=None if "scheduler" in more else PerStep,
-        )[0]
+    return ds_kfac.initialize(
+        model=model,
+        model_parameters=parameters or model.parameters(),
+        config=config,
+        lr_scheduler=None if "scheduler" in more else PerStep,
+    )[0]
 
 
 def converted(tags: list[Path]) -> None:

@@ -55,8 +55,7 @@ def engine_of(stage: int, way: str, schedules=None, *, initialize=ds_kfac.initia
         if schedules:
             given["lr_scheduler"] = schedules
     config = config_of(stage, **{"optimizer": NAMED if way == "named" else None, **more})
-    with contextlib.redirect_stderr(io.StringIO()):
-        engine, *_ = initialize(model=model, config=config, **given)
+    engine, *_ = initialize(model=model, config=config, **given)
     engine.given = given.get("optimizer")
     return engine
 
