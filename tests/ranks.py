@@ -1,6 +1,7 @@
 """Run a function on several ranks: plain processes with gloo, no launcher, results by file.
 
     results = run_ranks("tests.deepspeed.worker:main", world=2, payload={...})   # one per rank
+    @on_ranks(2)                                        # the whole test runs, and asserts, there
     result = run_alone("tests.deepspeed.worker:main", device="cuda", payload={...})   # NCCL
 
 Ranks are forked from a server process that has imported torch and deepspeed once, which alone takes
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,6 +61,7 @@ def run_ranks(
     Raises:
         AssertionError: a rank died or timed out; the message ends with the ranks' output.
     """
+    __tracebackhide__ = True  # of a failure only the ranks' output says something
     with tempfile.TemporaryDirectory() as name:
         folder, port = Path(name), str(free_port())
         (folder / "payload").write_bytes(pickle.dumps(payload))
@@ -95,6 +97,52 @@ def run_ranks(
             ]
             raise AssertionError(f"{target} on {world} ranks did not finish\n" + "\n".join(logs))
         return [pickle.loads(result.read_bytes()) for result in results]
+
+
+def on_ranks(world: int | None = None, **options):
+    """Run a test's body on so many ranks, with the test's arguments. It fails if it fails on any.
+
+    Each rank makes and checks its own engines, so that nothing travels back but the largest
+    difference / allowed of ``tests/close.py``.
+
+    Args:
+        world: number of ranks; None: the test's argument ``world``.
+        options: of :func:`run_ranks`.
+    """
+
+    def decorate(test):
+        @wraps(test)
+        def launched(**arguments):
+            from tests.close import record
+
+            __tracebackhide__ = True
+            ranks = world or arguments["world"]
+            payload = test.__module__, test.__name__, arguments
+            for ratio in run_ranks("tests.ranks:body", world=ranks, payload=payload, **options):
+                record(ratio)
+
+        return launched
+
+    return decorate
+
+
+def body(payload: tuple[str, str, dict]) -> float:
+    """What :func:`on_ranks` starts on each rank."""
+    from tests.close import RATIOS
+
+    module, name, arguments = payload
+    getattr(importlib.import_module(module), name).__wrapped__(**arguments)
+    return max(RATIOS.values(), default=0.0)
+
+
+def on_rank_0(action, *given) -> None:
+    """Do something with files while the other ranks wait."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    if dist.get_rank() == 0:
+        action(*given)
+    dist.barrier()
 
 
 def run_alone(target: str, *, device: str, payload=None, timeout: float = 900):

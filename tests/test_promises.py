@@ -174,7 +174,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             f"{VERSIONS}test_what_a_version_mended_is_a_known_fault_of_those_before",
         ),
         "before 0.19.4 | pipelines, accumulation": (
-            f"{VERSIONS}test_pipelines_of_several_micro_batches_are_a_known_fault_of_old_versions",
+            f"{VERSIONS}test_what_a_version_mended_is_a_known_fault_of_those_before",
         ),
         "all | ZeRO with torch's Adagrad": (REFUSED,),
         "up to 0.19.4 | ZeRO 1 with `grad_accum_dtype`": (

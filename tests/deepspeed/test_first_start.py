@@ -17,27 +17,37 @@ from ds_kfac.engine import entry
 from tests.deepspeed.said import heard
 from tests.ranks import ROOT, free_port
 
-FIRST = """
-import torch, deepspeed, ds_kfac
-model = torch.nn.Linear(3, 3)
-config = {"train_micro_batch_size_per_gpu": 1, "optimizer": OPTIMIZER, "kfac": {}}
-ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=config)
-"""
+SHM, ADAM = "deepspeed_shm_comm", "fused_adam"
+REMEDIES = {SHM: f'deepspeed.ops.__compatible_ops__["{SHM}"] = False', ADAM: '"torch_adam": true'}
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
 TORCH_ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
-SHM, ADAM = "deepspeed_shm_comm", "fused_adam"
+KFAC_ADAMW = {"type": "KFACAdamW", "params": {"torch_adam": True}}
 
 
-def environment_without(*variables: str) -> dict[str, str]:
-    """Return the environment without these variables."""
-    return {key: value for key, value in os.environ.items() if key not in variables}
+def started(
+    folder: Path, optimizer: dict, environment: dict[str, str], *options: str, shm: bool = False
+) -> subprocess.CompletedProcess:
+    """Train a model in a process of its own, with ds_kfac of this checkout.
 
-
-def started(script: Path, environment: dict[str, str], *options: str):
-    """Run a script in a process of its own, with ds_kfac of this checkout."""
+    Args:
+        environment: variables in addition to those of the tests without a launcher's.
+        options: of Python.
+        shm: whether DeepSpeed takes its communication by shared memory for compatible.
+    """
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": optimizer, "kfac": {}}
+    lines = [
+        "import torch, deepspeed, ds_kfac",
+        f"deepspeed.ops.__compatible_ops__['{SHM}'] = {shm}",
+        "model = torch.nn.Linear(3, 3)",
+        f"config = {config!r}",
+        "ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=config)",
+    ]
+    (folder / "train.py").write_text("\n".join(lines))
+    kept = {k: v for k, v in os.environ.items() if k not in (*RANK_VARIABLES, *OTHER_LAUNCHERS)}
+    kept |= {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     return subprocess.run(
-        [sys.executable, *options, str(script)],
-        env=environment | {"PYTHONPATH": str(ROOT)},
+        [sys.executable, *options, str(folder / "train.py")],
+        env=kept | environment,
         capture_output=True,
         text=True,
         timeout=300,
@@ -47,34 +57,21 @@ def started(script: Path, environment: dict[str, str], *options: str):
 
 @pytest.mark.parametrize(
     "optimizer, launched, ops",
-    [
-        (ADAMW, True, (SHM, ADAM)),
-        (TORCH_ADAMW, True, (SHM,)),
-        (ADAMW, False, (ADAM,)),
-    ],
+    [(ADAMW, True, (SHM, ADAM)), (TORCH_ADAMW, True, (SHM,)), (ADAMW, False, (ADAM,))],
 )
 def test_what_will_be_compiled_is_said_before_with_the_remedy(optimizer, launched, ops, tmp_path):
     """The compiler fails at once, and so does the run."""
-    script = tmp_path / "train.py"
-    imports, rest = FIRST.replace("OPTIMIZER", repr(optimizer)).split("ds_kfac\n", 1)
-    script.write_text(f"{imports}ds_kfac\ndeepspeed.ops.__compatible_ops__['{SHM}'] = True\n{rest}")
-    kept = environment_without(*RANK_VARIABLES, *OTHER_LAUNCHERS)
+    environment = {"CXX": "false", "TORCH_EXTENSIONS_DIR": str(tmp_path / "builds")}
     if launched:
-        kept |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        kept["MASTER_PORT"] = str(free_port())
-    kept |= {"DS_ACCELERATOR": "cpu", "CXX": "false"}
-    kept["TORCH_EXTENSIONS_DIR"] = str(tmp_path / "builds")
-    run = started(script, kept)
+        environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    run = started(tmp_path, optimizer, environment, shm=True)
     lines = [line for line in run.stderr.splitlines() if line.startswith("ds_kfac")]
     line = lines[0 if launched else 1]  # without a launcher the first says so
-    assert line.startswith(
-        f"ds_kfac: WARNING: DeepSpeed now compiles {' and '.join(ops)} below {tmp_path / 'builds'}"
-    )
-    assert "minutes" in line and all(remedy in line for op, remedy in WITHOUT.items() if op in ops)
+    compiles = f"DeepSpeed now compiles {' and '.join(ops)} below {tmp_path / 'builds'}"
+    assert line.startswith(f"ds_kfac: WARNING: {compiles}")
+    assert "minutes" in line and all(REMEDIES[op] in line for op in ops)
     assert run.returncode != 0, "it was compiled"
-
-
-WITHOUT = {SHM: f'deepspeed.ops.__compatible_ops__["{SHM}"] = False', ADAM: '"torch_adam": true'}
 
 
 def test_a_rank_is_warned_by_enable_and_a_launcher_is_not(monkeypatch, tmp_path):
@@ -94,36 +91,16 @@ def test_a_rank_is_warned_by_enable_and_a_launcher_is_not(monkeypatch, tmp_path)
         assert len(said) == 1 and SHM in said[0], "once"
 
 
-SCRIPT = """
-import deepspeed, torch
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-import ds_kfac
-model = torch.nn.Linear(3, 3)
-config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "KFACAdamW", "params": {"torch_adam": True}}}
-ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=config)
-"""  # noqa: E501
-
-
 @pytest.mark.skipif(
     bool(importlib.util.find_spec("mpi4py")),
     reason="with mpi4py DeepSpeed starts without a launcher",
 )
 def test_where_a_launchers_variables_are_incomplete_it_is_said_how_to_start(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    kept = environment_without("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    kept["WORLD_SIZE"] = "1"
-    run = started(script, kept)
-    assert run.returncode == 1
-    assert (
-        "no launcher has started this process" in run.stderr
-        and "start it with `deepspeed train.py`" in run.stderr
-    )
+    run = started(tmp_path, KFAC_ADAMW, {"WORLD_SIZE": "1"})
+    assert run.returncode == 1 and "no launcher has started this process" in run.stderr
+    assert "start it with `deepspeed train.py`" in run.stderr
 
 
 def test_python_without_asserts_attaches(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    kept = environment_without("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    run = started(script, kept | {"DS_ACCELERATOR": "cpu"}, "-O")
+    run = started(tmp_path, KFAC_ADAMW, {}, "-O")
     assert run.returncode == 0 and "ds_kfac steps 100%" in run.stderr, run.stderr[-2000:]

@@ -1,10 +1,7 @@
 """DeepSpeed's own doors to gradients and states give and take the same with K-FAC as without; what
 DeepSpeed handed out is filled, never replaced."""
 
-import contextlib
-import io
 from collections.abc import Mapping
-from functools import partial
 
 import pytest
 import torch
@@ -23,58 +20,40 @@ from deepspeed.utils import (
 import ds_kfac
 from ds_kfac.step import proving
 from tests.choices import chosen
-from tests.close import close
+from tests.close import close, exact
 from tests.deepspeed.modes import BY_NAME, KFAC
 from tests.deepspeed.runs import build, micro_batches, patched, train, weights
 from tests.deepspeed.said import error_of
 from tests.models import make_net
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.distributed
-MODES = [
-    "z0",
-    "z0-bf16",
-    "z0-fp16-fused",
-    "z1",
-    "z1-offload",
-    "z1-bf16-accum32",
-    "z2",
-    "z2-not_contiguous",
-    "z2-offload",
-    "z2-fp16",
-    "z2-bf16-accum32",
-    "z2-bf16-offload",
-    "z3",
-    "z3-offload",
-    "z3-fp16",
-]
+MODES = ["z0", "z0-bf16", "z0-fp16-fused", "z1", "z1-offload", "z1-bf16-accum32", "z2"]
+MODES += ["z2-not_contiguous", "z2-offload", "z2-fp16", "z2-bf16-accum32", "z2-bf16-offload"]
+MODES += ["z3", "z3-offload", "z3-fp16"]
 OFF = {"kfac": {"enabled": False}}
 
 
-def attach(engine, block=KFAC):
-    with (
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(io.StringIO()),
-        chosen(block) as config,
-    ):
-        return ds_kfac.attach(engine, config)
+def attach(engine) -> None:
+    with chosen(KFAC) as config:
+        ds_kfac.attach(engine, config)
 
 
-def objects(thing, where: str = "", depth: int = 5) -> dict[str, object]:
+def objects(thing, where: str, depth: int = 5) -> dict[str, object]:
     """Every container and tensor that is reached through attributes, keys and places, by its way
     there."""
-    found: dict[str, object] = {}
     if isinstance(thing, Mapping):
         inside = {f"{where}[{index}]": value for index, value in enumerate(thing.values())}
     elif isinstance(thing, (list, tuple)):
         inside = {f"{where}[{index}]": value for index, value in enumerate(thing)}
     else:
         inside = {f"{where}.{name}": value for name, value in vars(thing).items()}
+    found: dict[str, object] = {}
     for way, value in inside.items():
         if isinstance(value, torch.Tensor):
-            found |= {way: value} | (
-                {f"{way}.grad": value.grad} if value.is_leaf and value.grad is not None else {}
-            )
+            found[way] = value
+            if value.is_leaf and value.grad is not None:
+                found[f"{way}.grad"] = value.grad
         elif isinstance(value, (dict, list, tuple, set)):
             found[way] = value
             if depth and not isinstance(value, set) and len(value) < 200:
@@ -83,49 +62,36 @@ def objects(thing, where: str = "", depth: int = 5) -> dict[str, object]:
 
 
 def handed_out(engine) -> dict[str, object]:
-    found = objects(engine.optimizer, "optimizer") | objects(
-        engine.basic_optimizer, "basic_optimizer"
-    )
+    found = objects(engine.optimizer, "optimizer") | objects(engine.basic_optimizer, "inner")
     found |= objects(engine, "engine", 2) | objects(engine.engine_timers, "engine_timers")
     for name, param in engine.module.named_parameters():
-        found |= objects(param, name) | (
-            {f"{name}.grad": param.grad} if param.grad is not None else {}
-        )
+        found |= objects(param, name)
+        if param.grad is not None:
+            found[f"{name}.grad"] = param.grad
         mapping = getattr(param, "_hp_mapping", None)
         if mapping is not None:
             found |= objects(mapping, f"{name}._hp_mapping")
     return found
 
 
-def containers_worker(names: list[str]) -> dict:
-    results = {}
-    for name in names:
+@on_ranks(2)
+def test_nothing_that_deepspeed_handed_out_is_replaced():
+    for name in MODES:
         engine = build(BY_NAME[name], 1, **OFF)
-        found = []
         for steps in (0, 2):
             with patched(BY_NAME[name]):
                 train(engine, 1, steps=steps)
             before = handed_out(engine)
+            assert len(before) > 30, name
             attach(engine)
             during = handed_out(engine)
             engine.kfac.detach()
             after = handed_out(engine)
-            for at, now in (("attached", during), ("detached", after)):
-                found += [
-                    (at, steps, way) for way, thing in before.items() if now.get(way) is not thing
-                ]
-            found += [("left", steps, way) for way in after.keys() - before.keys()]
-        results[name] = len(before), found
+            for now in (during, after):
+                replaced = [way for way, thing in before.items() if now.get(way) is not thing]
+                assert not replaced, (name, steps, replaced)
+            assert not after.keys() - before.keys(), (name, steps)
         engine.destroy()
-    return results
-
-
-def test_nothing_that_deepspeed_handed_out_is_replaced():
-    for result in run_ranks(
-        "tests.deepspeed.test_gradient_access:containers_worker", world=2, payload=MODES
-    ):
-        for name, (reached, found) in result.items():
-            assert reached > 30 and not found, (name, found)
 
 
 def gradients(engine, accumulation: int, step: int) -> dict[str, torch.Tensor | None]:
@@ -144,199 +110,118 @@ def gradients(engine, accumulation: int, step: int) -> dict[str, torch.Tensor | 
 
 def put(engine, value: float) -> dict[str, torch.Tensor]:
     """Other gradients, and what DeepSpeed gives then."""
-    for param in engine.module.parameters():
+    named = dict(engine.module.named_parameters())
+    for param in named.values():
         # its safe_set_full_grad fails where a parameter is padded
         if engine.zero_optimization_stage() == 3:
             local = safe_get_local_grad(param)
             safe_set_local_grad(param, torch.full_like(local, value))
         else:
             safe_set_full_grad(param, torch.full(param.shape, value))
-    return {
-        name: safe_get_full_grad(p).detach().clone() for name, p in engine.module.named_parameters()
-    }
+    return {name: safe_get_full_grad(param).detach().clone() for name, param in named.items()}
 
 
-def same(given: list[dict]) -> list[str]:
-    """Names under which two engines give different things."""
-    plain, ours = given
-    both = plain.keys() | ours.keys()
-    return [n for n in both if plain[n] is not ours[n] and not torch.equal(plain[n], ours[n])]
-
-
-def access_worker(cases: list[tuple[str, int]]) -> dict:
+@on_ranks(2)
+def test_gradients_are_got_and_set_as_without_kfac():
     proving.RAISES = False  # a gradient that is set is not that of the rows
-    # a step tells its gradient
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.0}}, "gradient_clipping": 0.0}
-    results = {}
-    for name, accumulation in cases:
-        mode, found = BY_NAME[name], {}
+    for name, accumulation in [*((name, 2) for name in MODES), *((name, 1) for name in MODES[::3])]:
+        mode = BY_NAME[name]
         with patched(mode):
             plain, ours = engines = [build(mode, accumulation, **sgd, **OFF) for _ in range(2)]
-
-            def step(
-                number: int,
-                value: float | None,
-                engines=engines,
-                case=(name, accumulation),
-                found=found,
-            ) -> None:
-                # of BF16_Optimizer only a staging copy can be set, which does not move anything
-                moves = value is not None and case[0] != "z1-bf16-accum32"
-                found["get", number] = same(
-                    [gradients(engine, case[1], number) for engine in engines]
-                )
+            for step, value in enumerate((None, 0.0, None, 0.25)):
+                if step in (0, 3):
+                    attach(ours)
+                elif step == 2:
+                    ours.kfac.detach()
+                case = f"{name} accumulation {accumulation} step {step}"
+                got = [gradients(engine, accumulation, step) for engine in engines]
+                exact(got[1], got[0], what=case)
                 if value is not None:
-                    found["set", number] = same([put(engine, value) for engine in engines])
-                for engine in engines:
+                    exact(put(ours, value), put(plain, value), what=case)
+                # of BF16_Optimizer only a staging copy can be set, which does not move anything
+                moves = value is not None and name != "z1-bf16-accum32"
+                for engine in engines:  # a step tells its gradient
                     for group in engine.optimizer.param_groups:
                         group["lr"] = 0.5 if moves else 0.0
                     engine.step()
-                if moves:
-                    left = [weights(engine) for engine in engines]
-                    if value:  # K-FAC steps its layers otherwise
-                        left = [
-                            {n: w for n, w in whole.items() if n.startswith("norm")}
-                            for whole in left
-                        ]
-                    found["stepped", number] = same(left)
-
-            attach(ours)
-            step(0, None)
-            step(1, 0.0)
-            ours.kfac.detach()
-            step(2, None)
-            attach(ours)
-            step(3, 0.25)
-        results[name, accumulation] = found
-        plain.destroy(), ours.destroy()
-    return results
+                if moves:  # K-FAC steps its layers otherwise
+                    trained = [weights(engine) for engine in engines]
+                    names = [n for n in trained[0] if value == 0.0 or n.startswith("norm")]
+                    exact(*({n: own[n] for n in names} for own in trained), what=case)
+        plain.destroy()
+        ours.destroy()
 
 
-CASES = [(name, 2) for name in MODES] + [(name, 1) for name in MODES[::3]]
-
-
-def test_gradients_are_got_and_set_as_without_kfac():
-    for result in run_ranks(
-        "tests.deepspeed.test_gradient_access:access_worker", world=2, payload=CASES
-    ):
-        for case, found in result.items():
-            assert all(not names for names in found.values()) and len(found) >= 6, (case, found)
-
-
-def middle_worker(names: list[str]) -> dict:
-    """Attaching in the middle of a step of two micro-batches: what it says, at which point."""
-    results = {}
-    for name in names:
-        mode, said = BY_NAME[name], {}
+@on_ranks(2)
+def test_attaching_in_the_middle_of_a_step_is_refused_and_loses_nothing():
+    """Of two micro-batches."""
+    refusal = "middle of a step: there is a gradient that no step has taken yet"
+    for name in (*MODES, "z1-bf16-accum32-late", "z1-fp16-accum32"):
+        mode = BY_NAME[name]
         with patched(mode):
             plain, asked = build(mode, 2, **OFF), build(mode, 2, **OFF)
             dtype = plain.get_data_types()[0]
 
-            def ask(point: str, engine=asked, said=said) -> None:
-                try:
-                    attach(engine)
-                    said[point] = "attached"
+            def refused(engine=asked) -> bool:
+                said = error_of(lambda: attach(engine))
+                if not said:
                     engine.kfac.detach()
-                except ValueError as error:
-                    said[point] = str(error)
+                return refusal in said
 
-            ask("new")
+            assert not refused(), name
             for step in range(2):
                 for place, (x, y) in enumerate(micro_batches(step, 2)):
                     losses = [engine(x.to(dtype), y) for engine in (plain, asked)]
-                    if place:
-                        ask(f"{step}.{place} after the forward")
+                    assert not place or refused(), name
                     plain.backward(losses[0]), asked.backward(losses[1])
-                    ask(f"{step}.{place} before engine.step()")
+                    assert refused(), name
                     plain.step(), asked.step()
-                    ask(f"{step}.{place} after engine.step()")
-            expected = weights(plain)
-            said["trains on"] = all(torch.equal(w, expected[n]) for n, w in weights(asked).items())
-        results[name] = said
-        plain.destroy(), asked.destroy()
-    return results
+                    assert refused() == (place == 0), (name, step)
+            exact(weights(asked), weights(plain), what=name)
+        plain.destroy()
+        asked.destroy()
 
 
-def test_attaching_in_the_middle_of_a_step_is_refused_and_loses_nothing():
-    modes = [*MODES, "z1-bf16-accum32-late", "z1-fp16-accum32"]
-    for result in run_ranks(
-        "tests.deepspeed.test_gradient_access:middle_worker", world=2, payload=modes
-    ):
-        for name, said in result.items():
-            assert said.pop("trains on"), name
-            for point, text in said.items():
-                ends = point == "new" or point.endswith(".1 after engine.step()")
-                assert ends == (text == "attached"), (name, point, text)
-                assert (
-                    ends
-                    or "middle of a step: there is a gradient that no step has taken yet" in text
-                ), (name, text)
+def set_full(param, key: str) -> None:
+    shape = getattr(param, "ds_shape", param.shape)
+    safe_set_full_optimizer_state(param, torch.ones(shape), key)
 
 
-def states_worker(names: list[str]) -> dict:
-    results = {}
-    for name in names:
-        mode, found = BY_NAME[name], {}
-        with patched(mode):
-            engine = build(mode, 1, gradient_clipping=0.0)
-            # after one step, by beta 0.8
-            moments = {n: 0.2 * g.float() for n, g in gradients(engine, 1, 0).items()}
-            engine.step()
-        layers = {id(param) for param in engine.kfac.preconditioner.layout.params}
-        for parameter, param in engine.module.named_parameters():
-            shape = getattr(param, "ds_shape", param.shape)
-            doors = [
-                safe_get_full_optimizer_state,
-                partial(safe_set_full_optimizer_state, value=torch.ones(shape)),
-            ]
-            if mode.stage == 3:
-                part = torch.ones_like(param.ds_tensor)
-                doors += [
-                    safe_get_local_optimizer_state,
-                    partial(safe_set_local_optimizer_state, value=part),
-                ]
-            for place, door in enumerate(doors):
-                if id(param) in layers:
-                    found[parameter, place] = error_of(
-                        lambda door=door, p=param: door(p, optim_state_key="exp_avg")
-                    )
-            if id(param) not in layers:
-                state = safe_get_full_optimizer_state(param, "exp_avg")
-                found[parameter, "moment"] = state, moments[parameter]
-        found["others"] = {
-            n: safe_get_full_fp32_param(p).shape for n, p in engine.module.named_parameters()
-        }
-        results[name] = found
-        engine.destroy()
-    return results
+def set_local(param, key: str) -> None:
+    safe_set_local_optimizer_state(param, torch.ones_like(param.ds_tensor), key)
 
 
+STATES = ["adam-z1", "adam-z2", "adam-z2-groups", "adam-z2-offload", "adam-z3", "adam-z3-offload"]
+STATES += ["adam-z1-bf16-accum32"]
+
+
+@on_ranks(2, timeout=90)
 def test_states_of_kfacs_parameters_are_refused_on_every_rank_and_those_of_others_are_there():
     """Else two of two ranks in ZeRO-1/2: one that raised, one that waited for it."""
-    names = [
-        "adam-z1",
-        "adam-z2",
-        "adam-z2-groups",
-        "adam-z2-offload",
-        "adam-z3",
-        "adam-z3-offload",
-    ]
-    names += ["adam-z1-bf16-accum32"]
-    for result in run_ranks(
-        "tests.deepspeed.test_gradient_access:states_worker", world=2, payload=names, timeout=90
-    ):
-        for name, found in result.items():
-            shapes = found.pop("others")
-            assert shapes == {n: p.shape for n, p in make_net().named_parameters()}, name
-            for (parameter, what), value in found.items():
-                if what == "moment":
-                    # of micro-batches and ranks, in 16 bits each
-                    dtype = torch.bfloat16 if "bf16" in name else torch.float32
-                    close(value[0], value[1], sums=8, dtype=dtype, what=f"{name} {parameter}")
-                else:
-                    assert "KFACAdamW: there is no 'exp_avg' of this parameter" in value, (
-                        name,
-                        parameter,
-                        value,
-                    )
-            assert sum(what == "moment" for _, what in found) == 2 and len(found) > 10, name
+    shapes = {name: p.shape for name, p in make_net().named_parameters()}
+    for name in STATES:
+        mode = BY_NAME[name]
+        engine = build(mode, 1, gradient_clipping=0.0)
+        # after one step, by beta 0.8
+        moments = {n: 0.2 * g.float() for n, g in gradients(engine, 1, 0).items()}
+        engine.step()
+        named = dict(engine.module.named_parameters())
+        layers = {id(param) for param in engine.kfac.preconditioner.layout.params}
+        doors = [safe_get_full_optimizer_state, set_full]
+        if mode.stage == 3:
+            doors += [safe_get_local_optimizer_state, set_local]
+        for parameter, param in named.items():
+            if id(param) not in layers:
+                moment = safe_get_full_optimizer_state(param, "exp_avg")
+                # of micro-batches and ranks, in 16 bits each
+                dtype = torch.bfloat16 if mode.extra else torch.float32
+                close(moment, moments[parameter], sums=8, dtype=dtype, what=f"{name} {parameter}")
+                continue
+            for door in doors:
+                said = error_of(lambda: door(param, "exp_avg"))  # noqa: B023
+                refusal = "KFACAdamW: there is no 'exp_avg' of this parameter"
+                assert refusal in said, (name, parameter, said)
+        assert {n: safe_get_full_fp32_param(p).shape for n, p in named.items()} == shapes, name
+        assert len(layers) == len(named) - 2, "all but the norm's"
+        engine.destroy()

@@ -19,7 +19,7 @@ from tests.close import close, near
 from tests.deepspeed import expert_runs
 from tests.deepspeed.modes import BY_NAME, Mode
 from tests.deepspeed.runs import build, train, weights
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.distributed
 LR = 0.01
@@ -27,233 +27,153 @@ OPTIMIZER = {"type": "KFACAdamW", "params": {"lr": LR, "weight_decay": 0.0, "tor
 EXPERTS = Mode("moe", 0, adam=True, clip=0.0, extra={"optimizer": OPTIMIZER})
 
 
-def worker(modes: list[str]) -> dict:
-    found = {}
-    for name in modes:
+def check_step_to_weight(engine, step, bound: float = 0.05) -> None:
+    """What is logged of a step is the distance that it goes, over all layers."""
+    before = weights(engine)
+    step()
+    after = weights(engine)
+    layers = [layer for kfac in engine.kfac.job.preconditioners for layer in kfac.layers]
+    names = [name for layer in layers for name in layer.parameters]
+    moved = sum(float((after[n] - before[n]).double().square().sum()) for n in names)
+    ratio = (moved / sum(float(after[n].double().square().sum()) for n in names)) ** 0.5
+    logged = engine.kfac.log_line()["kfac/step_to_weight"]
+    near(logged, ratio, bound * ratio, "of the weights before or after the step, or of a half")
+
+
+@on_ranks(1)
+def test_the_logs_say_how_far_a_step_goes_and_how_spread_curvature_is():
+    for name in ("adam-z0", "adam-z2", "adam-z3", "z2"):
         engine = build(BY_NAME[name], 1, **({} if name == "z2" else {"optimizer": OPTIMIZER}))
         train(engine, 1, steps=2)
-        before = weights(engine)
-        train(engine, 1, steps=1, first=2)
-        after, kfac = weights(engine), engine.kfac.preconditioner
-        own = [parameter for layer in kfac.layers for parameter in layer.parameters]
-        moved = sum(float((after[n] - before[n]).double().square().sum()) for n in own)
-        whole = sum(float(after[n].double().square().sum()) for n in own)
-        values = {layer: state.basis.A.values.tolist() for layer, state in kfac.state.items()}
-        spreads = [max(own) / statistics.fmean(own) for own in values.values()]
+        if name == "z2":
+            train(engine, 1, steps=1, first=2)
+        else:
+            check_step_to_weight(engine, lambda: train(engine, 1, steps=1, first=2))  # noqa: B023
         logged = {**engine.kfac.log_line(), **engine.kfac.log_constants()}
         assert {f"kfac/{key}" for key in engine.kfac.counters()} >= {"kfac/steps", *logged}
-        found[name] = (moved / whole) ** 0.5, statistics.median_low(spreads), logged
-        engine.destroy()
-    return found
-
-
-def test_the_logs_say_how_far_a_step_goes_and_how_spread_curvature_is():
-    modes = ["adam-z0", "adam-z2", "adam-z3", "z2"]
-    for name, (ratio, spread, logged) in run_ranks(
-        "tests.deepspeed.test_log_line:worker", world=1, payload=modes
-    )[0].items():
         assert (logged["kfac/stepped"], logged["kfac/curved"]) == (1.0, 1.0)
+        states = engine.kfac.preconditioner.state.values()
+        values = [state.basis.A.values.tolist() for state in states]
+        spread = statistics.median_low(max(own) / statistics.fmean(own) for own in values)
         close(logged["kfac/eigenvalue_spread"], spread, sums=20, dtype=torch.float32, what=name)
-        if name == "z2":
-            assert "kfac/step_to_weight" not in logged, "the user's optimizer decides on the step"
-        else:
-            near(
-                logged["kfac/step_to_weight"],
-                ratio,
-                0.05 * ratio,
-                "of the weights before or after the step",
-            )
+        # else the user's optimizer decides on the step
+        assert ("kfac/step_to_weight" in logged) == (name != "z2")
 
 
-def experts_worker(_) -> tuple[float, float]:
-    """Logged and true, of dense layers and experts together."""
+@on_ranks(1)
+def test_the_size_of_a_step_is_of_all_domains_where_there_are_several():
+    """Of dense layers and experts together."""
     engine = expert_runs.make_engine(EXPERTS, expert_runs.DistributedNet(1))
     expert_runs.train(engine, 2)
-    before = weights(engine)
-    expert_runs.train(engine, 1)
-    after = weights(engine)
-    stepped = [
-        parameter
-        for kfac in engine.kfac.job.preconditioners
-        for layer in kfac.layers
-        for parameter in layer.parameters
-    ]
-    moved = sum(float((after[n] - before[n]).double().square().sum()) for n in stepped)
-    whole = sum(float(after[n].double().square().sum()) for n in stepped)
-    return engine.kfac.log_line()["kfac/step_to_weight"], (moved / whole) ** 0.5
+    check_step_to_weight(engine, lambda: expert_runs.train(engine, 1))
 
 
-def test_the_size_of_a_step_is_of_all_domains_where_there_are_several():
-    ((logged, ratio),) = run_ranks("tests.deepspeed.test_log_line:experts_worker", world=1)
-    near(logged, ratio, 0.05 * ratio, "of the weights before or after the step")
+@on_ranks(2)
+def test_shares_of_the_weights_are_known_on_several_ranks():
+    engine = build(BY_NAME["adam-z3"], 1, optimizer=OPTIMIZER)
+    train(engine, 1, steps=2)
+    # a rank knows the mean square of its half of the weights
+    check_step_to_weight(engine, lambda: train(engine, 1, steps=1, first=2), bound=0.5)
 
 
-COUNTERS = (
-    "captures",
-    "statistics_fraction",
-    "refreshes",
-    "steps",
-    "sent_bytes_proof",
-    "calls_proof",
+RATES = {"kfac/stepped", "kfac/curved", "kfac/lr_heads", "kfac/lr_others"}
+SPREAD, COUNTERS = (
+    "kfac/eigenvalue_spread",
+    ("captures", "statistics_fraction", "refreshes", "steps"),
 )
-CONSTANTS = {"kfac/stepped", "kfac/curved", "kfac/lr_heads", "kfac/lr_others"}
+WRITTEN = {f"kfac/{name}" for name in (*COUNTERS, "sent_bytes_proof", "calls_proof", "nu")}
+LINES = {  # mode, report: names of a line, of constants, and others in the monitor
+    ("adam-z2", "summary"): ({"kfac/step_to_weight", SPREAD}, RATES, set()),
+    ("adam-z2", "none"): (set(), set(), set()),
+    ("z2", "summary"): (
+        {"kfac/nu", "kfac/kl", SPREAD},
+        {"kfac/stepped", "kfac/curved"},
+        WRITTEN | {"kfac/not_finite_layers"},
+    ),
+}
 
 
-def names_worker(folder: str) -> dict:
-    found = {}
-    for name, report in (("adam-z2", "summary"), ("adam-z2", "none"), ("z2", "summary")):
-        monitor = {
-            "csv_monitor": {
-                "enabled": True,
-                "output_path": f"{folder}/{name}-{report}",
-                "job_name": "run",
-            }
-        }
-        own = {"optimizer": OPTIMIZER} if name != "z2" else {}
-        engine = build(BY_NAME[name], 1, kfac={"report": report}, **own, **monitor)
-        train(engine, 1, steps=2)
-        line, first = set(engine.kfac.log_line()), set(engine.kfac.log_constants())
-        engine.kfac.metrics.summary[list(SUMMARY).index("refresh_failures")] = 2
-        found[name, report] = (
-            line,
-            first,
-            {k: v for k, v in engine.kfac.log_line().items() if k not in line},
-        )
-        engine.destroy()
-    return found
-
-
+@on_ranks(1)
 def test_a_line_has_few_numbers_failures_where_there_are_any_and_the_monitors_names(tmp_path):
-    found = run_ranks("tests.deepspeed.test_log_line:names_worker", world=1, payload=str(tmp_path))[
-        0
-    ]
-    line, first, failed = found["adam-z2", "summary"]
-    assert line == {"kfac/step_to_weight", "kfac/eigenvalue_spread"} and first == CONSTANTS
-    assert failed == {"kfac/refresh_failures": 2.0}
-    assert found["adam-z2", "none"] == (set(), set(), {})
-    line, first, _ = found["z2", "summary"]
-    assert line == {"kfac/nu", "kfac/kl", "kfac/eigenvalue_spread"} and first == {
-        "kfac/stepped",
-        "kfac/curved",
-    }
-    own = {"kfac/nu", "kfac/not_finite_layers", *(f"kfac/{name}" for name in COUNTERS)}
-    for (name, report), names in {
-        ("adam-z2", "summary"): CONSTANTS,
-        ("z2", "summary"): own,
-    }.items():
-        written = {
-            path.stem: path.read_text().splitlines()
-            for path in (tmp_path / f"{name}-{report}").rglob("*.csv")
-        }
-        assert {key.replace("/", "_") for key in found[name, report][0] | names} <= set(written), (
-            written.keys()
-        )
-        assert len(written["kfac_stepped"]) == 2, "a heading and one value"
+    for (name, report), (line, constants, others) in LINES.items():
+        folder = tmp_path / f"{name}-{report}"
+        monitor = {"enabled": True, "output_path": str(folder), "job_name": "run"}
+        own = {"optimizer": OPTIMIZER} if name != "z2" else {}
+        engine = build(BY_NAME[name], 1, kfac={"report": report}, csv_monitor=monitor, **own)
+        train(engine, 1, steps=2)
+        assert engine.kfac.log_line().keys() == line
+        assert engine.kfac.log_constants().keys() == constants
+        engine.kfac.metrics.summary[list(SUMMARY).index("refresh_failures")] = 2
+        failures = {"kfac/refresh_failures": 2.0} if line else {}
+        assert {k: v for k, v in engine.kfac.log_line().items() if k not in line} == failures
+        files = {path.stem: path for path in folder.rglob("*.csv")}
+        assert {key.replace("/", "_") for key in line | constants | others} <= files.keys()
+        if constants:
+            lines = files["kfac_stepped"].read_text().splitlines()
+            assert len(lines) == 2, "a heading and one value"
 
 
-def timers_worker(_) -> dict:
-    engine, printed = build(BY_NAME["z2"], 1, wall_clock_breakdown=True), io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        train(engine, 1, steps=5)
-    during, cached = list(engine.engine_timers.global_timers), engine.get_wall_clock_timers()
-    engine.kfac.detach()
-    return {
-        "during": during,
-        "cached": cached,
-        "left": list(engine.engine_timers.global_timers),
-        "printed": printed.getvalue(),
-    }
-
-
+@on_ranks(1)
 def test_stages_are_timers_of_deepspeeds_breakdown_until_detach():
-    (found,) = run_ranks("tests.deepspeed.test_log_line:timers_worker", world=1)
-    ours = {TIMER + stage for stage in STAGES}
-    assert ours <= set(found["during"]) and not ours & set(found["left"])
-    assert all(found["cached"][TIMER + stage] > 0 for stage in ("relayout", "precondition"))
-    assert TIMER + "precondition" in found["printed"]
+    engine = build(BY_NAME["z2"], 1, wall_clock_breakdown=True)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        train(engine, 1, steps=5)
+    ours, timers = {TIMER + stage for stage in STAGES}, engine.engine_timers
+    assert ours <= set(timers.global_timers)
+    cached = engine.get_wall_clock_timers()
+    assert all(cached[TIMER + stage] > 0 for stage in ("relayout", "precondition"))
+    assert TIMER + "precondition" in printed.getvalue()
+    engine.kfac.detach()
+    assert not ours & set(timers.global_timers)
+
+
+@on_ranks(2)
+def test_all_counters_are_there_as_zeros_from_attach_on():
+    # there is nothing to measure before a step
+    measured = {"nu", "kl", "step_to_weight", "eigenvalue_spread"}
+    of_self_test = ("calls_", "sent_bytes_", "received_bytes_")
+    for name in ("z2", "adam-z0"):
+        engine = build(BY_NAME[name], 1)
+        before = engine.kfac.counters()
+        train(engine, 1, steps=3)
+        after = engine.kfac.counters()
+        assert before.keys() == after.keys() - measured, name
+        assert before["steps"] == 0 and after["steps"] == 3, name
+        not_zero = {k for k, value in before.items() if value and not k.startswith(of_self_test)}
+        assert {f"kfac/{key}" for key in not_zero} <= RATES, name
 
 
 def test_every_counter_has_a_row():
     """Those that a docstring names, too: not each is of every run."""
-    page = (
-        (Path(__file__).parents[2] / "docs/reference/counters.md")
-        .read_text()
-        .split("## One layer")[0]
-    )
-    rows = [
-        name
-        for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
-        for name in re.findall(r"`([^`]+)`", row)
-    ]
-    told = re.findall(
-        r'"([a-z_]+(?:<\w+>)?)"', f"{Metrics.__doc__} {counters.__doc__} {health.__doc__}"
-    )
-    counted = {
-        *SUMMARY,
-        *FAILURES,
-        *told,
-        *(f"seconds_{stage}" for stage in STAGES),
-        "nu",
-        "kl",
-        "stepped",
-        "curved",
-    }
-    patterns = [re.compile(re.sub("<.*>", ".+", row) + "$") for row in rows]
-    assert (
-        not [name for name in counted if not any(row.match(name) for row in patterns)]
-        and len(told) > 10
-    )
-    for row in rows:  # nor is there a row of none
-        assert row.startswith("lr_") or any(
-            re.match(re.sub("<.*>", ".+", row) + "$", name) for name in counted
-        ), row
-
-
-def before_worker(names: list[str]) -> dict:
-    found = {}
-    for name in names:
-        engine = build(BY_NAME[name], 1)
-        before = engine.kfac.counters()
-        train(engine, 1, steps=3)
-        found[name] = before, engine.kfac.counters()
-        engine.destroy()
-    return found
-
-
-def test_all_counters_are_there_as_zeros_from_attach_on():
-    # there is nothing to measure before a step
-    measured = {"nu", "kl", "step_to_weight", "eigenvalue_spread"}
-    for found in run_ranks(
-        "tests.deepspeed.test_log_line:before_worker", world=2, payload=["z2", "adam-z0"]
-    ):
-        for name, (before, after) in found.items():
-            assert before.keys() == after.keys() - measured, name
-            assert before["steps"] == 0 and after["steps"] == 3, name
-            not_zero = {f"kfac/{key}" for key, value in before.items() if value}
-            of_self_test = {key for key in not_zero if key.startswith(TRAFFIC)}
-            assert not_zero - of_self_test <= CONSTANTS, (name, not_zero)
-
-
-TRAFFIC = ("kfac/calls_", "kfac/sent_bytes_", "kfac/received_bytes_")
-
-
-class Callback:
-    """In place of transformers' own, where it is not installed."""
+    page = Path(__file__).parents[2] / "docs/reference/counters.md"
+    table = page.read_text().split("## One layer")[0]
+    cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    rows = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+    docstrings = f"{Metrics.__doc__} {counters.__doc__} {health.__doc__}"
+    told = re.findall(r'"([a-z_]+(?:<\w+>)?)"', docstrings)
+    counted = {*SUMMARY, *FAILURES, *told, "nu", "kl", "stepped", "curved"}
+    counted |= {f"seconds_{stage}" for stage in STAGES}
+    patterns = {row: re.compile(re.sub("<.*>", ".+", row) + "$") for row in rows}
+    missing = [n for n in counted if not any(p.match(n) for p in patterns.values())]
+    assert not missing and len(told) > 10
+    for row, pattern in patterns.items():  # nor is there a row of none
+        assert row.startswith("lr_") or any(map(pattern.match, counted)), row
 
 
 def test_the_trainers_first_line_has_what_stays_and_the_others_do_not(monkeypatch):
-    stub = types.ModuleType("transformers")
-    stub.Trainer, stub.TrainerCallback = object, Callback
+    """By a stand-in for transformers, which may not be installed."""
+    stub, name = types.ModuleType("transformers"), "ds_kfac.integrations.transformers"
+    stub.Trainer, stub.TrainerCallback = object, type("TrainerCallback", (), {})
     monkeypatch.setitem(sys.modules, "transformers", stub)
-    monkeypatch.delitem(sys.modules, "ds_kfac.integrations.transformers", raising=False)
-    door = importlib.import_module("ds_kfac.integrations.transformers")
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    door = importlib.import_module(name)
     attachment = types.SimpleNamespace(
         log_line=lambda: {"kfac/nu": 1.0}, log_constants=lambda: {"kfac/stepped": 0.5}
     )
     monkeypatch.setattr(door, "attached", lambda model: attachment)
     callback, state = door.KFACCallback(), types.SimpleNamespace(log_history=[])
-    for step in range(3):
-        logs = {"loss": 1.0} if step != 1 else {"eval_loss": 1.0}
+    for step, key in enumerate(("loss", "eval_loss", "loss")):
+        logs = {key: 1.0}
         state.log_history.append({**logs, "step": step})
         callback.on_log(None, state, None, logs=logs)
     assert [set(entry) - {"step"} for entry in state.log_history] == [
@@ -261,16 +181,4 @@ def test_the_trainers_first_line_has_what_stays_and_the_others_do_not(monkeypatc
         {"eval_loss"},
         {"loss", "kfac/nu"},
     ]
-    monkeypatch.delitem(sys.modules, "ds_kfac.integrations.transformers")
-
-
-def test_shares_of_the_weights_are_known_on_several_ranks():
-    first, second = run_ranks("tests.deepspeed.test_log_line:worker", world=2, payload=["adam-z3"])
-    for found in (first, second):
-        ratio, _, logged = found["adam-z3"]
-        near(
-            logged["kfac/step_to_weight"],
-            ratio,
-            0.5 * ratio,
-            "the mean square of its half of the weights",
-        )
+    monkeypatch.delitem(sys.modules, name)

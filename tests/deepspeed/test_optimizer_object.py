@@ -6,124 +6,149 @@ import copy
 import io
 import pickle
 
+import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import ds_kfac
 from ds_kfac.checkpoint.files import CheckpointError
-from tests.close import close, near
+from ds_kfac.directions.table import rule_in
+from tests.close import close, exact, near
 from tests.deepspeed.modes import BY_NAME, LR
 from tests.deepspeed.runs import parameter_groups, train, weights
+from tests.deepspeed.said import error_of
 from tests.models import make_net
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.distributed
-OTHER = {"type": "AdamW", "params": {"lr": LR, "torch_adam": True}}
-OPTIONS = {
-    "lr": LR,
-    "adam_lr": LR / 4,
-    "betas": (0.8, 0.9),
-    "eps": 0.01,
-    "weight_decay": 0.1,
-    "torch_adam": True,
-}
+OPTIONS = {"lr": LR, "adam_lr": LR / 4, "betas": (0.8, 0.9), "eps": 0.01, "weight_decay": 0.1}
+OPTIONS["torch_adam"] = True
+NAMED = {"type": "KFACAdamW", "params": {**OPTIONS, "betas": [0.8, 0.9]}}
+
+
+def config_of(stage: int, **more) -> dict:
+    config = {**BY_NAME[f"adam-z{stage}"].config(1, dist.get_world_size()), **more}
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def engine_of(stage: int, way: str, schedules=None, *, initialize=ds_kfac.initialize, **more):
+    """An engine with two parameter groups, which also has the user's optimizer if there is one.
+
+    Args:
+        way: the optimizer is "named" in the config, an "object", or a function, "made late".
+        schedules: makes a scheduler of an optimizer.
+        more: of the config.
+    """
+    model, given = make_net(), {}
+    groups = parameter_groups(model, "decay")
+    if way == "object":
+        given["optimizer"] = ds_kfac.KFACAdamW(groups, **OPTIONS)
+        if schedules:
+            given["lr_scheduler"] = schedules(given["optimizer"])
+    else:
+        given["model_parameters"] = groups
+        if way == "made late":
+            given["optimizer"] = lambda groups: ds_kfac.KFACAdamW(groups, **OPTIONS)
+        if schedules:
+            given["lr_scheduler"] = schedules
+    config = config_of(stage, **{"optimizer": NAMED if way == "named" else None, **more})
+    engine, *_ = initialize(model=model, config=config, **given)
+    engine.given = given.get("optimizer")
+    return engine
+
+
+def rates(optimizer) -> list[float]:
+    return [group["lr"] for group in optimizer.param_groups]
 
 
 def schedule(step: int) -> float:
     return (step + 1) / 4  # the first step's rate is not lr
 
 
-def engine_of(stage: int, *, as_object: bool, initialize=ds_kfac.initialize):
-    """An engine and the groups whose rates the scheduler sets."""
-    config = {**BY_NAME[f"adam-z{stage}"].config(1, torch.distributed.get_world_size())}
-    model = make_net()
-    groups = parameter_groups(model, "decay")
-    if as_object:
-        config.pop("optimizer")
-        optimizer = ds_kfac.KFACAdamW(groups, **OPTIONS)
-        given = {"optimizer": optimizer, "lr_scheduler": LambdaLR(optimizer, schedule)}
-    else:
-        config["optimizer"] = {"type": "KFACAdamW", "params": {**OPTIONS, "betas": [0.8, 0.9]}}
-        given = {"model_parameters": groups, "lr_scheduler": lambda made: LambdaLR(made, schedule)}
-    with contextlib.redirect_stdout(io.StringIO()):
-        engine, *_ = initialize(model=model, config=config, **given)
-    return engine, given.get("optimizer", engine.basic_optimizer).param_groups
+def scheduled(optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, schedule)
 
 
-def worker(folder: str) -> dict:
-    import deepspeed
-
-    found = {}
-    for stage in range(4):
-        engine, _ = engine_of(stage, as_object=False)
-        train(engine, 1, steps=4)
-        expected, rates = weights(engine), engine.get_lr()
-        engine.destroy()
-        engine, groups = engine_of(stage, as_object=True, initialize=deepspeed.initialize)
-        train(engine, 1, steps=2)
-        engine.save_checkpoint(f"{folder}/{stage}", tag="tag")
-        train(engine, 1, steps=2, first=2)
-        straight = weights(engine), engine.get_lr(), [group["lr"] for group in groups]
-        engine.destroy()
-        engine, groups = engine_of(stage, as_object=True)
-        engine.load_checkpoint(f"{folder}/{stage}", tag="tag")
-        loaded = [group["lr"] for group in groups]
-        train(engine, 1, steps=2, first=2)
-        found[stage] = {
-            "same": all(torch.equal(straight[0][name], w) for name, w in expected.items()),
-            "resumes": all(
-                torch.equal(straight[0][name], w) for name, w in weights(engine).items()
-            ),
-            "rates": (set(rates), set(straight[1]), set(straight[2]), set(loaded), len(groups)),
-        }
-        engine.destroy()
-    return found
+def listed(optimizer) -> LambdaLR:
+    """A scheduler with something of its own for each of the user's two groups."""
+    assert len(optimizer.param_groups) == 2, f"{len(optimizer.param_groups)} groups"
+    return LambdaLR(optimizer, [schedule, lambda step: 1 / (step + 2)])
 
 
+@on_ranks(2)
 def test_the_object_trains_as_the_config_does(tmp_path):
-    for stage, found in run_ranks(
-        "tests.deepspeed.test_optimizer_object:worker", world=2, payload=str(tmp_path)
-    )[0].items():
-        assert found["same"] and found["resumes"], (stage, found)
-        assert found["rates"] == (
-            {schedule(4) * LR},
-            {schedule(4) * LR},
-            {schedule(4) * LR},
-            {schedule(2) * LR},
-            2,
+    """Also where it is saved and loaded."""
+    for stage in range(4):
+        named = engine_of(stage, "named", scheduled)
+        train(named, 1, steps=4)
+        expected = weights(named)
+        assert set(named.get_lr()) == {schedule(4) * LR}
+        engine = engine_of(stage, "object", scheduled, initialize=deepspeed.initialize)
+        train(engine, 1, steps=2)
+        engine.save_checkpoint(f"{tmp_path}/{stage}", tag="tag")
+        train(engine, 1, steps=2, first=2)
+        exact(weights(engine), expected, what=f"stage {stage}")
+        assert rates(engine.given) == [schedule(4) * LR] * 2
+        resumed = engine_of(stage, "object", scheduled)
+        resumed.load_checkpoint(f"{tmp_path}/{stage}", tag="tag")
+        assert rates(resumed.given) == [schedule(2) * LR] * 2
+        train(resumed, 1, steps=2, first=2)
+        exact(weights(resumed), expected, what=f"stage {stage}")
+
+
+@on_ranks(2)
+def test_callables_and_lists_see_the_groups_of_the_user():
+    """Not the four that DeepSpeed steps: their errors said that two of something are too few."""
+    warmup = {"warmup_min_lr": [0.0, 0.01], "warmup_max_lr": [0.05, 0.02], "warmup_num_steps": 8}
+    warmup = {"type": "WarmupLR", "params": {**warmup, "warmup_type": "linear"}}
+    for stage in (2, 3):
+        made_before = engine_of(stage, "object", listed)
+        train(made_before, 1, steps=3)
+        for way, initialize in (
+            ("named", ds_kfac.initialize),
+            ("made late", ds_kfac.initialize),
+            ("made late", deepspeed.initialize),
+        ):
+            engine = engine_of(stage, way, listed, initialize=initialize)
+            train(engine, 1, steps=3)
+            exact(weights(engine), weights(made_before), what=f"{way} {stage}")
+            assert rates(engine.basic_optimizer) == rates(made_before.basic_optimizer)
+        for way in ("named", "made late"):
+            engine = engine_of(stage, way, scheduler=warmup)
+            train(engine, 1, steps=3)
+            first, other = 0.05 * 2 / 8, 0.01 + 0.01 * 2 / 8
+            close(rates(engine.basic_optimizer), [first, other, other], sums=4, what=way)
+            assert type(engine.lr_scheduler).__name__ == "WarmupLR"
+        model, config = make_net(), config_of(stage, optimizer=None)
+        engine, *_ = ds_kfac.initialize(
+            model=model,
+            model_parameters=parameter_groups(model, "decay"),
+            optimizer=lambda groups: torch.optim.SGD(groups, lr=LR),
+            config=config,
         )
+        assert hasattr(engine, "kfac") and rates(engine.basic_optimizer) == [LR, LR]
 
 
-def test_it_is_for_deepspeed_only():
-    layer = torch.nn.Linear(3, 2)
-    with pytest.raises(RuntimeError, match="only a DeepSpeed engine can step it"):
-        ds_kfac.KFACAdamW(layer.parameters(), 0.1).step()
+@on_ranks(2)
+def test_a_schedule_of_other_groups_is_not_taken_by_place(tmp_path):
+    engine = engine_of(2, "named", scheduled)
+    # of the groups that are stepped, as it once was
+    engine.lr_scheduler = LambdaLR(engine.basic_optimizer, schedule)
+    train(engine, 1, steps=3)
+    engine.save_checkpoint(str(tmp_path), tag="tag")
+    fresh = engine_of(2, "named", scheduled)
+    with pytest.raises(CheckpointError, match="has rates of 3 parameter groups, here it has 2"):
+        fresh.load_checkpoint(str(tmp_path), tag="tag")
+    fresh = engine_of(2, "named", scheduled)
+    fresh.load_checkpoint(str(tmp_path), tag="tag", load_lr_scheduler_states=False)
+    exact(weights(fresh), weights(engine))
+    assert fresh.kfac.preconditioner.steps == 3
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"lr": "1e-2"}, "KFACAdamW: lr: got '1e-2'; must be a number"),
-        ({"lr": 0.1, "betas": 0.9}, "KFACAdamW: betas: got 0.9; must be two numbers"),
-        ({"lr": 0, "adam_lr": 0.1}, "KFACAdamW: lr: got 0; must be above 0 with adam_lr"),
-        ({"lr": 10**400}, "KFACAdamW: lr: got 1000.*; must be a number"),
-    ],
-)
-def test_wrong_values_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        ds_kfac.KFACAdamW(torch.nn.Linear(3, 2).parameters(), **options)
-
-
-def test_an_optimizer_made_of_its_groups_is_recognised():
-    """Accelerate replaces it by DeepSpeed's CPU Adam where the optimizer is offloaded."""
-    from ds_kfac.directions.table import rule_in
-
-    optimizer = ds_kfac.KFACAdamW(torch.nn.Linear(3, 2).parameters(), 0.1)
-    other = torch.optim.AdamW(optimizer.param_groups)
-    assert rule_in({}, optimizer).optimizer_type == rule_in({}, other).optimizer_type == "KFACAdamW"
-    assert rule_in({}, torch.optim.AdamW(torch.nn.Linear(3, 2).parameters())).optimizer_type is None
-
+# what is done to its groups
 
 NEW = {"lr": 0.7 * LR, "weight_decay": 0.3}
 """Of the second group, whose parameters are of layers and of a norm."""
@@ -134,133 +159,95 @@ def load(optimizer, saved: dict) -> None:
     optimizer.load_state_dict(saved)
 
 
-def one_by_one(group) -> None:
+def one_by_one(optimizer) -> None:
     for key, value in NEW.items():
-        group[key] = value
+        optimizer.param_groups[1][key] = value
 
 
-def anew(group) -> None:
+def anew(optimizer) -> None:
     for key, value in NEW.items():
-        group.pop(key)
-        group.setdefault(key, value)
+        optimizer.param_groups[1].pop(key)
+        optimizer.param_groups[1].setdefault(key, value)
 
 
 WAYS = {
-    "items": lambda optimizer: one_by_one(optimizer.param_groups[1]),
+    "items": one_by_one,
     "update": lambda optimizer: optimizer.param_groups[1].update(NEW),
     "|=": lambda optimizer: optimizer.param_groups[1].__ior__(NEW),
-    "pop and setdefault": lambda optimizer: anew(optimizer.param_groups[1]),
+    "pop and setdefault": anew,
     "load_state_dict": lambda optimizer: load(optimizer, optimizer.state_dict()),
-    "load_state_dict of a copy": lambda optimizer: load(
-        optimizer, copy.deepcopy(optimizer).state_dict()
-    ),
+    "load a copy's": lambda optimizer: load(optimizer, copy.deepcopy(optimizer).state_dict()),
 }
 
 
-def of_the_object(stage: int):
-    model = make_net()
-    config = {**BY_NAME[f"adam-z{stage}"].config(1, torch.distributed.get_world_size())}
-    config.pop("optimizer")
-    optimizer = ds_kfac.KFACAdamW(parameter_groups(model, "decay"), **OPTIONS)
-    with contextlib.redirect_stdout(io.StringIO()):
-        return ds_kfac.initialize(model=model, config=config, optimizer=optimizer)[0], optimizer
-
-
-def ways_worker(stages: list[int]) -> dict:
-    found = {}
-    for stage in stages:
-        engine, _ = of_the_object(stage)
-        for group in engine.basic_optimizer.param_groups[1:]:
+@on_ranks(1)
+def test_a_group_is_what_deepspeed_steps_however_it_is_changed():
+    for stage in (0, 2, 3):
+        changed_inside = engine_of(stage, "object")
+        for group in changed_inside.basic_optimizer.param_groups[1:]:
             group.update(NEW)
-        train(engine, 1, steps=3)
-        expected = weights(engine)
-        engine.destroy()
+        train(changed_inside, 1, steps=3)
         # what a group passes on is no matter of the stage
         for way, change in list(WAYS.items())[:: 1 + stage]:
-            engine, optimizer = of_the_object(stage)
-            group = optimizer.param_groups[1]
-            change(optimizer)
-            found[stage, way] = {
-                "parts": [
-                    NEW.items() <= part.items() for part in engine.basic_optimizer.param_groups
-                ],
-                "seen": optimizer.param_groups[1] is group
-                and all(
-                    NEW.items() <= view.items()
-                    for view in (group, dict(group), group.copy(), group | {})
-                ),
-                "size": len(group) == len(list(group)) == len({**group}),
-            }
+            engine = engine_of(stage, "object")
+            group = engine.given.param_groups[1]
+            change(engine.given)
+            assert engine.given.param_groups[1] is group
+            views = (group, dict(group), group.copy(), group | {})
+            assert all(NEW.items() <= view.items() for view in views), way
+            assert len(group) == len(list(group)) == len({**group})
+            parts = [NEW.items() <= part.items() for part in engine.basic_optimizer.param_groups]
+            assert parts == [False, True, True], way
             train(engine, 1, steps=3)
-            same = (torch.equal(expected[name], weight) for name, weight in weights(engine).items())
-            found[stage, way]["trains"] = all(same)
-            engine.destroy()
-    return found
+            exact(weights(engine), weights(changed_inside), what=f"{way} {stage}")
 
 
-def test_a_group_is_what_deepspeed_steps_however_it_is_changed():
-    for case, found in run_ranks(
-        "tests.deepspeed.test_optimizer_object:ways_worker", world=1, payload=[0, 2, 3]
-    )[0].items():
-        assert found.pop("parts") == [False, True, True] and all(found.values()), (case, found)
-
-
-def refused_worker(_) -> dict:
-    engine, optimizer = of_the_object(0)
-    group, found = optimizer.param_groups[0], {}
-    for case, change in {
-        "adding": lambda: optimizer.add_param_group(
-            {"params": [torch.nn.Parameter(torch.ones(2))]}
-        ),
-        "adding to DeepSpeed's": lambda: engine.basic_optimizer.add_param_group(
-            {"params": [torch.ones(2)]}
-        ),
-        "parameters": lambda: group.update(params=[]),
-        "clearing": group.clear,
-        "adam_lr": lambda: group.update(adam_lr=0.1),
-        "moments": lambda: optimizer.load_state_dict(
-            {**optimizer.state_dict(), "state": {0: {"step": 1}}}
-        ),
-    }.items():
-        try:
-            change()
-        except (RuntimeError, ValueError) as error:
-            found[case] = str(error)
-    train(engine, 1, steps=1)
-    return found
-
-
+@on_ranks(1)
 def test_what_a_group_in_an_engine_cannot_take_is_said():
-    found = run_ranks("tests.deepspeed.test_optimizer_object:refused_worker", world=1)[0]
-    assert all(
-        "add groups before deepspeed.initialize" in found[case]
-        for case in ("adding", "adding to DeepSpeed's")
-    )
-    assert '"params" of a parameter group cannot change' in found["parameters"]
-    assert '"params" of a parameter group cannot change' in found["clearing"]
-    assert "adam_lr in a parameter group: it is the whole optimizer's" in found["adam_lr"]
-    assert "load them by engine.load_checkpoint" in found["moments"]
+    engine = engine_of(0, "object")
+    optimizer, inner = engine.given, engine.basic_optimizer
+    group, state = optimizer.param_groups[0], {**optimizer.state_dict(), "state": {0: {"step": 1}}}
+    fixed, before = '"params" of a parameter group cannot change', "before deepspeed.initialize"
+    for change, text in (
+        (lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]}), before),
+        (lambda: inner.add_param_group({"params": [torch.ones(2)]}), before),
+        (lambda: group.update(params=[]), fixed),
+        (group.clear, fixed),
+        (lambda: group.update(adam_lr=0.1), "adam_lr in a parameter group: it is the whole"),
+        (lambda: optimizer.load_state_dict(state), "load them by engine.load_checkpoint"),
+    ):
+        assert text in error_of(change), text
+    train(engine, 1, steps=1)
+
+
+BETAS, NUMBER = "must be two numbers", "must be a number"
 
 
 @pytest.mark.parametrize(
-    "group, message",
+    "options, message",
     [
-        ({"adam_lr": 0.1}, "adam_lr in a parameter group: it is the whole optimizer's"),
-        ({"lr": float("inf")}, "in a parameter group, lr: got inf; must be a number"),
-        ({"betas": [0.9, 1]}, "in a parameter group, betas: got .0.9, 1.; must be two numbers"),
+        ({"lr": "1e-2"}, f"KFACAdamW: lr: got '1e-2'; {NUMBER}"),
+        ({"lr": 0.1, "betas": 0.9}, f"KFACAdamW: betas: got 0.9; {BETAS}"),
+        ({"lr": 0, "adam_lr": 0.1}, "KFACAdamW: lr: got 0; must be above 0 with adam_lr"),
+        ({"lr": 10**400}, f"KFACAdamW: lr: got 1000.*; {NUMBER}"),
+        ({"group": {"adam_lr": 0.1}}, "adam_lr in a parameter group: it is the whole optimizer's"),
+        ({"group": {"lr": float("inf")}}, f"in a parameter group, lr: got inf; {NUMBER}"),
+        ({"group": {"betas": [0.9, 1]}}, f"in a parameter group, betas: got .0.9, 1.; {BETAS}"),
     ],
 )
-def test_wrong_values_of_a_group_are_named(group, message):
-    layer = torch.nn.Linear(3, 2)
+def test_wrong_values_are_named(options, message):
+    layer, group = nn.Linear(3, 2), options.get("group", {})
+    of_all = {key: value for key, value in options.items() if key != "group"}
     with pytest.raises(ValueError, match=message):
-        ds_kfac.KFACAdamW([{"params": layer.parameters(), **group}])
-    optimizer = ds_kfac.KFACAdamW([layer.weight])
-    with pytest.raises(ValueError, match=message):
-        optimizer.add_param_group({"params": [layer.bias], **group})
+        ds_kfac.KFACAdamW([{"params": layer.parameters(), **group}], **of_all)
+    if group:
+        optimizer = ds_kfac.KFACAdamW([layer.weight])
+        with pytest.raises(ValueError, match=message):
+            optimizer.add_param_group({"params": [layer.bias], **group})
 
 
-def test_before_an_engine_it_is_an_optimizer_like_others():
-    layer = torch.nn.Linear(3, 2)
+def test_before_an_engine_it_is_an_optimizer_like_others_that_nothing_but_deepspeed_steps():
+    layer = nn.Linear(3, 2)
     optimizer = ds_kfac.KFACAdamW([layer.weight], 0.1, betas=(0, 0.9))
     optimizer.add_param_group({"params": [layer.bias], "lr": 0.2, "name": "bias"})
     for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
@@ -268,279 +255,109 @@ def test_before_an_engine_it_is_an_optimizer_like_others():
         copied.param_groups[1].update(lr=0.3)
         other = ds_kfac.KFACAdamW([{"params": [layer.weight]}, {"params": [layer.bias]}])
         other.load_state_dict(copied.state_dict())
-        assert [group["lr"] for group in other.param_groups] == [0.1, 0.3] and other.param_groups[
-            1
-        ]["name"] == "bias"
-        copied.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+        assert rates(other) == [0.1, 0.3] and other.param_groups[1]["name"] == "bias"
+        copied.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     assert optimizer.param_groups[1]["lr"] == 0.2 and "lr" in optimizer.param_groups[0] | {}
     assert list(map(type, optimizer.param_groups[0]["betas"])) == [float, float]
+    with pytest.raises(RuntimeError, match="only a DeepSpeed engine can step it"):
+        optimizer.step()
 
 
-def second(step: int) -> float:
-    return 1 / (step + 2)
+def test_an_optimizer_made_of_its_groups_is_recognised():
+    """Accelerate replaces it by DeepSpeed's CPU Adam where the optimizer is offloaded."""
+    optimizer = ds_kfac.KFACAdamW(nn.Linear(3, 2).parameters(), 0.1)
+    other = torch.optim.AdamW(optimizer.param_groups)
+    assert rule_in({}, optimizer).optimizer_type == rule_in({}, other).optimizer_type == "KFACAdamW"
+    assert rule_in({}, torch.optim.AdamW(nn.Linear(3, 2).parameters())).optimizer_type is None
 
 
-def lists(optimizer):
-    """A scheduler with something of its own for each of the user's two groups."""
-    assert len(optimizer.param_groups) == 2, f"{len(optimizer.param_groups)} groups"
-    return LambdaLR(optimizer, [schedule, second])
+def with_biases(stage: int, named: bool, change: dict, exclude: list[str]):
+    """An engine whose biases are in a group of their own, with ``change``."""
+    model, options = make_net(), {**OPTIONS, "adam_lr": LR}
+    groups = [dict(group) for group in parameter_groups(model, "decay")]
+    groups[1] |= change
+    config = config_of(stage)
+    config["kfac"] = {**config["kfac"], "layers": {"exclude": exclude}}
+    config["optimizer"] = {"type": "KFACAdamW", "params": {**options, "betas": [0.8, 0.9]}}
+    given = {"model_parameters": groups}
+    if not named:
+        del config["optimizer"]
+        given = {"optimizer": ds_kfac.KFACAdamW(groups, **options)}
+    return ds_kfac.initialize(model=model, config=config, **given)[0]
 
 
-WARMUP = {
-    "type": "WarmupLR",
-    "params": {
-        "warmup_min_lr": [0.0, 0.01],
-        "warmup_max_lr": [0.05, 0.02],
-        "warmup_num_steps": 8,
-        "warmup_type": "linear",
-    },
-}
-
-
-def made_late_worker(stages: list[int]) -> dict:
-    import deepspeed
-
-    found = {}
-    for stage in stages:
-        config = {**BY_NAME[f"adam-z{stage}"].config(1, torch.distributed.get_world_size())}
-        block = {"type": "KFACAdamW", "params": {**OPTIONS, "betas": [0.8, 0.9]}}
-        alone = {key: value for key, value in config.items() if key != "optimizer"}
-
-        def start(config, initialize=ds_kfac.initialize, steps=3, **given) -> tuple:
-            model = make_net()
-            groups = parameter_groups(model, "decay")
-            with contextlib.redirect_stderr(io.StringIO()):
-                engine, *_ = initialize(
-                    model=model, model_parameters=groups, config=config, **given
-                )
-            train(engine, 1, steps=steps)
-            result = weights(engine), [group["lr"] for group in engine.basic_optimizer.param_groups]
-            result = *result, hasattr(engine, "kfac"), type(engine.lr_scheduler).__name__
-            engine.destroy()
-            return result
-
-        model = make_net()  # known to be right: both made before
-        optimizer = ds_kfac.KFACAdamW(parameter_groups(model, "decay"), **OPTIONS)
-        engine, *_ = ds_kfac.initialize(
-            model=model, config=alone, optimizer=optimizer, lr_scheduler=lists(optimizer)
-        )
-        train(engine, 1, steps=3)
-        expected = weights(engine), [group["lr"] for group in engine.basic_optimizer.param_groups]
-        engine.destroy()
-
-        def make(groups):
-            return ds_kfac.KFACAdamW(groups, **OPTIONS)
-
-        ways = {
-            "named, scheduler made late": start({**config, "optimizer": block}, lr_scheduler=lists),
-            "both made late": start(alone, optimizer=make, lr_scheduler=lists),
-            "both made late, by deepspeed": start(
-                alone, deepspeed.initialize, optimizer=make, lr_scheduler=lists
-            ),
-        }
-        for way, (trained, rates, has_kfac, _) in ways.items():
-            same = all(torch.equal(trained[name], w) for name, w in expected[0].items())
-            found[stage, way] = same, rates == expected[1], has_kfac
-        warm = {
-            "named": start({**config, "optimizer": block, "scheduler": WARMUP}),
-            "made late": start({**alone, "scheduler": WARMUP}, optimizer=make),
-        }
-        for way, (_, rates, has_kfac, scheduler) in warm.items():
-            found[stage, "warmup", way] = rates, has_kfac, scheduler
-        sgd = start(
-            {**alone, "kfac": config["kfac"]},
-            optimizer=lambda groups: torch.optim.SGD(groups, lr=LR),
-        )
-        found[stage, "another optimizer"] = sgd[1:3]
-    return found
-
-
-def test_callables_and_lists_see_the_groups_of_the_user():
-    """Not the four that DeepSpeed steps: their errors said that two of something are too few."""
-    found = run_ranks(
-        "tests.deepspeed.test_optimizer_object:made_late_worker", world=2, payload=[2, 3]
-    )[0]
-    for case, result in found.items():
-        if "warmup" in case:  # after three steps, of eight
-            rates, has_kfac, scheduler = result
-            first, other = 0.05 * 2 / 8, 0.01 + 0.01 * 2 / 8
-            assert has_kfac and scheduler == "WarmupLR", case
-            close(rates, [first, other, other], sums=4, what=str(case))
-        elif case[1] == "another optimizer":
-            assert result == ([LR, LR], True), case
-        else:
-            assert result == (True, True, True), (case, result)
-
-
-def own_betas_worker(stages: list[int]) -> dict:
-    """Biases in a group of their own, with ``change``; what is said, and how far the head's bias
-    goes in a step."""
-    found = {}
-    for stage in stages:
-        config = {**BY_NAME[f"adam-z{stage}"].config(1, torch.distributed.get_world_size())}
-        for named in (True, False)[: 1 + (stage == 2)]:
-            for case, change, exclude in (
-                ("betas", {"betas": (0.5, 0.9)}, []),
-                ("eps", {"eps": 1e-3}, []),
-                ("decay and rate", {"weight_decay": 0.3, "lr": LR / 2}, []),
-                (
-                    "excluded",
-                    {"betas": (0.0, 0.0), "eps": 0.0, "weight_decay": 0.0},
-                    ["first", "head"],
-                ),
-            ):
-                model, options = make_net(), {**OPTIONS, "adam_lr": LR}
-                before = model.head.bias.detach().clone()
-                groups = [dict(group) for group in parameter_groups(model, "decay")]
-                groups[1] |= change
-                own = {**config, "kfac": {**config["kfac"], "layers": {"exclude": exclude}}}
-                own["optimizer"] = {"type": "KFACAdamW", "params": {**options, "betas": [0.8, 0.9]}}
-                given = {"model_parameters": groups}
-                if not named:
-                    del own["optimizer"]
-                    given = {"optimizer": ds_kfac.KFACAdamW(groups, **options)}
-                try:
-                    with contextlib.redirect_stderr(io.StringIO()):
-                        engine, *_ = ds_kfac.initialize(model=model, config=own, **given)
-                    train(engine, 1, steps=1)
-                    moved = (weights(engine)["head.bias"] - before).abs()
-                    found[stage, named, case] = moved.min().item(), moved.max().item()
-                    engine.destroy()
-                except ValueError as error:
-                    found[stage, named, case] = str(error)
-    return found
-
-
+@on_ranks(1)
 def test_betas_and_eps_of_a_bias_alone_are_refused_unless_they_are_used():
     """They were ignored: a layer's weight and bias have one pair of moments."""
-    found = run_ranks(
-        "tests.deepspeed.test_optimizer_object:own_betas_worker", world=1, payload=[0, 2, 3]
-    )[0]
-    for (stage, named, case), result in found.items():
-        where = stage, named, case, result
-        if case in ("betas", "eps"):
-            assert (
-                f"first.weight and its bias are in parameter groups of different {case}" in result
-            ), where
-        elif case == "excluded":  # the gradient's sign, by no moments and no eps
-            # the step is rounded when it is taken from a weight of about 1
-            near(
-                result,
-                (LR, LR),
-                8 * torch.finfo(torch.float32).eps,
-                "rounding of weights",
-                what=str(where),
-            )
-        else:
-            assert isinstance(result, tuple), where
+    for stage, named in ((0, True), (2, True), (2, False), (3, True)):
+        for case, change in (("betas", {"betas": (0.5, 0.9)}), ("eps", {"eps": 1e-3})):
+            said = error_of(lambda: with_biases(stage, named, change, []))  # noqa: B023
+            text = f"first.weight and its bias are in parameter groups of different {case}"
+            assert text in said, (stage, named, said)
+        with_biases(stage, named, {"weight_decay": 0.3, "lr": LR / 2}, [])
+        sign = {"betas": (0.0, 0.0), "eps": 0.0, "weight_decay": 0.0}
+        engine = with_biases(stage, named, sign, ["first", "head"])
+        before = weights(engine)["head.bias"]
+        train(engine, 1, steps=1)
+        moved = (weights(engine)["head.bias"] - before).abs()
+        rounding = 8 * torch.finfo(torch.float32).eps
+        near(moved, torch.full_like(moved, LR), rounding, "the sign's step, from a weight near 1")
 
 
-def schedule_worker(folder: str) -> dict:
-    engine, _ = engine_of(2, as_object=False)
-    # of the groups that are stepped, as it once was
-    engine.lr_scheduler = LambdaLR(engine.basic_optimizer, schedule)
-    train(engine, 1, steps=3)
-    engine.save_checkpoint(folder, tag="tag")
-    saved = weights(engine)
-    engine.destroy()
-    engine, _ = engine_of(2, as_object=False)
-    try:
-        engine.load_checkpoint(folder, tag="tag")
-        said = ""
-    except CheckpointError as error:
-        said = str(error)
-    engine.destroy()
-    engine, _ = engine_of(2, as_object=False)
-    engine.load_checkpoint(folder, tag="tag", load_lr_scheduler_states=False)
-    loaded = all(torch.equal(w, saved[name]) for name, w in weights(engine).items())
-    return {"said": said, "loaded": loaded, "steps": engine.kfac.preconditioner.steps}
+# an object that whoever makes the engine does not pass on, as transformers' Trainer
 
-
-def test_a_schedule_of_other_groups_is_not_taken_by_place(tmp_path):
-    for found in run_ranks(
-        "tests.deepspeed.test_optimizer_object:schedule_worker", world=2, payload=str(tmp_path)
-    ):
-        assert "has rates of 3 parameter groups, here it has 2" in found["said"], found
-        assert found["loaded"] and found["steps"] == 3, found
-
-
-DROPPED = {
-    "AdamW of the config": ({"optimizer": OTHER}, None),
-    "another object": ({}, torch.optim.AdamW),
-    "K-FAC into AdamW": ({"optimizer": OTHER, "kfac": {}}, None),
-    "named in the config": (
-        {"optimizer": {"type": "KFACAdamW", "params": {"lr": LR, "torch_adam": True}}},
-        None,
-    ),
-}
+TRAINS_WITH = {"type": "AdamW", "params": {"lr": LR, "torch_adam": True}}
+DROPPED = [
+    ({"optimizer": TRAINS_WITH}, None),
+    ({}, torch.optim.AdamW),
+    ({"optimizer": TRAINS_WITH, "kfac": {}}, None),
+]
 """What an engine trains with in its place: more of the config, and the argument."""
 
 
-def dropped_worker(_) -> dict:
-    """Objects that whoever makes the engine does not pass on, as transformers' Trainer does with
-    ``optimizers=``."""
-    import deepspeed
+@pytest.mark.parametrize("initialize", [deepspeed.initialize, ds_kfac.initialize])
+@on_ranks(1)
+def test_an_object_that_is_not_passed_on_is_an_error(initialize):
+    def said(model, optimizer, more) -> str:
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_force_ds_cpu_optimizer": False}
+        parameters = None if optimizer else model.parameters()
+        with contextlib.redirect_stderr(io.StringIO()) as printed:
+            error = error_of(
+                lambda: initialize(
+                    model=model,
+                    optimizer=optimizer,
+                    model_parameters=parameters,
+                    config=config | more,
+                )[0].destroy()
+            )
+        return error or printed.getvalue()
 
-    found = {}
-    base = {"train_micro_batch_size_per_gpu": 1, "zero_force_ds_cpu_optimizer": False}
-    ways = {"theirs": deepspeed.initialize, "ours": ds_kfac.initialize}
+    def check_silent(*given) -> None:
+        text = said(*given)
+        assert "KFACAdamW was made" not in text and "Error" not in text, text
 
-    def start(initialize, model, optimizer, more) -> str:
-        with (
-            contextlib.redirect_stderr(io.StringIO()) as said,
-            contextlib.redirect_stdout(io.StringIO()),
-        ):
-            try:
-                parameters = None if optimizer else model.parameters()
-                given = {"model_parameters": parameters, "config": {**base, **more}}
-                initialize(model=model, optimizer=optimizer, **given)[0].destroy()
-            except ValueError as error:
-                return f"ValueError: {error}"
-        return said.getvalue()
-
-    for way, initialize in ways.items():
-        for case, (more, kind) in DROPPED.items():
-            model = make_net()
-            kept = ds_kfac.KFACAdamW(model.parameters(), LR)
-            optimizer = kind and kind(model.parameters(), LR)
-            found[way, case] = start(initialize, model, optimizer, more)
-            scheduler = LambdaLR(kept, schedule)  # they hold each other
-            del kept, scheduler
-            found[way, case, "deleted"] = start(initialize, model, optimizer, more)
-        model, other = make_net(), make_net()
-        kept = ds_kfac.KFACAdamW(model.parameters(), LR)
-        found[way, "of another model"] = start(
-            initialize, other, None, DROPPED["AdamW of the config"][0]
-        )
-        found[way, "passed on"] = start(initialize, model, kept, {})
-        # and stepped no more
-        found[way, "stepped before"] = start(
-            initialize, model, None, DROPPED["AdamW of the config"][0]
-        )
-        frozen = make_net().requires_grad_(False)
-        kept = ds_kfac.KFACAdamW(frozen.parameters(), LR)
-        found[way, "a model that is not trained"] = start(initialize, frozen, None, {})
-    return found
-
-
-def test_an_object_that_is_not_passed_on_is_an_error():
-    found = run_ranks("tests.deepspeed.test_optimizer_object:dropped_worker", world=1)[0]
-    for way in ("theirs", "ours"):
-        count = len([*make_net().parameters()])
-        for case in list(DROPPED)[:3]:
-            text = found[way, case]
-            assert text.startswith(
-                f"ValueError: ds_kfac: a KFACAdamW was made for {count} of the parameters"
-            ), found
-            assert "optimizer_cls_and_kwargs=" in text and '{"lr": 1e-3}' in text, text
-        text = found[way, "named in the config"]
-        assert (
-            not text.startswith("ValueError")
-            and "this engine trains with the learning rates of the config" in text
-        )
-        fine = ("of another model", "passed on", "stepped before", "a model that is not trained")
-        silent = [(way, case, "deleted") for case in DROPPED] + [(way, case) for case in fine]
-        assert all(
-            "KFACAdamW was made" not in found[case] and "Error" not in found[case]
-            for case in silent
-        ), found
+    for more, kind in DROPPED:
+        model = make_net()
+        kept, optimizer = ds_kfac.KFACAdamW(model.parameters(), LR), None
+        if kind:
+            optimizer = kind(model.parameters(), LR)
+        text, count = said(model, optimizer, more), len([*model.parameters()])
+        made = f"ValueError: ds_kfac: a KFACAdamW was made for {count} of the parameters"
+        assert text.startswith(made), text
+        assert "optimizer_cls_and_kwargs=" in text and '{"lr": 1e-3}' in text, text
+        scheduler = LambdaLR(kept, schedule)  # they hold each other
+        del kept, scheduler
+        check_silent(model, optimizer, more)
+    model = make_net()
+    kept = ds_kfac.KFACAdamW(model.parameters(), LR)
+    named = {"optimizer": {"type": "KFACAdamW", "params": {"lr": LR, "torch_adam": True}}}
+    text = said(model, None, named)
+    assert "this engine trains with the learning rates of the config" in text
+    model, (more, _) = make_net(), DROPPED[0]
+    kept = ds_kfac.KFACAdamW(model.parameters(), LR)
+    check_silent(make_net(), None, more)  # another model
+    check_silent(model, kept, {})  # it is passed on
+    check_silent(model, None, more)  # and stepped no more
+    frozen = make_net().requires_grad_(False)
+    kept = ds_kfac.KFACAdamW(frozen.parameters(), LR)
+    check_silent(frozen, None, {})  # is not trained

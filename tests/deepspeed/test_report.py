@@ -4,12 +4,13 @@ import contextlib
 import functools
 import io
 import os
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 import ds_kfac
@@ -19,17 +20,16 @@ from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, train, weights
 from tests.deepspeed.said import heard
 from tests.models import FEATURES, make_net
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 WIDTH, BLOCKS = 8, 32
+pytestmark = pytest.mark.distributed
 
 
 def test_equal_rows_become_one():
     rows = [(f"blocks.{i}.mlp.up", "Linear", "8") for i in range(32)]
-    rows += [
-        ("head", "Linear", "9"),
-        *((f"blocks.{i}.norm{j}", "Norm", "1") for i in (0, 2) for j in (1, 2)),
-    ]
+    rows += [("head", "Linear", "9")]
+    rows += [(f"blocks.{i}.norm{j}", "Norm", "1") for i in (0, 2) for j in (1, 2)]
     rows += [("blocks.7.mlp.up", "Linear", "99"), ("", "Conv1D", "9")]
     assert folded(rows) == [
         ("blocks.[0-31].mlp.up x 32", "Linear", "8"),
@@ -45,11 +45,10 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        attention = {f"{name}_proj": nn.Linear(WIDTH, WIDTH, bias=False) for name in "qkvo"}
-        mlp = {
-            f"{name}_proj": nn.Linear(WIDTH, WIDTH, bias=False) for name in ("gate", "up", "down")
-        }
-        self.self_attn, self.mlp = nn.ModuleDict(attention), nn.ModuleDict(mlp)
+        self.self_attn, self.mlp = (
+            nn.ModuleDict({f"{n}_proj": nn.Linear(WIDTH, WIDTH, bias=False) for n in names})
+            for names in ("qkvo", ("gate", "up", "down"))
+        )
         self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
 
 
@@ -66,227 +65,146 @@ class Left(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.table = (
-            nn.Linear(WIDTH, WIDTH),
-            nn.Parameter(nn.Linear(WIDTH, 9 * WIDTH).weight.detach()),
-        )
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.table = nn.Parameter(torch.ones(9 * WIDTH, WIDTH))
 
 
-def worker(_) -> dict:
-    import deepspeed.accelerator.cpu_accelerator as accelerator
-
-    found = {}
+def reported(model: type[nn.Module] = Model, lr: float = 0.01, **kfac) -> tuple[list[str], str]:
+    """Lines that this rank prints at attach, and the report."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "KFACAdamW", "params": {"lr": lr, "torch_adam": True}},
+        "kfac": kfac,
+    }
     os.environ["COLUMNS"] = "1000"  # no line is broken
-
-    def attach(name: str, model: type[nn.Module] = Model, lr: float = 0.01, **kfac: Any) -> None:
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 2},
-            "optimizer": {"type": "KFACAdamW", "params": {"lr": lr, "torch_adam": True}},
-            "kfac": kfac,
-        }
-        seen = io.StringIO()
-        with contextlib.redirect_stderr(seen):
-            engine = ds_kfac.initialize(model=model(), config=config)[0]
-        found[name] = (
-            [line for line in seen.getvalue().splitlines() if "[Gloo]" not in line],
-            engine.kfac.report,
-        )
-        engine.destroy()
-
-    attach("summary")
-    attach("full", report="full")
-    attach("none", report="none")
-    attach("left out", Left)
-    attach("idle", damping={"value": 2.0})
-    attach("far", lr=0.3)
-    accelerator.CPU_Accelerator.available_memory = lambda self, device_index=None: 500_000
-    attach("little memory")
-    return found
+    with contextlib.redirect_stderr(io.StringIO()) as seen:
+        engine = ds_kfac.initialize(model=model(), config=config)[0]
+    report = engine.kfac.report
+    engine.destroy()
+    return [line for line in seen.getvalue().splitlines() if "[Gloo]" not in line], report
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[dict]:
-    return run_ranks("tests.deepspeed.test_report:worker", world=2)
+@on_ranks(2)
+def test_rank_0_prints_a_summary_whatever_the_level_of_loggers_is():
+    """Of a Llama of 32 blocks it is short, and so is the report."""
+    seen, report = reported()
+    lines = report.splitlines()
+    if dist.get_rank() == 0:
+        assert len(seen) <= 12 and seen == lines[: len(seen)]
+    else:
+        assert seen == []
+    size = "100% of the trained matrix parameters (14,464 of 14,464) in 225 K-FAC layers"
+    assert lines[0] == f"ds_kfac steps {size} (225 Linear), 100% with curvature"
+    assert len(lines) <= 40 and "WARNING" not in report, lines
+    assert "layers.[0-31].mlp.up_proj x 32" in report
+    assert "layers.[0-31].input_layernorm x 32" in report
+    silent, same = reported(report="none")
+    assert silent == [] and same.splitlines()[0] == lines[0]
+    seen, full = reported(report="full")
+    assert len(full.splitlines()) > 290 and "layers.31.mlp.up_proj " in full
+    assert dist.get_rank() > 0 or seen == full.splitlines()
 
 
-@pytest.mark.distributed
-def test_rank_0_prints_a_summary_whatever_the_level_of_loggers_is(ranks):
-    (seen, report), (other, _) = (rank["summary"] for rank in ranks)
-    assert other == []
-    assert (
-        len(seen) <= 12 and seen == report.splitlines()[: len(seen)] and "WARNING" not in report
-    ), seen
-    assert seen[0] == (
-        "ds_kfac steps 100% of the trained matrix parameters (14,464 of 14,464) in 225 K-FAC "
-        "layers (225 Linear), "
-        "100% with curvature"
-    )
-    assert ranks[0]["none"][0] == [] and ranks[0]["none"][1].splitlines()[0] == seen[0]
-
-
-@pytest.mark.distributed
-def test_a_llama_of_32_blocks_has_a_short_report(ranks):
-    lines = ranks[0]["summary"][1].splitlines()
-    assert len(lines) <= 40, lines
-    assert any("layers.[0-31].mlp.up_proj x 32" in line for line in lines)
-    assert any("layers.[0-31].input_layernorm x 32" in line for line in lines)
-    full, report = ranks[0]["full"]
-    assert (
-        full == report.splitlines()
-        and len(full) > 290
-        and any("layers.31.mlp.up_proj " in line for line in full)
-    )
-
-
-@pytest.mark.distributed
-def test_warnings_are_in_the_summary(ranks):
-    idle, left = ("\n".join(ranks[0][name][0]) for name in ("idle", "left out"))
-    assert "without effect with KFACAdamW: kfac.damping.value" in idle
-    far = [line for line in ranks[0]["far"][0] if "recipe" in line]
-    assert len(far) == 1 and far[0].startswith(
-        "  WARNING: far from every recipe for a language model"
-    ), far
-    assert "'Masked model' in docs/howto/recipes.md: lr 0.3 (0.002 there)" in far[0], far
-    warned = ranks[0]["little memory"][0]
-    parts = (
-        "WARNING",
-        "K-FAC needs",
-        "in a step that updates all factors",
-        "of the 0.0 GB that are free",
-    )
-    assert any(all(part in line for part in parts) for line in warned), warned
+@on_ranks(1)
+def test_warnings_are_in_the_summary():
+    idle, _ = reported(damping={"value": 2.0})
+    assert "without effect with KFACAdamW: kfac.damping.value" in "\n".join(idle)
+    (far,) = [line for line in reported(lr=0.3)[0] if "recipe" in line]
+    assert far.startswith("  WARNING: far from every recipe for a language model"), far
+    assert "'Masked model' in docs/howto/recipes.md: lr 0.3 (0.002 there)" in far, far
+    left = "\n".join(reported(Left)[0])
     assert "ds_kfac steps 10% of the trained matrix parameters (64 of 640)" in left
-    assert "WARNING: below 80% of the matrix parameters; left out: Left 576 (" in left, left
+    assert "WARNING: below 80% of the matrix parameters; left out: Left 576 (" in left
+    with patch.object(type(get_accelerator()), "available_memory", lambda *_: 500_000):
+        seen, _ = reported()
+    (memory,) = [line for line in seen if "WARNING" in line and "K-FAC needs" in line]
+    assert "in a step that updates all factors" in memory
+    assert "of the 0.0 GB that are free" in memory
 
 
-NEW = "thawed", "thawed, not rotated", "replaced"
+MASK = torch.ones(17, FEATURES)
+MASK[3] = 0.0
 
 
-def hooks_worker(stages: list[int]) -> dict:
-    """What is said of hooks on gradients, which layers have no curvature, and what becomes of
-    entries that the hooks mask."""
+def masked(gradient):
+    return gradient * MASK
+
+
+def clear(parameter) -> None:
+    if parameter.grad is not None:
+        parameter.grad.mul_(MASK)
+
+
+def trains_middle(on: bool):
+    return lambda model: model.middle.requires_grad_(on)
+
+
+def hook(function, name: str = "first.weight"):
+    return lambda model: model.get_parameter(name).register_hook(function)
+
+
+UNROTATED = {"adam": {"rotate": False}, "factor": {"update_interval": 1}}
+HOOKS = {  # what is done before attach and after it, whose gradient is told to be changed, options
+    "none": (None, None, None, {}),
+    "hook": (hook(masked), None, "first", {}),
+    "accumulated": (
+        lambda model: model.first.weight.register_post_accumulate_grad_hook(clear),
+        None,
+        "first",
+        {},
+    ),
+    "partial": (hook(functools.partial(torch.mul, 2.0), "head.bias"), None, "head", {}),
+    "norm": (hook(lambda g: g, "norm.weight"), None, None, {}),
+    "looks": (hook(lambda g: g.norm() and None), None, None, {}),
+    "later": (None, hook(masked), "first", {}),
+    "excluded": (hook(masked), None, None, {"layers": {"exclude": ["first"]}}),
+    "thawed": (trains_middle(False), trains_middle(True), None, {}),
+    "thawed, not rotated": (trains_middle(False), trains_middle(True), None, UNROTATED),
+    "replaced": (None, lambda model: setattr(model, "middle", make_net().middle), None, {}),
+}
+NEW = {"thawed": (0, 2), "thawed, not rotated": (0, 2), "replaced": (0,)}
+"""Case -> stages in which there is a parameter that was not trained at attach: at stage 3 it is in
+no optimizer state, which is asked of all."""
+
+
+@on_ranks(2)
+def test_hooks_that_change_gradients_are_told_with_their_layers_which_may_be_excluded():
+    """Hooks that only look are not, nor are those of DeepSpeed, which has some in every ZeRO
+    stage."""
     proving.RAISES = False
-    found = {}
-    mask = torch.ones(17, FEATURES)
-    mask[3] = 0.0
-
-    def clear(parameter: Any) -> None:
-        if parameter.grad is not None:
-            parameter.grad.mul_(mask)
-
-    for stage in stages:
-        mode = BY_NAME[f"adam-z{stage}"]
-        config = {**mode.config(1, torch.distributed.get_world_size())}
-        config["optimizer"]["params"]["weight_decay"] = 0.0
-
-        def start(
-            name: str,
-            before: Any,
-            after: Any = None,
-            exclude: Sequence[str] = (),
-            config=config,
-            **own,
-        ) -> None:
-            model = make_net()
+    for stage in (0, 2, 3):
+        for name, (before, after, told, block) in HOOKS.items():
+            if stage not in NEW.get(name, (0, 2, 3)):
+                continue
+            config, model = BY_NAME[f"adam-z{stage}"].config(1, 2), make_net()
+            config["optimizer"]["params"]["weight_decay"] = 0.0
+            config["kfac"] |= block
             start = model.first.weight.detach().clone()
-            before(model)
-            kfac = {**config["kfac"], "layers": {"exclude": list(exclude)}, **own}
-            with contextlib.redirect_stderr(io.StringIO()):
-                engine = ds_kfac.initialize(
-                    model=model,
-                    model_parameters=model.parameters(),
-                    config={**config, "kfac": kfac},
-                )[0]
+            if before:
+                before(model)
+            parameters = model.parameters()
+            engine, *_ = ds_kfac.initialize(model=model, model_parameters=parameters, config=config)
             if after:
                 after(engine.module)
             with heard() as later:
                 train(engine, 1, steps=2)
-            moved = (weights(engine)["first.weight"] - start)[3].abs().max()
-            unfit = set(engine.kfac.preconditioner.proving.unfit)
-            found[engine.zero_optimization_stage(), name] = (
-                engine.kfac.report,
-                unfit,
-                "\n".join(later),
-                float(moved),
+            case = (stage, name)
+            assert set(engine.kfac.preconditioner.proving.unfit) == ({told} if told else set()), (
+                case
             )
+            said = "or a hook on its parameters changes the gradient" in engine.kfac.report
+            assert said == bool(told), case
+            said = "(docs/howto/frameworks.md): middle.weight" in "\n".join(later)
+            assert said == (name in NEW and dist.get_rank() == 0), (case, later)
+            if name == "excluded":
+                assert torch.equal(weights(engine)["first.weight"][3], start[3]), case
             engine.destroy()
 
-        start("none", lambda model: None)
-        start("hook", lambda model: model.first.weight.register_hook(lambda g: g * mask))
-        start(
-            "accumulated",
-            lambda model: model.first.weight.register_post_accumulate_grad_hook(clear),
-        )
-        start(
-            "partial",
-            lambda model: model.head.bias.register_hook(functools.partial(torch.mul, 2.0)),
-        )
-        start("norm", lambda model: model.norm.weight.register_hook(lambda g: g))
-        start("looks", lambda model: model.first.weight.register_hook(lambda g: g.norm() and None))
-        start(
-            "later",
-            lambda model: None,
-            lambda model: model.first.weight.register_hook(lambda g: g * mask),
-        )
-        thaw = [lambda model, on=on: model.middle.requires_grad_(on) for on in (False, True)]
-        if stage < 3:  # there it is in no optimizer state, which is asked of all
-            start("thawed", *thaw)
-            start(
-                "thawed, not rotated", *thaw, adam={"rotate": False}, factor={"update_interval": 1}
-            )
-        if not stage:
-            start(
-                "replaced",
-                lambda model: None,
-                lambda model: setattr(model, "middle", make_net().middle),
-            )
-        start(
-            "excluded",
-            lambda model: model.first.weight.register_hook(lambda g: g * mask),
-            exclude=["first"],
-        )
-    return found
 
-
-@pytest.mark.distributed
-def test_hooks_that_change_gradients_are_told_with_their_layers_which_may_be_excluded():
-    """Hooks that only look are not, nor are those of DeepSpeed, which has some in every ZeRO
-    stage."""
-    for rank, found in enumerate(
-        run_ranks("tests.deepspeed.test_report:hooks_worker", world=2, payload=[0, 2, 3])
-    ):
-        for (stage, name), (report, unfit, later, moved) in found.items():
-            told = {
-                "hook": "first",
-                "accumulated": "first",
-                "partial": "head",
-                "later": "first",
-            }.get(name)
-            assert unfit == ({told} if told else set()), (stage, name, unfit)
-            assert ("or a hook on its parameters changes the gradient" in report) == bool(told), (
-                stage,
-                name,
-                report,
-            )
-            assert ("(docs/howto/frameworks.md): middle.weight" in later) == (
-                name in NEW and rank == 0
-            ), later
-            if name == "excluded":
-                assert moved == 0.0, (stage, name, moved)
-
-
-def scaler_worker(_) -> dict[str, str]:
-    """Reports of engines with a GradScaler, by their parameter groups."""
-    reports = {}
+@on_ranks(1)
+def test_several_groups_behind_a_scaler_that_grows_are_a_known_fault():
+    fault = "it divides all parameter groups but the first by the new scale"
     for groups in ("one", "decay"):
         engine = build(replace(BY_NAME["z2-autocast_float16"], groups=groups), 1)
-        reports[groups] = engine.kfac.report
-        engine.destroy()
-    return reports
-
-
-def test_several_groups_behind_a_scaler_that_grows_are_a_known_fault():
-    (reports,) = run_ranks("tests.deepspeed.test_report:scaler_worker", world=1)
-    fault = "it divides all parameter groups but the first by the new scale"
-    assert fault in reports["decay"] and fault not in reports["one"]
+        assert (fault in engine.kfac.report) == (groups == "decay")

@@ -112,28 +112,27 @@ class Rank0:
 
 
 @WIRES
-def test_replicas_keep_what_the_others_receive(wire):
-    rank = Rank0(REPLICATED, (0,), wire)
-    (sent,) = rank.sent
-    exact(sent, rank.result.flatten().to(wire))
-    exact(rank.stored, sent.float())
-
-
-def test_what_nobody_receives_is_not_rounded():
-    rank = Rank0(REPLICATED, (0, 1), torch.bfloat16)
-    assert not rank.sent
-    exact(rank.stored, rank.result.flatten())
-
-
-@WIRES
-def test_of_a_partitioned_result_the_own_part_is_not_rounded(wire):
-    rank = Rank0(PARTS, (0,), wire)
+@pytest.mark.parametrize(
+    ("shards", "workers", "kept", "rounded"),
+    [
+        (REPLICATED, (0,), WHOLE, True),  # replicas keep what the others receive
+        (REPLICATED, (0, 1), WHOLE, False),
+        (PARTS, (0,), HALF, False),
+    ],
+)
+def test_a_worker_keeps_its_own_part_unrounded_unless_others_have_it_too(
+    shards, workers, kept, rounded, wire
+):
+    rank = Rank0(shards, workers, wire)
     flat = rank.result.flatten()
-    exact(rank.stored, flat[:HALF])
-    exact(rank.sent[0], flat[HALF:].to(wire))
-    assert rank.sent[0].untyped_storage().nbytes() == wire.itemsize * HALF, (
-        "no more than what is sent is kept for it"
-    )
+    exact(rank.stored, flat[:kept].to(wire).float() if rounded else flat[:kept])
+    if len(workers) > 1:
+        assert not rank.sent, "nobody receives it"
+        return
+    (sent,) = rank.sent
+    exact(sent, flat[WHOLE - kept :].to(wire))
+    if shards is PARTS:
+        assert sent.untyped_storage().nbytes() == wire.itemsize * HALF, "no more is kept for it"
 
 
 @pytest.mark.parametrize("raw", [(), (0,)])

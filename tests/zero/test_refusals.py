@@ -8,12 +8,24 @@ import pytest
 from ds_kfac.config.keys import parse
 from ds_kfac.engine.refusals import REFUSALS, of_config, refused
 
-PLAIN = of_config({"optimizer": {"type": "AdamW"}}, parse({}), own=None)
+
+def config(optimizer: str = "AdamW", **more):
+    return of_config({"optimizer": {"type": optimizer}, **more}, parse({}), own=None)
+
+
+PLAIN = config()
+NVME = {"stage": 3, "offload_param": {"device": "nvme"}}
+RESCALING = parse({"rescale_weights": True})
+EXPERTS, PIPELINE = "mixture of experts", "pipeline"
 
 
 def pipeline(**facts):
     """The context of an engine with stages that has only these attributes."""
     return replace(PLAIN, engine=SimpleNamespace(**facts), pipeline=True)
+
+
+def experts(**facts):
+    return replace(PLAIN, experts=True, **facts)
 
 
 def test_a_plain_config_is_not_refused():
@@ -30,51 +42,27 @@ def test_a_plain_config_is_not_refused():
         ),
         (
             "NVMe offload of parameters",
-            of_config(
-                {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
-                parse({}),
-                own=None,
-            ),
+            config(zero_optimization=NVME),
             'offload_param.device to "cpu"',
         ),
-        (
-            "pipeline of another kind",
-            pipeline(),
-            "default schedule",
-        ),
-        (
-            "pipeline with a model axis",
-            pipeline(is_model_parallel=True),
-            "pipe and data only",
-        ),
-        (
-            "mixture of experts in BF16_Optimizer",
-            replace(PLAIN, experts=True, bf16_optimizer=True),
-            "grad_accum_dtype",
-        ),
+        (f"{PIPELINE} of another kind", pipeline(), "default schedule"),
+        (f"{PIPELINE} with a model axis", pipeline(is_model_parallel=True), "pipe and data only"),
+        (f"{EXPERTS} in BF16_Optimizer", experts(bf16_optimizer=True), "grad_accum_dtype"),
         *(
             (
-                "mixture of experts with other model parallelism",
-                replace(PLAIN, experts=True, **{other: True}),
+                f"{EXPERTS} with other model parallelism",
+                experts(**{other: True}),
                 "data parallelism only",
             )
             for other in ("sharded", "pipeline", "sequence")
         ),
         (
             "kfac.rescale_weights with tensor parallelism",
-            replace(PLAIN, sharded=True, config=parse({"rescale_weights": True})),
+            replace(PLAIN, sharded=True, config=RESCALING),
             "set it to false",
         ),
-        (
-            "compressed-communication optimizer",
-            of_config({"optimizer": {"type": "OneBitAdam"}}, parse({}), own=None),
-            "such as AdamW",
-        ),
-        (
-            "Muon",
-            of_config({"optimizer": {"type": "Muon"}}, parse({}), own=None),
-            "choose Muon or K-FAC",
-        ),
+        ("compressed-communication optimizer", config("OneBitAdam"), "such as AdamW"),
+        ("Muon", config("Muon"), "choose Muon or K-FAC"),
     ],
 )
 def test_a_combination_is_refused_with_a_remedy(name, context, remedy):
