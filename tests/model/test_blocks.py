@@ -193,6 +193,7 @@ def test_a_large_layer_is_cut_into_equal_parts_that_cover_it_and_have_one_A(smal
 
 def test_outputs_that_do_not_divide_take_the_next_number_of_parts(small):
     assert len(parts(head(14))) == 7, "4 parts would be enough"
+    assert len(parts(head(15))) == 5, "3 would be larger than a part"
     assert len(parts(head(13))) == 13
     assert len(parts(head(11, 100))) == 1, "a single output is larger than a part"
 
