@@ -142,19 +142,6 @@ class Encoder(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-class ViT(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.projection = nn.Conv2d(3, WIDTH, 2, stride=2)
-        self.cls_token = nn.Parameter(torch.randn(1, 1, WIDTH))
-        self.trunk, self.classifier = Trunk(), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, pixels: Tensor, labels: Tensor) -> Tensor:
-        x = self.projection(pixels.to(self.cls_token.dtype)).flatten(2).mT
-        x = torch.cat([self.cls_token.expand(len(x), 1, WIDTH), x], 1)
-        return F.cross_entropy(self.classifier(self.trunk(x, None)[:, 0]), labels)
-
-
 class Cnn(nn.Module):
     """Strides, dilation, groups and a transposed convolution; ``dense``: its last layer is a
     convolution."""
@@ -174,29 +161,6 @@ class Cnn(nn.Module):
             return F.cross_entropy(self.head(x.mean((2, 3))), labels)
         z = self.head(x)
         return F.cross_entropy(z, labels[:, None, None].expand(z[:, 0].shape))
-
-
-class Experts(nn.Module):
-    """Each of two experts gets a buffer of all tokens, in which the places of the other's tokens
-    are empty."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.router = nn.Linear(WIDTH, 2)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=bias) for bias in (True, False))
-        self.lm_head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(
-        self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
-    ) -> Tensor:
-        x = self.embed(input_ids).flatten(0, 1)
-        gates = self.router(x).softmax(-1)
-        first = (input_ids.flatten() % 2 == 0).unsqueeze(1)
-        y = x.clone()
-        for index, (expert, routed) in enumerate(zip(self.experts, (first, ~first), strict=True)):
-            y = y + expert(x * routed) * routed * gates[:, index : index + 1]
-        return F.cross_entropy(self.lm_head(y), labels.flatten())
 
 
 class Mlp(nn.Module):
@@ -490,14 +454,12 @@ CASES = {
         lambda: Encoder("classes"),
         one_pass(lambda rank: {**texts(rank, pads="right"), "labels": vectors(rank, 4)[1]}),
     ),
-    "vit": Case(ViT, one_pass(images)),
     "tagger, examples": Case(
         Tagger, one_pass(lambda rank: texts(rank, pads="right")), sharing="reduce"
     ),
     "cnn": Case(lambda: Cnn(dense=False), one_pass(images)),
     "cnn, dense prediction": Case(lambda: Cnn(dense=True), one_pass(images)),
     "cnn, examples": Case(lambda: Cnn(dense=True), one_pass(images), sharing="reduce"),
-    "experts with empty places": Case(Experts, one_pass(lambda rank: texts(rank, pads="right"))),
     "time first": Case(lambda: Tagger("time first"), one_pass(decoder_texts)),
     "flattened tokens": Case(lambda: Tagger("flat"), one_pass(decoder_texts)),
     "flattened tokens in the head": Case(lambda: Tagger("flat head"), one_pass(decoder_texts)),

@@ -139,36 +139,15 @@ class Attention(nn.Module):
         return self.q(x).softmax(-1) * self.k(x) * self.v(x.detach()) * self.gate(x.clone())
 
 
-class Tasks(nn.Module):
-    """Heads on one trunk, each with a loss of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.trunk, self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 3)
-
-    def forward(self, x, *tasks):
-        z = torch.tanh(self.trunk(x))
-        return sum(self.get_submodule(task)(z).square().mean() for task in tasks or ("one", "two"))
-
-
-def searched(model: nn.Module) -> tuple[Recorder, tuple]:
-    """A recorder whose inputs were searched in a step, and the groups that it uses from now on."""
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    inputs = SharedInputs(names)
-    recorder = Recorder(model, inputs=inputs)
-    recorder.backward(model(torch.randn(3, 4)))
-    groups = agreed([inputs.inputs_seen()], {layer.name: layer.A for layer in recorder.layers})
-    inputs.use(groups)
-    recorder.begin(1)
-    return recorder, groups
-
-
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_projections_of_a_model_are_found_and_give_the_rows_once(checkpointed):
-    recorder, groups = searched(Attention(checkpointed))
+    inputs, x = SharedInputs(["v", "k", "q", "gate", "out"]), torch.randn(2, 3, 4)
+    recorder = Recorder(Attention(checkpointed), inputs=inputs)
+    recorder.backward(recorder.model(torch.randn(3, 4)))
+    groups = agreed([inputs.inputs_seen()], {layer.name: layer.A for layer in recorder.layers})
     assert groups == (("v", "k", "q"),)
-    x = torch.randn(2, 3, 4)
+    inputs.use(groups)
+    recorder.begin(1)
     for part in x:
         recorder.backward(recorder.model(part))
     A = {key for key in recorder.capture.sums if key.endswith("/A")}
@@ -178,37 +157,3 @@ def test_projections_of_a_model_are_found_and_give_the_rows_once(checkpointed):
         assert factors.rows == 6
         if name in "vkq":
             close(factors.A, symmetric_pack(rows.T @ rows / 6), sums=6)
-
-
-@pytest.mark.parametrize("how", ["one pass", "two passes of one graph", "a head a batch"])
-def test_heads_of_several_tasks_have_every_row_whichever_of_them_has_a_loss(how):
-    recorder, groups = searched(Tasks())
-    assert groups == (("one", "two"),)
-    x, y = torch.randn(5, 4), torch.randn(7, 4)
-    model = recorder.model
-    if how == "one pass":
-        recorder.backward(model(x))
-        inputs = [x]
-    elif how == "two passes of one graph":
-        loss = model(x)
-        recorder.backward(loss, retain_graph=True)
-        recorder.backward(loss)
-        inputs = [x, x]
-    else:
-        recorder.backward(model(x, "one"))
-        recorder.backward(model(y, "two"))
-        inputs = [x, y]
-    z = torch.tanh(model.trunk(torch.cat(inputs))).detach().double()
-    rows = torch.cat([z, torch.ones(len(z), 1)], dim=1)
-    found = recorder.factors()
-    for name in ("one", "two"):
-        assert found[name].rows == len(rows) and found[name].G is not None
-        close(found[name].A, symmetric_pack(rows.T @ rows / len(rows)), sums=20)
-
-
-def test_layers_whose_inputs_are_the_same_no_more_still_give_all_rows():
-    """Their common A is the mean over both layers' rows then."""
-    recorder, _ = searched(Attention())
-    recorder.model.k.register_forward_pre_hook(lambda module, arguments: arguments[0].clone())
-    recorder.backward(recorder.model(torch.randn(3, 4)))
-    assert recorder.rows()["v"] == 6
