@@ -152,6 +152,13 @@ def test_a_forward_without_backward_counts_nothing(announced):
     equal_bits(recorder.factors(), captured(make_net()))
 
 
+def test_a_plain_backward_counts_until_the_engine_has_announced_one():
+    recorder = Recorder(make_net())
+    for backward in (unannounced, recorder.backward, unannounced):
+        loss_of(recorder.model, backward)
+    assert recorder.rows() == {name: 2 * rows for name, rows in ALL_ROWS.items()}
+
+
 def test_a_backward_that_is_stopped_counts_what_it_reached_and_the_next_micro_batch_is_whole():
     recorder = Recorder(make_net(Stoppable))
     for stops in (True, False):

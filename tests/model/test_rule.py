@@ -367,13 +367,17 @@ def test_texts_one_by_one_have_the_factors_of_a_padded_batch(make, lengths):
             close(G, together[name].G, sums=SUMS, what=f"G of {name}")
 
 
+@pytest.mark.parametrize("name", ["mlp", "tiled loss"])
 @pytest.mark.parametrize("scaled", [True, False])
-def test_the_loss_scale_does_not_change_the_factors_but_the_size_of_the_loss_does(scaled):
-    """G has the square of it."""
-    recorder = Recorder(make_net(Mlp), scale=256.0 if scaled else 1.0)
+def test_the_loss_scale_does_not_change_the_factors_but_the_size_of_the_loss_does(name, scaled):
+    """G has the square of it. A pass inside of the forward, as in the tiled head, has none."""
+    recorder = Recorder(make_net(CASES[name].make), scale=256.0 if scaled else 1.0)
     recorder.backward(256 * recorder.model(*vectors(0)))
-    found, plain = recorder.factors()["first"], run(CASES["mlp"])["first"]
-    close((found.A, found.G), (plain.A, plain.G if scaled else 256**2 * plain.G), sums=SUMS)
+    plain = run(CASES[name])
+    for layer, found in recorder.factors().items():
+        inside = name == "tiled loss" and layer == "head"
+        size = 1 if scaled or inside else 256**2
+        close((found.A, found.G), (plain[layer].A, size * plain[layer].G), sums=SUMS)
 
 
 # masks
