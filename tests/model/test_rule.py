@@ -17,6 +17,7 @@ from tests import rule_cases
 from tests.close import close
 from tests.model.recorder import Recorder, compared, equal_bits, unannounced
 from tests.models import make_net
+from tests.ops.specification import symmetric_pack
 from tests.oracle_images import ImageKFAC
 from tests.rule_cases import (
     CASES,
@@ -37,7 +38,6 @@ from tests.rule_cases import (
     vectors,
 )
 from tests.spread import in_float64
-from tests.truth import Truth
 
 SUMS = 1000
 """Terms that are added one after another on the way to an element, at most."""
@@ -55,7 +55,7 @@ def gradients_of_no_weight(forward, backward, rank: int) -> None:
 
 
 def frozen_in_the_step(forward, backward, rank: int) -> None:
-    getattr(forward, "model", forward).head.requires_grad_(False)
+    forward.head.requires_grad_(False)
     backward(forward(*vectors(rank)))
 
 
@@ -279,9 +279,8 @@ def test_rows_by_hand(weights, mask, zeros, rows, examples, sharing, bias):
         g = gradients.sum(1)
     assert found["layer"][2:] == (len(a), terms)
     assert len(a) == (rows if sharing == "expand" else examples)
-    packed = torch.tril_indices(a.shape[1], a.shape[1])
-    close(found["layer"].A, (a.T @ a)[packed[0], packed[1]] / len(a), sums=SUMS)
-    close(found["layer"].G, terms * (g.T @ g)[[0, 1, 1], [0, 0, 1]], sums=SUMS)
+    close(found["layer"].A, symmetric_pack(a.T @ a / len(a)), sums=SUMS)
+    close(found["layer"].G, symmetric_pack(terms * g.T @ g), sums=SUMS)
 
 
 def loss_terms(model: Tasks, x: Tensor, y: Tensor) -> Tensor:
@@ -302,34 +301,26 @@ def test_G_is_the_second_moment_of_the_gradients_of_a_means_terms(parts):
             backward(model(xs, ys) / len(parts))
 
     model = make_net(Tasks)
-    expected = loss_terms(model, x, y)
-    packed = torch.tril_indices(7, 7)
-    close(compared(model, program)["first"].G, expected[packed[0], packed[1]], sums=SUMS)
-
-
-def truth(model: nn.Module, program, **options) -> Truth:
-    """Of a step on one rank."""
-    found = Truth(model, **options)
-    with found:
-        program(model, unannounced)
-    return found
+    expected = symmetric_pack(loss_terms(model, x, y))
+    close(compared(model, program)["first"].G, expected, sums=SUMS)
 
 
 def test_two_tasks_of_different_sizes_have_the_mean_of_their_factors():
     """G of a step whose loss is the mean of two tasks' losses is the mean of what each task has
     alone."""
-    model, tasks = make_net(Tasks), {"head": vectors(0, 8), "other": vectors(1, 3)}
+    tasks = {"head": vectors(0, 8), "other": vectors(1, 3)}
 
-    def program(names, share=1.0):
-        return lambda model, backward: [
-            backward(model(*tasks[name], task=name) * share) for name in names
-        ]
+    def factors(*names):
+        def program(model, backward) -> None:
+            for name in names:
+                backward(model(*tasks[name], task=name) / len(names))
 
-    alone = [truth(model, program([name])).factors() for name in tasks]
-    both = truth(model, program(tasks, 0.5)).factors()
-    close(both["first"][1], sum(each["first"][1] for each in alone) / 2, sums=SUMS)
-    close(both["other"][1], alone[1]["other"][1] / 2, sums=SUMS)
-    assert both["first"][2] == 11
+        return compared(make_net(Tasks), program)
+
+    alone, both = [factors(name) for name in tasks], factors(*tasks)
+    close(both["first"].G, sum(each["first"].G for each in alone) / 2, sums=SUMS)
+    close(both["other"].G, alone[1]["other"].G / 2, sums=SUMS)
+    assert both["first"].rows == 11
 
 
 def texts_of(lengths: list[int], to: int) -> dict[str, Tensor]:
