@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.model.scan import LayerChoice
 from tests.close import close, exact
-from tests.model.recorder import Recorder, compared, same
+from tests.model.recorder import Recorder, compared, equal_bits, same
 
 
 class Heads(nn.Module):
@@ -113,6 +114,21 @@ def test_an_image_without_a_batch_dimension_is_a_batch_of_one():
         found.append(recorder.factors())
     assert [factors.rows for factors in found[0].values()] == [16, 16]
     exact(found[0], found[1])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_changes_no_bit_with_batch_norm(reentrant):
+    found = []
+    for checkpoints in (False, True):
+        recorder = Recorder(Heads(), LayerChoice(types=("Conv2d", "BatchNorm")))
+        model, (x, y) = recorder.model, data()
+        block = lambda x, model=model: torch.tanh(model.norm(model.stem(x)))  # noqa: E731
+        x.requires_grad_()
+        z = checkpoint(block, x, use_reentrant=reentrant) if checkpoints else block(x)
+        recorder.backward(F.cross_entropy(model.head(z).mean((2, 3)), y))
+        found.append(recorder.factors())
+    assert set(found[0]) == {"stem", "norm", "head"}
+    equal_bits(found[1], found[0])
 
 
 # forwards of their own

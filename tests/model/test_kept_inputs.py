@@ -88,6 +88,8 @@ def test_inputs_are_let_go_with_their_gradient_though_the_loss_is_kept(kind, pla
     loss = recorder.model(x)
     loss.backward() if plain else recorder.backward(loss)
     assert loss > 0 and watched.living() == 1, "x alone"
+    rows = recorder.rows()
+    assert rows.pop("raw") == 4 * 5 and rows == dict.fromkeys(rows, 5) and len(rows) == 8
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -71,6 +71,23 @@ def frozen_tagger() -> nn.Module:
     return model
 
 
+class Routed(nn.Module):
+    """Each row goes to one of three experts, some of which get none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.head = nn.Linear(WIDTH, 3, bias=False), nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        weight, chosen = self.router(x.to(self.head.weight.dtype)).softmax(-1).max(-1)
+        z = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            own = (chosen == number).nonzero().flatten()
+            z = z.index_add(0, own, expert(x[own]) * weight[own, None])
+        return F.cross_entropy(self.head(z), y)
+
+
 def labelled_pads(rank: int) -> dict[str, Tensor]:
     """One of the pads has a label, and so a gradient."""
     batch = texts(rank, pads="right")
@@ -101,6 +118,8 @@ PROGRAMS = CASES | {
     "gradients of no weight": Case(Mlp, gradients_of_no_weight),
     "head that is frozen in the step": Case(DoubledHead, frozen_in_the_step),
     "head that is frozen but its bias": Case(frozen_but_its_bias, one_pass(vectors)),
+    "experts": Case(Routed, one_pass(vectors)),
+    "experts of one row": Case(Routed, one_pass(lambda rank: vectors(rank, 1))),
     "padded frozen head": Case(frozen_tagger, one_pass(labelled_pads)),
     "pads that have labels": Case(Tagger, one_pass(labelled_pads)),
     "two masks": Case(Tagger, one_pass(two_masks)),
