@@ -253,6 +253,7 @@ NONE: dict[Layout, str] = {
         torch.bmm(self.w.index_select(1, torch.tensor([0, 2])), dispatched(x).mT)
         torch.bmm(dispatched(x), self.w.flip(0).mT)
         groups(x) @ self.w.view(2, 2, O, I).mT.repeat(2, 2, 1, 1)
+        groups(x)[:2, :2] @ self.w.view(2, 2, O, I).mT
         torch.bmm(dispatched(x), self.w[:, :2].mT)
     """,
 }

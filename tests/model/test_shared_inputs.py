@@ -107,10 +107,10 @@ def test_an_input_is_complete_when_all_its_calls_have_a_gradient_or_the_pass_end
         for layer in (a, b):
             shared.called(arrival(layer, shared.number(layer.name, x), True).call)
     assert shared.complete(arrival(c, UNWATCHED, True)) is not None
-    for _ in range(2):  # a retained graph brings the rows again
-        assert shared.complete(arrival(b, 0, False, True, False)) is None
+    for second in (True, False):  # a retained graph brings the rows again
+        assert shared.complete(arrival(b, 0, False, second, False)) is None
         complete = shared.complete(arrival(a, 0, True, False, False))
-        assert complete.with_gradient.tolist() == [True, True, False] and complete.alive
+        assert complete.with_gradient.tolist() == [True, second, False] and complete.alive
     assert shared.complete(arrival(b, 1, False, True, False)) is None
     (rest,) = shared.end_pass()
     assert rest.with_gradient.tolist() == [False, True, False] and not shared.end_pass()
