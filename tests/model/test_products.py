@@ -501,3 +501,20 @@ def test_places_without_a_token_are_no_rows_of_a_stack_s_expert():
     for name, own in {"0.experts.w1.0": X[:4], "0.experts.w1.1": X[4:6]}.items():
         assert found[name].rows == len(own)
         close(found[name].A, second_moment(own), sums=len(own))
+
+
+def test_a_stack_nearest_to_the_loss_is_counted_once_where_it_is_recomputed():
+    counts = []
+    for reentrant in (None, True, False):
+        code = """
+            again = lambda x: checkpoint(self.inner, x, use_reentrant=self.reentrant)
+            run = self.inner if self.reentrant is None else again
+            return run(self.first(x)).square().mean()
+        """
+        model = written(code, checkpoint=checkpoint)()
+        inner = module("return torch.bmm(x.view(2, 5, 5), self.w.mT)", w=(2, OUT, IN))
+        model.first, model.inner, model.reentrant = nn.Linear(IN, IN), inner, reentrant
+        recorder = Recorder(model, APART)
+        recorder.backward(model(X[:10]))
+        counts.append({name: factors[2:] for name, factors in recorder.factors().items()})
+    assert counts == [{"first": (10, 10), "inner.w.0": (5, 10), "inner.w.1": (5, 10)}] * 3
