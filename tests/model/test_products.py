@@ -456,6 +456,8 @@ return sum(F.linear(part, self.down[e]).square().mean() for e, part in enumerate
 def test_own_as_of_two_stacks_with_one_input_are_common_expert_by_expert():
     """Gates and ups are stacks of their own, as AutoEP's w1 and w3."""
     model = module(GATE_AND_UP, gate=(3, 8, IN), up=(3, 8, IN), down=(3, IN, 8))
+    # what an expert computes itself has an A of its own, unless that would exceed the weight
+    assert [layer.shares for layer in scan(model).layers[-3:]] == [None, "down.0", "down.0"]
     layers, _ = own_inputs(scan(model).layers, EIGEN, moments=2, world=1)
     shares = [layer.shares for layer in layers]
     assert shares == [None] * 3 + [f"gate.{e}" for e in range(3)] + [None] * 3

@@ -312,9 +312,13 @@ def test_what_rows_are_looked_up_in_is_a_table_also_if_it_is_multiplied(kind):
 
 SLICES = "return x @ self.weight[start:, :].T + self.weight[-1, 0] + self.weight[None][..., 0]"
 CHOSEN = "return x @ self.weight[chosen] + (x @ self.weight[:, chosen[0] :]).sum()"
-RESET = (
-    "def reset(self):\n    self.weight[i] = 0\ndef forward(self, x):\n    return x @ self.weight"
-)
+RESET = """
+def reset(self):
+    self.weight[i].zero_()
+
+def forward(self, x):
+    return x @ self.weight
+"""
 
 
 @pytest.mark.parametrize(
