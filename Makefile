@@ -161,7 +161,7 @@ docs: $(VENV)/.docs
 # the site's links, and its pages in a Chromium of the machine: width, search, navigation
 test-site: $(VENV)/.docs
 	$(BIN)/python -m pip install --quiet playwright || echo "test-site: playwright does not install here; no browser is asked"
-	$(BIN)/python -m pytest -rs tests/test_site.py tests/test_site_browser.py $(ARGS)
+	$(BIN)/python -m pytest -rs tests/test_site.py $(ARGS)
 
 # what a package index would get, below dist/
 release: $(STAMP)

@@ -1,7 +1,7 @@
 """Models and training steps on which the rule of A and G is tested: the truth by hand, and the
 capture by the truth.
 
-The models are small copies of Llama, GPT-2, BERT and ViT, in plain torch. All return their loss.
+The models are small, in plain torch, and return their loss.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ IGNORED = -100
 class Conv1D(nn.Module):
     """As in transformers: y = x W + b, W [in, out]."""
 
-    def __init__(self, nf: int, nx: int) -> None:
+    def __init__(self, nx: int, nf: int) -> None:
         super().__init__()
         self.nf = nf
         self.weight = nn.Parameter(torch.randn(nx, nf) * 0.3)
@@ -34,156 +34,112 @@ class Conv1D(nn.Module):
         return y.view(*x.shape[:-1], self.nf)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """Of two heads, on [N, T, D]. A token may always attend to itself."""
-    q, k, v = (x.unflatten(-1, (2, -1)).transpose(1, 2) for x in (q, k, v))
-    T = q.shape[2]
-    allowed = (
-        torch.ones(T, T, dtype=torch.bool).tril() if causal else torch.ones(T, T, dtype=torch.bool)
-    )
-    if mask is not None:
-        allowed = (allowed & mask.bool()[:, None, None, :]) | torch.eye(T, dtype=torch.bool)
-    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~allowed, -torch.inf)
-    return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+class Block(nn.Module):
+    """Attention of two heads, and a gated MLP. ``linear`` makes the linear maps."""
 
-
-def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-
-class LlamaBlock(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, linear: Callable[[int, int], nn.Module], causal: bool) -> None:
         super().__init__()
+        self.causal = causal
         self.norm_1, self.norm_2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
-            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)
+            linear(WIDTH, WIDTH) for _ in range(4)
         )
-        self.gate_proj, self.up_proj = (nn.Linear(WIDTH, 12, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(12, WIDTH, bias=False)
+        self.gate_proj, self.up_proj = (linear(WIDTH, 12) for _ in range(2))
+        self.down_proj = linear(12, WIDTH)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         h = self.norm_1(x)
-        x = x + self.o_proj(
-            attention(self.q_proj(h), self.k_proj(h), self.v_proj(h), mask, causal=True)
-        )
+        x = x + self.o_proj(self.attention(self.q_proj(h), self.k_proj(h), self.v_proj(h), mask))
         h = self.norm_2(x)
         return x + self.down_proj(F.silu(self.gate_proj(h), inplace=True) * self.up_proj(h))
 
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """On [N, T, D]. A token may always attend to itself."""
+        q, k, v = (x.unflatten(-1, (2, -1)).transpose(1, 2) for x in (q, k, v))
+        T = q.shape[2]
+        allowed = torch.ones(T, T, dtype=torch.bool)
+        if self.causal:
+            allowed = allowed.tril()
+        if mask is not None:
+            allowed = (allowed & mask.bool()[:, None, None, :]) | torch.eye(T, dtype=torch.bool)
+        scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~allowed, -torch.inf)
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
-class Llama(nn.Module):
-    """``reentrant``: which kind of activation checkpointing its blocks use; None: none. ``nested``:
-    twice."""
 
-    def __init__(self, reentrant: bool | None = None, nested: bool = False) -> None:
+class Trunk(nn.Module):
+    """Two blocks.
+
+    Args:
+        linear: makes a linear map of some inputs and outputs.
+        causal: whether tokens see those before them only.
+        reentrant: which kind of activation checkpointing the blocks use; None: none.
+        nested: whether both blocks together are checkpointed, too.
+    """
+
+    def __init__(
+        self,
+        linear: Callable[[int, int], nn.Module] = nn.Linear,
+        *,
+        causal: bool = False,
+        reentrant: bool | None = None,
+        nested: bool = False,
+    ) -> None:
         super().__init__()
         self.reentrant, self.nested = reentrant, nested
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(LlamaBlock() for _ in range(2))
-        self.norm = nn.RMSNorm(WIDTH)
-        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.blocks = nn.ModuleList(Block(linear, causal) for _ in range(2))
 
-    def forward(
-        self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
-    ) -> Tensor:
-        x = self.embed(input_ids)
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         if self.nested:
-            x = self.checkpointed(self.run_blocks, x, attention_mask)
-        else:
-            x = self.run_blocks(x, attention_mask)
-        return next_token_loss(self.lm_head(self.norm(x)), labels)
+            return checkpoint(self.run_blocks, x, mask, use_reentrant=self.reentrant)
+        return self.run_blocks(x, mask)
 
     def run_blocks(self, x: Tensor, mask: Tensor | None) -> Tensor:
         for block in self.blocks:
-            x = block(x, mask) if self.reentrant is None else self.checkpointed(block, x, mask)
+            if self.reentrant is None:
+                x = block(x, mask)
+            else:
+                x = checkpoint(block, x, mask, use_reentrant=self.reentrant)
         return x
 
-    def checkpointed(self, function: Callable, x: Tensor, mask: Tensor | None) -> Tensor:
-        return checkpoint(function, x, mask, use_reentrant=self.reentrant)
+
+def without_bias(inputs: int, outputs: int) -> nn.Module:
+    return nn.Linear(inputs, outputs, bias=False)
 
 
-class GPT2Block(nn.Module):
-    def __init__(self) -> None:
+class Decoder(nn.Module):
+    """A language model as Llama, or with :class:`Conv1D` as GPT-2. Options are the trunk's."""
+
+    def __init__(self, linear: Any = without_bias, **options: bool) -> None:
         super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.c_attn, self.c_proj = Conv1D(3 * WIDTH, WIDTH), Conv1D(WIDTH, WIDTH)
-        self.mlp_fc, self.mlp_proj = Conv1D(12, WIDTH), Conv1D(WIDTH, 12)
-
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        q, k, v = self.c_attn(self.ln_1(x)).chunk(3, -1)
-        x = x + self.c_proj(attention(q, k, v, mask, causal=True))
-        return x + self.mlp_proj(F.gelu(self.mlp_fc(self.ln_2(x)), approximate="tanh"))
-
-
-class GPT2(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wte, self.wpe = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(TOKENS, WIDTH)
-        self.h = nn.ModuleList(GPT2Block() for _ in range(2))
-        self.ln_f = nn.LayerNorm(WIDTH)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.trunk = Trunk(linear, causal=True, **options)
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(
         self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
     ) -> Tensor:
-        x = self.wte(input_ids) + self.wpe(torch.arange(input_ids.shape[1]))
-        for block in self.h:
-            x = block(x, attention_mask)
-        return next_token_loss(self.lm_head(self.ln_f(x)), labels)
+        logits = self.lm_head(self.trunk(self.embed(input_ids), attention_mask))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-class EncoderBlock(nn.Module):
-    """Of BERT and ViT."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value, self.dense = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.intermediate, self.output = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
-        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        h = attention(self.query(x), self.key(x), self.value(x), mask, causal=False)
-        x = self.norm_1(x + self.dense(h))
-        return self.norm_2(x + self.output(F.gelu(self.intermediate(x))))
-
-
-class Bert(nn.Module):
-    """``task``: "classes", by the first token, or "words", the masked language model."""
+class Encoder(nn.Module):
+    """As BERT. ``task``: "classes", by the first token, or "words", the masked language model."""
 
     def __init__(self, task: str) -> None:
         super().__init__()
         self.task = task
-        self.words, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(TOKENS, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.blocks = nn.ModuleList(EncoderBlock() for _ in range(2))
+        self.embed, self.trunk = nn.Embedding(VOCABULARY, WIDTH), Trunk()
         self.transform = nn.Linear(WIDTH, WIDTH)
         self.decoder = nn.Linear(WIDTH, CLASSES if task == "classes" else VOCABULARY)
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
     ) -> Tensor:
-        x = self.norm(self.words(input_ids) + self.positions(torch.arange(input_ids.shape[1])))
-        for block in self.blocks:
-            x = block(x, attention_mask)
+        x = self.trunk(self.embed(input_ids), attention_mask)
         if self.task == "classes":
             return F.cross_entropy(self.decoder(torch.tanh(self.transform(x[:, 0]))), labels)
         logits = self.decoder(F.gelu(self.transform(x)))
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-class ViT(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.projection = nn.Conv2d(3, WIDTH, 2, stride=2)
-        self.cls_token = nn.Parameter(torch.randn(1, 1, WIDTH))
-        self.blocks = nn.ModuleList(EncoderBlock() for _ in range(2))
-        self.classifier = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, pixels: Tensor, labels: Tensor) -> Tensor:
-        x = self.projection(pixels.to(self.cls_token.dtype)).flatten(2).mT
-        x = torch.cat([self.cls_token.expand(len(x), 1, WIDTH), x], 1)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.classifier(x[:, 0]), labels)
 
 
 class Cnn(nn.Module):
@@ -205,29 +161,6 @@ class Cnn(nn.Module):
             return F.cross_entropy(self.head(x.mean((2, 3))), labels)
         z = self.head(x)
         return F.cross_entropy(z, labels[:, None, None].expand(z[:, 0].shape))
-
-
-class Experts(nn.Module):
-    """Each of two experts gets a buffer of all tokens, in which the places of the other's tokens
-    are empty."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.router = nn.Linear(WIDTH, 2)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=bias) for bias in (True, False))
-        self.lm_head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(
-        self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
-    ) -> Tensor:
-        x = self.embed(input_ids).flatten(0, 1)
-        gates = self.router(x).softmax(-1)
-        first = (input_ids.flatten() % 2 == 0).unsqueeze(1)
-        y = x.clone()
-        for index, (expert, routed) in enumerate(zip(self.experts, (first, ~first), strict=True)):
-            y = y + expert(x * routed) * routed * gates[:, index : index + 1]
-        return F.cross_entropy(self.lm_head(y), labels.flatten())
 
 
 class Mlp(nn.Module):
@@ -298,38 +231,45 @@ class Tiled(Mlp):
         return TiledLoss.apply(hidden, self.head, y)
 
 
-class Tagger(nn.Module):
-    """A class for each token, by the token alone."""
+class DoubledHead(Mlp):
+    """Its head has two rows for each row of the other layer."""
 
-    def __init__(self) -> None:
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x.to(self.head.weight.dtype)))
+        return F.cross_entropy(self.head(torch.cat([hidden, hidden.sin()])), torch.cat([y, y]))
+
+
+class Tagger(nn.Module):
+    """A class for each token, by the token alone.
+
+    Args:
+        rows: what the layers see: "tokens" [N, T], "time first" [T, N], "flat" [N T], "pairs"
+            [N, T, 2]; "flat head": [N, T], but [N T] in the head.
+    """
+
+    def __init__(self, rows: str = "tokens") -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.rows, self.embed = rows, nn.Embedding(VOCABULARY, WIDTH)
         self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor) -> Tensor:
-        z = self.head(torch.tanh(self.inner(self.embed(input_ids))))
-        return F.cross_entropy(z.flatten(0, 1), labels.flatten())
-
-
-class TimeFirst(nn.Module):
-    """A layer on [T, N, I], then one on [N, T, I]."""
-
-    def __init__(self, flat: bool = False) -> None:
-        super().__init__()
-        self.flat = flat
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.lm_head = nn.Linear(WIDTH, VOCABULARY)
-
     def forward(
-        self, input_ids: Tensor, labels: Tensor, decoder_attention_mask: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        attention_mask: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
     ) -> Tensor:
         x = self.embed(input_ids)
-        if self.flat:
-            x = torch.tanh(self.inner(x.flatten(0, 1)))
-            return F.cross_entropy(self.lm_head(x), labels.flatten())
-        x = torch.tanh(self.inner(x.transpose(0, 1)))
-        return F.cross_entropy(self.lm_head(x).flatten(0, 1), labels.T.flatten())
+        if self.rows == "time first":
+            x, labels = x.transpose(0, 1), labels.T
+        elif self.rows == "flat":
+            x = x.flatten(0, 1)
+        elif self.rows == "pairs":
+            x = torch.stack([x, x.sin()], 2)
+        x = torch.tanh(self.inner(x))
+        z = self.head(x.flatten(0, 1) if self.rows == "flat head" else x)
+        z = z.mean(2) if self.rows == "pairs" else z
+        return F.cross_entropy(z.reshape(-1, VOCABULARY), labels.flatten())
 
 
 # data, another for each rank
@@ -438,9 +378,21 @@ def evaluated_between(forward: Forward, backward: Backward, rank: int) -> None:
     backward(forward(x, y))
 
 
+def without_gradient(forward: Forward, backward: Backward, rank: int) -> None:
+    """The gradient of a second micro-batch is zero in every entry."""
+    backward(forward(*vectors(rank)))
+    backward(0 * forward(*vectors(rank + 1)))
+
+
 def frozen_head() -> nn.Module:
-    model = Mlp()
+    model = DoubledHead()
     model.head.requires_grad_(False)
+    return model
+
+
+def zero_head() -> nn.Module:
+    model = Mlp()
+    nn.init.zeros_(model.head.weight)
     return model
 
 
@@ -484,34 +436,34 @@ class Case:
 
 CASES = {
     "mlp": Case(Mlp, one_pass(vectors)),
-    "llama": Case(Llama, one_pass(texts)),
-    "llama, padded on the right": Case(Llama, one_pass(lambda rank: texts(rank, pads="right"))),
-    "llama, padded on the left": Case(Llama, one_pass(lambda rank: texts(rank, pads="left"))),
-    "llama, prompts without labels": Case(Llama, one_pass(prompts)),
-    "llama, checkpointed": Case(lambda: Llama(reentrant=False), one_pass(prompts)),
-    "llama, checkpointed reentrantly": Case(lambda: Llama(reentrant=True), one_pass(prompts)),
-    "llama, padded micro-batches": Case(Llama, padded_micro_batches, passes=2),
+    "llama": Case(Decoder, one_pass(texts)),
+    "llama, padded on the right": Case(Decoder, one_pass(lambda rank: texts(rank, pads="right"))),
+    "llama, padded on the left": Case(Decoder, one_pass(lambda rank: texts(rank, pads="left"))),
+    "llama, prompts without labels": Case(Decoder, one_pass(prompts)),
+    "llama, checkpointed": Case(lambda: Decoder(reentrant=False), one_pass(prompts)),
+    "llama, checkpointed reentrantly": Case(lambda: Decoder(reentrant=True), one_pass(prompts)),
+    "llama, padded micro-batches": Case(Decoder, padded_micro_batches, passes=2),
     "llama, padded micro-batches, checkpointed reentrantly": Case(
-        lambda: Llama(reentrant=True), padded_micro_batches, passes=2
+        lambda: Decoder(reentrant=True), padded_micro_batches, passes=2
     ),
-    "llama, a mask from the user": Case(Llama, one_pass(unmasked_texts), mask=mask_of_labels),
-    "llama, pads without a mask": Case(Llama, one_pass(unmasked_texts)),
-    "gpt2": Case(GPT2, one_pass(prompts)),
-    "bert, words": Case(lambda: Bert("words"), one_pass(words)),
+    "llama, a mask from the user": Case(Decoder, one_pass(unmasked_texts), mask=mask_of_labels),
+    "llama, pads without a mask": Case(Decoder, one_pass(unmasked_texts)),
+    "gpt2": Case(lambda: Decoder(Conv1D), one_pass(prompts)),
+    "bert, words": Case(lambda: Encoder("words"), one_pass(words)),
     "bert, classes": Case(
-        lambda: Bert("classes"),
+        lambda: Encoder("classes"),
         one_pass(lambda rank: {**texts(rank, pads="right"), "labels": vectors(rank, 4)[1]}),
     ),
-    "vit": Case(ViT, one_pass(images)),
     "tagger, examples": Case(
         Tagger, one_pass(lambda rank: texts(rank, pads="right")), sharing="reduce"
     ),
     "cnn": Case(lambda: Cnn(dense=False), one_pass(images)),
     "cnn, dense prediction": Case(lambda: Cnn(dense=True), one_pass(images)),
     "cnn, examples": Case(lambda: Cnn(dense=True), one_pass(images), sharing="reduce"),
-    "experts with empty places": Case(Experts, one_pass(lambda rank: texts(rank, pads="right"))),
-    "time first": Case(TimeFirst, one_pass(decoder_texts)),
-    "flattened tokens": Case(lambda: TimeFirst(flat=True), one_pass(decoder_texts)),
+    "time first": Case(lambda: Tagger("time first"), one_pass(decoder_texts)),
+    "flattened tokens": Case(lambda: Tagger("flat"), one_pass(decoder_texts)),
+    "flattened tokens in the head": Case(lambda: Tagger("flat head"), one_pass(decoder_texts)),
+    "pairs of rows": Case(lambda: Tagger("pairs"), one_pass(decoder_texts)),
     "micro-batches": Case(Mlp, micro_batches, passes=2),
     "two tasks": Case(Tasks, two_tasks, passes=2),
     "retained graph": Case(Mlp, retained, passes=2),
@@ -521,7 +473,9 @@ CASES = {
     "tiled loss": Case(Tiled, one_pass(vectors)),
     "detours": Case(Detours, one_pass(vectors), left=("dummy",)),
     "frozen head": Case(frozen_head, one_pass(vectors)),
-    "head that is not stepped": Case(Mlp, one_pass(vectors), layers={"exclude": ["head"]}),
+    "head of zeros": Case(zero_head, one_pass(vectors), left=("first",)),
+    "micro-batch without a gradient": Case(Mlp, without_gradient, passes=2),
+    "head that is not stepped": Case(DoubledHead, one_pass(vectors), layers={"exclude": ["head"]}),
 }
 
 

@@ -80,9 +80,9 @@ def measured() -> Iterator[tuple[str, float]]:
     yield "words: docs", words_of("docs")
     yield "lines: CHANGELOG.md", len((ROOT / "CHANGELOG.md").read_text().splitlines())
     with tempfile.TemporaryDirectory() as folder:
-        for walk, (functions, files, _) in walks.measure(folder).items():
+        for walk, (functions, files) in walks.measure(folder).items():
             yield f"functions: {walk}", functions
-            yield f"files: {walk}", len(files)
+            yield f"files: {walk}", files
     kinds = {"plain step": test_operations.PLAIN, "factor update": test_operations.UPDATE}
     for name, interval in kinds.items():
         found, _ = run_ranks("tests.step.test_operations:worker", world=1, payload=interval)[0]

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 PACKAGE = Path(__file__).parent.parent / "ds_kfac"
 FLOORS = (
     "ops",
@@ -33,6 +31,7 @@ FLOORS = (
 """Folders, lowest first: a file imports files of its own folder and of those before it."""
 ANYWHERE = {"log", "metrics"}
 WITHOUT_RANKS = FLOORS[: FLOORS.index("comm")]
+FOREIGN = r"(deepspeed|torch\.distributed)\b"
 FILES = {path.relative_to(PACKAGE): path for path in PACKAGE.rglob("*.py")}
 INSIDE = {name: path for name, path in FILES.items() if len(name.parts) > 1}
 
@@ -72,17 +71,14 @@ def circle(arrows: Mapping[Any, Iterable[Any]]) -> list[str]:
     return sorted(map(str, left))
 
 
-def test_every_folder_has_a_floor():
+def test_every_folder_has_a_floor_and_imports_go_down():
     assert {name.parts[0] for name in INSIDE} == set(FLOORS)
-
-
-@pytest.mark.parametrize("name", INSIDE, ids=str)
-def test_imports_go_down(name):
-    floor = FLOORS.index(name.parts[0])
-    for target in imports(INSIDE[name]):
-        folder = target.removeprefix("ds_kfac.").split(".")[0]
-        if target.startswith("ds_kfac.") and folder not in ANYWHERE:
-            assert FLOORS.index(folder) <= floor, f"{name} imports {target}, which is above it"
+    for name, path in INSIDE.items():
+        floor = FLOORS.index(name.parts[0])
+        for target in imports(path):
+            folder = target.removeprefix("ds_kfac.").split(".")[0]
+            if target.startswith("ds_kfac.") and folder not in ANYWHERE:
+                assert FLOORS.index(folder) <= floor, f"{name} imports {target}, above it"
 
 
 def test_no_circle_of_files_or_folders():
@@ -95,25 +91,19 @@ def test_no_circle_of_files_or_folders():
     assert circle({"a": ["b"], "b": ["a"], "c": ["a"], "d": []}) == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in INSIDE if name.parts[0] in WITHOUT_RANKS], ids=str
-)
-def test_the_mathematics_knows_neither_deepspeed_nor_ranks(name):
+def test_the_mathematics_knows_neither_deepspeed_nor_ranks():
     """Nor does a file that it imports, or one that this imports."""
-    reached, left = {name}, [name]
+    left = [name for name in INSIDE if name.parts[0] in WITHOUT_RANKS]
+    reached = set(left)
     while left:
-        new = our_files(FILES[left.pop()]) - reached
+        file = left.pop()
+        foreign = [t for t in imports(FILES[file]) if re.match(FOREIGN, t)]
+        assert not foreign, f"the mathematics reaches {file}, which imports {foreign}"
+        new = our_files(FILES[file]) - reached
         reached |= new
         left += new
-    for file in reached:
-        foreign = [
-            t for t in imports(FILES[file]) if re.match(r"(deepspeed|torch\.distributed)\b", t)
-        ]
-        assert not foreign, f"{name} reaches {file}, which imports {foreign}"
 
 
 def test_reference_stands_alone():
-    assert {target.split(".")[0] for target in imports(PACKAGE / "reference.py")} == {
-        "torch",
-        "typing",
-    }
+    names = {target.split(".")[0] for target in imports(PACKAGE / "reference.py")}
+    assert names == {"torch", "typing"}

@@ -29,19 +29,15 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
-    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
+def test_links_lead_somewhere_and_named_files_exist(page):
+    """Files in backticks are named from the root or from ds_kfac/: `step/factors.py`."""
+    text = page.read_text()
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
         assert target.exists(), f"{page.name}: {link}"
         assert not anchor or anchor in anchors(target), f"{page.name}: {link} has no such heading"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_named_files_exist(page):
-    """In backticks, from the root or from ds_kfac/: `ds_kfac/step/factors.py`,
-    `step/factors.py`."""
-    for name in re.findall(r"`((?:\w+/)+\w+\.(?:py|cu|h|json))`", page.read_text()):
+    for name in re.findall(r"`((?:\w+/)+\w+\.(?:py|cu|h|json))`", text):
         assert (ROOT / name).exists() or (ROOT / "ds_kfac" / name).exists(), f"{page.name}: {name}"
 
 
@@ -69,23 +65,12 @@ def test_the_layer_type_that_is_shown_proves_its_rows():
     names: dict[str, Any] = dict(vars(registry))
     exec(block, names)
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3),
-        nn.PReLU(8),
-        nn.Conv2d(8, 8, 3),
-        nn.PReLU(),
-        nn.Flatten(),
-        nn.Linear(128, 10),
-    )
+    convolutions = [nn.Conv2d(3, 8, 3), nn.PReLU(8), nn.Conv2d(8, 8, 3), nn.PReLU()]
+    model = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(128, 10))
+    choice, x = LayerChoice(types=("Conv2d", "Linear", "PReLU")), torch.randn(5, 3, 8, 8)
     with patch.dict(registry.LAYERS, PReLU=names["PReLU"]()):
-        found = scan(model, LayerChoice(types=("Conv2d", "Linear", "PReLU")))
-        seen = proven(
-            model,
-            found.layers,
-            [torch.randn(5, 3, 8, 8)],
-            loss=lambda model, x: model(x).square().mean(),
-        )
-    assert [(left.name, left.reason) for left in found.skipped] == [
-        ("3", "all channels have one slope")
-    ]
+        found = scan(model, choice)
+        seen = proven(model, found.layers, [x], loss=lambda model, x: model(x).square().mean())
+    reasons = {left.name: left.reason for left in found.skipped}
+    assert reasons == {"3": "all channels have one slope"}
     assert list(seen) == ["0", "1", "2", "5"] and all(one.fits for one in seen.values())

@@ -111,7 +111,8 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "`Conv1d` to `Conv3d`": (
             "deepspeed/test_images.py::test_a_cnn_matches_reference_in_every_stage",
-            "model/test_capture_images.py::test_rows_of_all_calls_are_counted",
+            "model/test_images.py::test_a_pixel_of_every_call_is_a_row"
+            "_and_G_has_those_of_the_convolution_nearest_to_the_loss",
         ),
         "any module that multiplies": (
             "deepspeed/test_stacks.py::test_stacked_experts_step_as_experts_apart",
@@ -248,7 +249,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "deepspeed/test_experts.py::test_g_of_an_expert_is_that_of_one_process",
         ),
         "Places that only fill the capacity": (
-            "model/test_experts.py::test_places_without_a_token_are_no_rows_of_a_stack_s_expert",
+            "model/test_products.py::test_places_without_a_token_are_no_rows_of_a_stack_s_expert",
         ),
         "AutoEP replaces a model's blocks": (AUTOEP,),
         "Name KFACAdamW in the DeepSpeed config": (

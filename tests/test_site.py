@@ -1,11 +1,21 @@
-"""The site that `make docs` builds: every link and picture leads to a file of the site, and
-README.md is its index."""
+"""The site that `make docs` builds: every link and picture leads to a file of the site, README.md
+is its index, and in a Chromium nothing is cut at the width of a phone, search finds, navigation
+leads, and dark mode is dark.
 
+`make test-site` installs what the browser needs beside a Chromium of the machine; elsewhere its
+tests say what is missing.
+"""
+
+import functools
+import http.server
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -14,9 +24,17 @@ import pytest
 
 from tests.ranks import ROOT
 
-NEEDS = ("mkdocs", "material", "mkdocstrings", "latex2mathml")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
+PHONE, NARROW, DESK = 390, 690, 1280
+
+
+def missing(*names: str) -> list[str]:
+    return [name for name in names if not importlib.util.find_spec(name)]
+
+
 pytestmark = pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, NEEDS)),
+    bool(missing("mkdocs", "material", "mkdocstrings", "latex2mathml")),
     reason="needs ds_kfac[docs], as `make docs` installs it",
 )
 
@@ -38,33 +56,14 @@ class Links(HTMLParser):
                 self.ids.add(value)
 
 
-def built(folder: Path) -> Path:
-    command = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--strict",
-        "--quiet",
-        "--site-dir",
-        str(folder),
-    ]
-    run = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    return folder
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    return built(tmp_path_factory.mktemp("site"))
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
+    env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return folder
 
 
 def test_every_link_leads_somewhere(site):
@@ -88,3 +87,138 @@ def test_the_index_is_the_readme(site):
     page = (site / "index.html").read_text()
     text = re.sub("<[^>]*>", "", page)  # code is coloured word by word
     assert "pip install" in text and "ds_kfac.initialize" in text and "front.png" in page
+
+
+# in a browser
+
+
+@pytest.fixture(scope="module")
+def address(site) -> Iterator[str]:
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_) -> None:
+            pass
+
+    handler = functools.partial(Quiet, directory=site)
+    with http.server.ThreadingHTTPServer(("localhost", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://localhost:{server.server_port}/"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if missing("playwright") or BROWSER is None:
+        pytest.skip(f"needs playwright, as `make test-site` installs it, and one of {BROWSERS}")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
+        chromium = play.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def opened(browser, address):
+    """(width, other options) -> a page that shows the index."""
+    pages = []
+
+    def open_page(width: int = DESK, **options):
+        pages.append(browser.new_page(viewport={"width": width, "height": 900}, **options))
+        pages[-1].goto(address)
+        return pages[-1]
+
+    yield open_page
+    for page in pages:
+        page.close()
+
+
+CUT = """() => {
+    const root = document.documentElement, cut = [];
+    if (root.scrollWidth > root.clientWidth) cut.push('the page');
+    const alone = (e) => ['auto', 'scroll'].includes(getComputedStyle(e).overflowX);
+    const scrolls = (e) => e && (alone(e) || scrolls(e.parentElement));
+    for (const e of document.querySelectorAll('article *')) {
+        const box = e.getBoundingClientRect();
+        const over = box.width && box.right > innerWidth + 1;
+        if (over && !scrolls(e)) cut.push(e.tagName + ' ' + e.textContent.slice(0, 40));
+    }
+    return cut;
+}"""
+"""What is wider than the window, and in no box that scrolls."""
+
+
+@pytest.mark.parametrize("width", [PHONE, NARROW, DESK])
+def test_nothing_is_cut(opened, site, address, width):
+    names = [path.parent.relative_to(site).as_posix() for path in site.rglob("index.html")]
+    assert len(names) > 35
+    page, cut = opened(width), {}
+    for name in names:
+        page.goto(f"{address}{name}/")
+        cut[name] = page.evaluate(CUT)
+    assert not any(cut.values()), cut
+
+
+def test_pictures_can_be_read_on_a_phone(opened):
+    page = opened(PHONE)
+    picture = page.locator("a.picture img").first
+    assert picture.bounding_box()["width"] >= 600, "it scrolls in its box"
+    page.locator("a.picture").first.click(position={"x": 50, "y": 50})
+    page.wait_for_url("**/*.png")
+
+
+def test_search_finds(opened):
+    page = opened()
+    page.locator("input.md-search__input").click()
+    page.keyboard.type("adam_lr", delay=20)
+    page.locator(".md-search-result__link").first.wait_for()
+    titles = page.locator(".md-search-result__link h1, .md-search-result__link h2")
+    found = " ".join(titles.all_inner_texts())
+    assert "adam_lr" in found and "Tune" in found
+
+
+NAMES = "First run, Recipes, Config, How it works, Results, Contributing, Changelog"
+
+
+def test_navigation_leads_everywhere(opened):
+    page = opened()
+    sidebar = page.locator("nav.md-nav--primary")
+    for name in NAMES.split(", "):
+        assert sidebar.get_by_role("link", name=name, exact=True).is_visible(), name
+    sidebar.get_by_role("link", name="Recipes", exact=True).click()
+    page.wait_for_url("**/howto/recipes/")
+    assert page.locator("article h1").is_visible()
+
+
+def test_the_menu_of_a_phone(opened):
+    page = opened(PHONE)
+    page.locator("label.md-header__button[for='__drawer']").click()
+    page.locator("nav.md-nav--primary label", has_text="Tutorials").first.click()
+    page.get_by_role("link", name="First run").first.click()
+    page.wait_for_url("**/tutorial/first_run/")
+
+
+def test_dark_mode(opened):
+    def brightness(scheme: str) -> int:
+        page = opened(color_scheme=scheme)
+        page.wait_for_timeout(300)
+        colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        return sum(map(int, colour.removeprefix("rgb(").removesuffix(")").split(",")))
+
+    assert brightness("dark") < 200 < 600 < brightness("light")
+
+
+def test_mathematics_is_typeset(opened, address):
+    page = opened()
+    page.goto(f"{address}math/")
+    formulas = page.locator(".formula mfrac")
+    assert formulas.count() >= 3 and formulas.first.bounding_box()["height"] > 20
+    assert "\\begin" not in page.locator("article").inner_text()
+
+
+def test_the_interface_has_no_raw_roles_and_its_parameters(opened, address):
+    page = opened()
+    page.goto(f"{address}api/")
+    text = page.locator("article").inner_text()
+    assert not any(role in text for role in (":func:", ":class:", ":meth:"))
+    names = ("KFACConfig", "weight_decay", "adam_lr", "torch_adam", "FactorConfig")
+    assert all(name in text for name in names)

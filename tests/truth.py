@@ -33,10 +33,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-CONVOLUTIONS = (nn.modules.conv._ConvNd,)
-TRANSPOSED = (nn.modules.conv._ConvTransposeNd,)
+from tests.oracle_images import CONVOLUTIONS, TRANSPOSED, patches, pixels
 
 
 @dataclass(eq=False)
@@ -88,9 +86,9 @@ class Call:
             yield self.layer, *(x.reshape(*self.NT, x.shape[-1]) for x in (self.x, g))
             return
         if isinstance(module, TRANSPOSED):
-            a, g = pixels(module, self.x), patches(module, g)
+            a, g = pixels(self.x, module.groups), patches(module, g)
         else:
-            a, g = patches(module, self.x), pixels(module, g)
+            a, g = patches(module, self.x), pixels(g, module.groups)
         for group in range(module.groups):
             name = self.layer if module.groups == 1 else f"{self.layer}:{group}"
             yield name, a[:, :, group], g[:, :, group]
@@ -331,19 +329,3 @@ def is_mask(x: Any) -> bool:
 def transposed_to(mask: Tensor, leading: torch.Size) -> Tensor | None:
     """The mask as [N, T] or [T, N], whichever a call's leading dimensions are."""
     return next((m for m in (mask, mask.T) if len(leading) > 1 and leading[:2] == m.shape), None)
-
-
-def pixels(module: Any, x: Tensor) -> Tensor:
-    """[N, C, ..] -> [N, T, groups, C / groups]."""
-    return x.flatten(2).mT.unflatten(-1, (module.groups, -1))
-
-
-def patches(module: Any, x: Tensor) -> Tensor:
-    """What each output of a convolution sees of [N, C, ..]: [N, T, groups, C / groups * kernel]."""
-    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    x = F.pad(x, module._reversed_padding_repeated_twice, mode=mode)
-    sizes = zip(module.kernel_size, module.stride, module.dilation, strict=True)
-    for dim, (kernel, stride, dilation) in enumerate(sizes, start=2):
-        x = x.unfold(dim, dilation * (kernel - 1) + 1, stride)[..., ::dilation]
-    x = x.flatten(2, 1 + len(module.kernel_size)).movedim(2, 1)  # [N, T, C, *kernel]
-    return x.unflatten(2, (module.groups, -1)).flatten(3)

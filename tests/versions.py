@@ -82,20 +82,9 @@ def folder(name: str) -> str:
         pass
     place = Path(sys.prefix) / "deepspeed" / name
     if not (place / "deepspeed").exists():
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-deps",
-            "--no-build-isolation",
-        ]
-        subprocess.run(
-            [*command, "--target", str(place), f"deepspeed=={name}"],
-            check=True,
-            env=os.environ | {"DS_BUILD_OPS": "0"},
-        )
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        command += ["--no-build-isolation", "--target", str(place), f"deepspeed=={name}"]
+        subprocess.run(command, check=True, env=os.environ | {"DS_BUILD_OPS": "0"})
     return str(place)
 
 
@@ -105,9 +94,8 @@ def in_version(
     """What jobs found with another DeepSpeed, all in one process."""
     path = os.pathsep.join(filter(None, [folder(name), str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [program, "-m", "tests.versions", "--jobs", json.dumps(jobs)]
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": path}, cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+    env = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("result ")]
     if done.returncode or not lines:
         raise SystemExit(
@@ -158,12 +146,12 @@ def gone_on(expected: dict[str, Any], found: dict[str, Any]) -> dict[str, str]:
         # losses of some tenths, of fp32 sums in other orders; in bf16 of roundings that may fall on
         # the other side
         close = 2e-3 if "bf16" in mode else 1e-5
-        same = not told and all(
-            abs(a - b) < close for a, b in zip(expected[mode], losses, strict=True)
-        )
-        problems[mode] = (
-            "" if same else told[0] if told else f"losses {losses}, of the saver {expected[mode]}"
-        )
+        if told:
+            problems[mode] = told[0]
+        elif all(abs(a - b) < close for a, b in zip(expected[mode], losses, strict=True)):
+            problems[mode] = ""
+        else:
+            problems[mode] = f"losses {losses}, of the saver {expected[mode]}"
     return problems
 
 
@@ -195,48 +183,18 @@ def _run(task: str, place: str, modes: list[str]) -> dict[str, Any]:
         return {modes[0]: lines[-1] if lines else "a rank died"}
 
 
+def off(result: dict[str, Any]) -> str:
+    """What to complain about in a comparison with the reference."""
+    is_equal = result["difference"] <= result["bound"]
+    return "" if is_equal else f"weights differ by {result['difference']:.1e}"
+
+
 def equal(payload: tuple[list[str], str]) -> dict[str, str]:
     """Trained weights against the reference, within what rounding may do; on rank 0."""
     from tests.deepspeed.runs import compare
 
     found = compare([(mode, ACCUMULATION) for mode in payload[0]])
-    return {
-        mode: ""
-        if result["difference"] <= result["bound"]
-        else f"weights differ by {result['difference']:.1e}"
-        for (mode, _), result in found.items()
-    }
-
-
-def saved(payload: tuple[list[str], str]) -> dict[str, list[float]]:
-    """Modes -> losses of 4 steps after 5 and a save into a folder."""
-    from tests.deepspeed.modes import BY_NAME
-    from tests.deepspeed.runs import build, patched, train
-
-    results = {}
-    for name in payload[0]:
-        with patched(BY_NAME[name]):
-            engine = build(BY_NAME[name], 1)
-            train(engine, 1, steps=5)
-            engine.save_checkpoint(f"{payload[1]}/{name}")
-            results[name] = train(engine, 1, steps=4, first=5)
-        engine.destroy()
-    return results
-
-
-def loaded(payload: tuple[list[str], str]) -> dict[str, list[float]]:
-    """The same of an engine that has loaded that save."""
-    from tests.deepspeed.modes import BY_NAME
-    from tests.deepspeed.runs import build, patched, train
-
-    results = {}
-    for name in payload[0]:
-        with patched(BY_NAME[name]):
-            engine = build(BY_NAME[name], 1, seed=99)
-            engine.load_checkpoint(f"{payload[1]}/{name}")
-            results[name] = train(engine, 1, steps=4, first=5)
-        engine.destroy()
-    return results
+    return {mode: off(result) for (mode, _), result in found.items()}
 
 
 def piped(payload: tuple[list[str], str]) -> dict[str, str]:
@@ -246,12 +204,34 @@ def piped(payload: tuple[list[str], str]) -> dict[str, str]:
 
     cases = {mode.name: (mode, accumulation) for mode, accumulation in reversed(CASES)}
     found = compare([cases[name] for name in payload[0]])
-    return {
-        name: ""
-        if result["difference"] <= result["bound"]
-        else f"weights differ by {result['difference']:.1e}"
-        for name, result in zip(payload[0], found, strict=True)
-    }
+    return {name: off(result) for name, result in zip(payload[0], found, strict=True)}
+
+
+def saved(payload: tuple[list[str], str]) -> dict[str, list[float]]:
+    """Modes -> losses of 4 steps after 5 and a save into a folder."""
+    return {name: losses_after(name, f"{payload[1]}/{name}", loads=False) for name in payload[0]}
+
+
+def loaded(payload: tuple[list[str], str]) -> dict[str, list[float]]:
+    """The same of an engine that has loaded that save."""
+    return {name: losses_after(name, f"{payload[1]}/{name}", loads=True) for name in payload[0]}
+
+
+def losses_after(name: str, save: str, *, loads: bool) -> list[float]:
+    from tests.deepspeed.modes import BY_NAME
+    from tests.deepspeed.runs import build, patched, train
+
+    with patched(BY_NAME[name]):
+        if loads:
+            engine = build(BY_NAME[name], 1, seed=99)
+            engine.load_checkpoint(save)
+        else:
+            engine = build(BY_NAME[name], 1)
+            train(engine, 1, steps=5)
+            engine.save_checkpoint(save)
+        losses = train(engine, 1, steps=4, first=5)
+    engine.destroy()
+    return losses
 
 
 def converted(place: str, modes: list[str]) -> dict[str, str]:
@@ -284,9 +264,8 @@ def cell(found: dict[str, str]) -> str:
     if not found:
         return "-"
     wrong = [mode for mode, problem in found.items() if problem]
-    return f"{len(found) - len(wrong)} of {len(found)}" + (
-        f": not {', '.join(wrong)}" if wrong else ""
-    )
+    names = f": not {', '.join(wrong)}" if wrong else ""
+    return f"{len(found) - len(wrong)} of {len(found)}{names}"
 
 
 def rows(document: Path = DOCUMENT) -> dict[str, str]:
@@ -326,11 +305,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.jobs:
-        print(
-            "result",
-            json.dumps({name: here(*job) for name, job in arguments.jobs.items()}),
-            flush=True,
-        )
+        found = {name: here(*job) for name, job in arguments.jobs.items()}
+        print("result", json.dumps(found), flush=True)
         return
     oldest, newest = tested()[0], tested()[-1]
     with tempfile.TemporaryDirectory() as place:

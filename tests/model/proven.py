@@ -14,6 +14,7 @@ from ds_kfac.model.masks import ReadMask
 from ds_kfac.model.proof import Proof, RowCheck, eps_of, row_checks
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.rows import RowSums
+from tests.close import exact
 
 
 def proven(
@@ -21,7 +22,7 @@ def proven(
     layers: Sequence[LayerSpec],
     batches: Iterable[Any],
     *,
-    loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    loss: Callable[[Any, Any], Tensor] = lambda model, batch: model(batch),
     rows: RowSums | None = None,
     read_mask: ReadMask | None = None,
     stride: int = 1,
@@ -30,8 +31,7 @@ def proven(
     The gradient is of the batches' summed losses; parameters have it in ``.grad`` afterwards.
 
     Args:
-        loss: (model, batch) -> scalar loss; None: the model returns it, called with the batch as
-            its arguments.
+        loss: (model, batch) -> scalar loss; by default the model returns it.
     """
     parameters = dict(model.named_parameters())
     device = next(model.parameters()).device
@@ -44,28 +44,19 @@ def proven(
         model.zero_grad(set_to_none=True)
         for batch in batches:
             with capture.uses or nullcontext():
-                value = called(model, batch) if loss is None else loss(model, batch)
+                value = loss(model, batch)
             with capture.own_backward():
                 value.backward()
         numbers = proof.numbers()
     finally:
         capture.remove()
-    eps = torch.tensor(
-        [eps_of(parameters[layer.weight].dtype) for layer in proof.layers], device=device
-    )
+    accuracies = [eps_of(parameters[layer.weight].dtype) for layer in proof.layers]
+    eps = torch.tensor(accuracies, device=device).double()
     gradients = {layer.name: matrix_of(layer, parameters) for layer in proof.layers}
-    ratios = proof.ratios(numbers, gradients, divisor=1, world=1, eps=eps.double(), floor=0)
+    ratios = proof.ratios(numbers, gradients, divisor=1, world=1, eps=eps, floor=0)
     names = [layer.name for layer in proof.layers]
-    return dict(
-        zip(names, row_checks(numbers, ratios, [capture.used(name) for name in names]), strict=True)
-    )
-
-
-def called(model: nn.Module, batch: Any) -> Tensor:
-    """The loss that a model returns for a batch."""
-    if isinstance(batch, Mapping):
-        return model(**batch)["loss"]
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    checks = row_checks(numbers, ratios, [capture.used(name) for name in names])
+    return dict(zip(names, checks, strict=True))
 
 
 def matrix_of(layer: LayerSpec, parameters: Mapping[str, nn.Parameter]) -> Tensor:
@@ -76,4 +67,7 @@ def matrix_of(layer: LayerSpec, parameters: Mapping[str, nn.Parameter]) -> Tenso
         parameter = parameters[name]
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         flats.append(gradient.reshape(-1).chunk(count)[index])
-    return LAYERS[layer.kind].matrix(flats[0], flats[1] if layer.bias else None, layer.shape)
+    kind, has_bias = LAYERS[layer.kind], layer.bias is not None
+    matrix = kind.matrix(flats[0], flats[1] if has_bias else None, layer.shape)
+    exact(list(kind.split(matrix, has_bias)), flats, what="split undoes matrix")
+    return matrix

@@ -2,21 +2,25 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.layers import LayerSpec, key_of
+from ds_kfac.model.masks import ReadMask
+from ds_kfac.model.registry import MATRICES
 from ds_kfac.model.rows import PASSES, ROWS, TERMS, RowSums
 from ds_kfac.model.scan import LayerChoice, scan
 from ds_kfac.model.shared import SharedInputs
-from tests.close import close
+from tests.close import close, exact
 from tests.ops.specification import symmetric_pack
 from tests.truth import Truth
 
-LINEAR = LayerChoice(types=("Linear", "Conv1D"))
+Program = Callable[[Any, Callable[..., None]], object]
+"""(model, backward) -> the forwards and backward passes of a step."""
 
 
 class Factors(NamedTuple):
@@ -30,48 +34,61 @@ class Factors(NamedTuple):
 
 
 class Recorder:
-    """A model with capture, as an engine drives it on one rank.
+    """A model with capture, as an engine drives it on one rank. Convolutions take every position.
 
     Args:
+        choice: which layers to capture.
         layers: those to capture; None: all that a scan with ``choice`` finds.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        choice: LayerChoice = LINEAR,
+        choice: LayerChoice | None = None,
         *,
         layers: tuple[LayerSpec, ...] | None = None,
         sharing: str = "expand",
-        positions: bool = True,
+        positions: bool = False,
         sampled: bool = False,
         inputs: SharedInputs | None = None,
         scale: float = 1.0,
+        mask: ReadMask | None = None,
     ) -> None:
         self.model = model
+        choice = choice or LayerChoice(types=MATRICES)
         self.layers = scan(model, choice).layers if layers is None else layers
-        rows = RowSums(sharing, positions)
         self.capture = Capture(
             model,
             self.layers,
             lambda announced: scale,
-            rows=rows,
+            rows=RowSums(sharing, positions),
             inputs=inputs,
             sampled=sampled,
             counts_terms=True,
         )
+        self.capture.read_mask = mask or self.capture.read_mask
         self.begin()
 
-    def begin(self, step: int = 0, *, stride: int = 1, **options) -> None:
-        """Begin a captured step of all factors, of one row in ``stride``."""
+    def begin(self, step: int = 0, *, stride: int = 1, active: bool = True, **options) -> None:
+        """Begin a step, which captures all factors, of one row in ``stride``, if it is active."""
         keys = {self.capture.inputs.key(layer) for layer in self.layers}
         keys |= {key_of(layer.name, "G") for layer in self.layers}
-        self.capture.begin_step(dict.fromkeys(keys, stride), step, **options)
+        strides = dict.fromkeys(keys, stride) if active else None
+        self.capture.begin_step(strides, step, **options)
 
     def backward(self, loss: Tensor, **options) -> None:
         """As ``engine.backward``."""
         with self.capture.own_backward():
             loss.backward(**options)
+
+    def sample(self, loss: Tensor) -> None:
+        """Ask for the gradients of a sampled loss."""
+        capture = self.capture
+        calls = list(capture.pending)
+        edges = [call.edge for call in calls]
+        gradients = torch.autograd.grad(loss, edges, retain_graph=True, allow_unused=True)
+        capture.add_asked(calls, gradients, 1.0)
+        capture.end_pass()
 
     def factors(self) -> dict[str, Factors]:
         """End the step, and begin another one. Returns the factors of the layers that had a row."""
@@ -83,13 +100,9 @@ class Recorder:
             if A is None or not A.counts[ROWS] > 0:
                 continue
             has_G = G is not None and G.counts[ROWS] > 0
-            scale_A = (
-                A.counts[PASSES]
-                if key_of(layer.name, "A") in capture.of_gradients
-                else 1 / A.counts[ROWS]
-            )
+            of_gradients = key_of(layer.name, "A") in capture.of_gradients
             found[layer.name] = Factors(
-                A.sum_P * scale_A,
+                A.sum_P * (A.counts[PASSES] if of_gradients else 1 / A.counts[ROWS]),
                 G.sum_P * G.counts[PASSES] if has_G else None,
                 float(A.counts[ROWS]),
                 float(A.counts[TERMS]),
@@ -102,56 +115,58 @@ class Recorder:
         return {name: found.rows for name, found in self.factors().items()}
 
 
+def unannounced(loss: Tensor, **how) -> None:
+    """A plain ``loss.backward()``."""
+    loss.backward(**how)
+
+
 def compared(
-    model: nn.Module,
-    program: Callable[[nn.Module, Callable[..., None]], object],
-    *,
-    true_program: Callable[[nn.Module, Callable[..., None]], object] | None = None,
-    sharing: str = "expand",
-    plain: bool = False,
-    **options,
+    model: nn.Module, program: Program, *, plain: bool = False, sharing: str = "expand", **options
 ) -> dict[str, Factors]:
     """Run a program with capture and with the truth of tests/truth.py, assert that A, G and counts
     are the same, and return them.
 
     Args:
-        program: (model, backward) -> the forwards and backward passes of a step.
-        true_program: what the truth runs in place of it.
         plain: whether the captured program calls ``loss.backward()``, which nobody announces.
         options: of :class:`Recorder`.
     """
-    truth = Truth(copy.deepcopy(model), sharing=sharing)
+    truth = Truth(copy.deepcopy(model), sharing=sharing, mask=options.get("mask"))
     recorder = Recorder(model, sharing=sharing, **options)
-
-    def unannounced(loss: Tensor, **how) -> None:
-        loss.backward(**how)
-
     program(model, unannounced if plain else recorder.backward)
     assert not recorder.capture.failed
     found = recorder.factors()
     with truth:
-        (true_program or program)(truth.model, unannounced)
+        program(truth.model, unannounced)
     same(found, true_factors(truth, recorder.layers))
     return found
 
 
 def true_factors(truth: Truth, layers: tuple[LayerSpec, ...]) -> dict[str, Factors]:
-    """Return what the truth has of these layers."""
-    terms, names = float(truth.sums()["terms"]), {layer.name for layer in layers}
-    return {
-        name: Factors(symmetric_pack(A), symmetric_pack(G), float(rows), terms)
-        for name, (A, G, rows) in truth.factors().items()
-        if name in names
-    }
+    """Return what the truth has of these layers. The groups of a convolution are one layer."""
+    terms, factors = float(truth.sums()["terms"]), truth.factors()
+    found = {}
+    for layer in layers:
+        names = [layer.name]
+        if layer.groups > 1:
+            names = [f"{layer.name}:{group}" for group in range(layer.groups)]
+        groups = [factors[name] for name in names if name in factors]
+        if groups:
+            A, G = (torch.cat([symmetric_pack(each[side]) for each in groups]) for side in (0, 1))
+            found[layer.name] = Factors(A, G, float(groups[0][2]), terms)
+    return found
 
 
 def same(found: Mapping[str, Factors], expected: Mapping[str, Factors], sums: float = 1000) -> None:
     """Factors of two computations are equal up to rounding, and counts are equal."""
     assert expected and found.keys() == expected.keys()
     for name, true in expected.items():
-        assert (found[name].rows, found[name].terms) == (true.rows, true.terms), name
-        close(found[name].A, true.A, sums=sums, what=f"A of {name}")
-        close(found[name].G, true.G, sums=sums, what=f"G of {name}")
+        assert found[name][2:] == true[2:], name
+        close(found[name][:2], true[:2], sums=sums, what=name)
+
+
+def equal_bits(found: Mapping[str, Factors], expected: Mapping[str, Factors]) -> None:
+    assert expected
+    exact({**found}, {**expected})
 
 
 class Watched:

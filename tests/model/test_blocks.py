@@ -1,18 +1,26 @@
 """Which rows of a matrix are maps of their own: by the names in use, what the module around them
-says, by patterns."""
+says, by patterns. And large heads that become layers of a part of their outputs each."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
+from ds_kfac.assignment.costs import factor_specs
 from ds_kfac.config.keys import KFACConfig
+from ds_kfac.curvature.factor import Side
 from ds_kfac.directions.kfac_adamw.facts import KFACAdamWFacts
 from ds_kfac.directions.kfac_adamw.group_step import row_blocks
-from ds_kfac.model.blocks import block_sizes, blocks_text
+from ds_kfac.estimate.subject import Subject
+from ds_kfac.model import blocks as module
+from ds_kfac.model.blocks import blocks_text, cut
+from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import LayerChoice, scan
+from ds_kfac.plan.plan import rows_from
+from ds_kfac.zero.shards import parts_of
+from tests.model.written import written
 
 WIDTH = 24
 
@@ -30,20 +38,9 @@ class Holder(nn.Module):
         return x
 
 
-class CodeGenAttention(Holder):
-    """The name says how its outputs lie, as those of the next ones."""
-
-
-class MiniMaxLightningAttention(Holder):
-    pass
-
-
-class GptOssExperts(Holder):
-    pass
-
-
-class ShortConv(Holder):
-    pass
+def called(name: str) -> type[Holder]:
+    """A class whose name says how its outputs lie."""
+    return type(name, (Holder,), {})
 
 
 class NotReady(Holder):
@@ -71,15 +68,15 @@ def blocks(model: nn.Module, **chosen) -> dict[str, tuple[int, ...]]:
         (Holder("c_attn", 30, num_heads=3, kv_heads=1, multi_query=True), (18, 6, 6)),
         (Holder("c_attn", 54, num_heads=3, kv_heads=3, multi_query=False), (6, 6, 6)),
         (Holder("c_attn", 48, num_heads=3, q_attn=1), (24, 24)),
-        (CodeGenAttention("qkv_proj", 72), (6, 6, 6)),
-        (MiniMaxLightningAttention("qkv_proj", 72, num_attention_heads=4), (6, 6, 6)),
+        (called("CodeGenAttention")("qkv_proj", 72), (6, 6, 6)),
+        (called("MiniMaxLightningAttention")("qkv_proj", 72, num_attention_heads=4), (6, 6, 6)),
         (Holder("gate_up_proj", 48), (24, 24)),
-        (GptOssExperts("gate_up_proj", 48), (1, 1)),
+        (called("GptOssExperts")("gate_up_proj", 48), (1, 1)),
         (Holder("kv_proj", 48, kv_projection_size=24), (24, 24)),
         (Holder("kv_proj", 48), ()),
         (Holder("Wi", 48, Wo=nn.Linear(24, 3)), (24, 24)),
         (Holder("Wi", 48, Wo=nn.Linear(48, 3)), ()),
-        (ShortConv("in_proj", 72), (24, 24, 24)),
+        (called("ShortConv")("in_proj", 72), (24, 24, 24)),
         (Holder("query_key_value", 72, num_attention_heads=4), (6, 6, 6)),
         (Holder("query_key_value", 48, num_heads=4, num_kv_heads=2), (12, 6, 6)),
         (Holder("query_key_value", 36, num_heads=4, num_kv_heads=1), (24, 6, 6)),
@@ -94,110 +91,142 @@ def blocks(model: nn.Module, **chosen) -> dict[str, tuple[int, ...]]:
         (Holder("in_proj_qkvz", 96, num_k_heads=2, head_k_dim=8), (8, 8, 16, 16)),
         (Holder("in_proj_ba", 16, num_k_heads=2), (4, 4)),
         (Holder("out", 72, num_heads=4), ()),
+        (nn.ModuleDict({"qkv": nn.ModuleList([nn.Linear(WIDTH, 72)])}), (24, 24, 24)),
+        (nn.MultiheadAttention(WIDTH, 4), (24, 24, 24)),
     ],
 )
 def test_known_names_have_blocks_where_the_module_tells_them(model, expected):
     assert next(iter(blocks(model).values())) == expected
 
 
+def test_blocks_of_a_stack_are_those_of_every_entry():
+    code = (
+        "return [F.silu(a) * b for w in (0, 1) for a, b in [(x @ self.gate_up_proj[w]).chunk(2)]]"
+    )
+    experts = written(code)()
+    experts.gate_up_proj = nn.Parameter(torch.zeros(2, WIDTH, 48))
+    assert [layer.blocks for layer in scan(experts).layers] == [(24, 24), (24, 24)]
+
+
+ONE_MAP = "orthogonalized, as one map: nothing shows its parts"
+
+
 @pytest.mark.parametrize(
-    "model",
+    ("model", "text"),
     [
-        Holder("qkv", 50),
-        Holder("qkv", 48, num_heads=5, num_kv_heads=2),
-        Holder("gate_up_proj", 49),
-        Holder("query_key_value", 72),
+        (Holder("qkv", 50), ONE_MAP),
+        (Holder("qkv", 48, num_heads=5, num_kv_heads=2), ONE_MAP),
+        (Holder("gate_up_proj", 49), ONE_MAP),
+        (Holder("query_key_value", 72), ONE_MAP),
+        (Holder("query_key_value", 72, num_heads=4), "4 x (6 + 6 + 6) rows, by its name"),
     ],
 )
-def test_where_nothing_shows_the_parts_the_matrix_is_one_map_and_that_is_said(model):
+def test_what_was_looked_for_by_its_name_is_said(model, text):
     (layer,) = scan(model).layers
-    assert layer.blocks == ()
-    assert "orthogonalized, as one map: nothing shows its parts" in KFACAdamWFacts().choice(
-        KFACConfig(), layer
-    )
-
-
-def test_what_was_taken_by_its_name_is_said():
-    (layer,) = scan(Holder("query_key_value", 72, num_heads=4)).layers
-    assert "4 x (6 + 6 + 6) rows, by its name" in KFACAdamWFacts().choice(KFACConfig(), layer)
-
-
-def test_a_module_of_a_list_has_the_lists_name():
-    model = Holder("none", 3)
-    model.qkv = nn.ModuleList(nn.Linear(WIDTH, 72) for _ in range(2))
-    assert {n: b for n, b in blocks(model).items() if "qkv" in n} == {
-        "qkv.0": (24, 24, 24),
-        "qkv.1": (24, 24, 24),
-    }
-
-
-def test_attention_of_torch_and_stacks_of_experts_are_known():
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate_up_proj = nn.Parameter(torch.zeros(2, WIDTH, 48))
-
-        def forward(self, x):
-            return [
-                F.silu(a) * b
-                for e in range(2)
-                for a, b in [(x @ self.gate_up_proj[e]).chunk(2, -1)]
-            ]
-
-    found = scan(nn.ModuleList([nn.MultiheadAttention(WIDTH, 4), Experts()]))
-    assert {layer.name: layer.blocks for layer in found.layers} == {
-        "0.in_proj_weight": (24, 24, 24),
-        "0.out_proj": (),
-        "1.gate_up_proj.0": (24, 24),
-        "1.gate_up_proj.1": (24, 24),
-    }
+    assert (layer.blocks == ()) == (text == ONE_MAP)
+    assert text in KFACAdamWFacts().choice(KFACConfig(), layer)
 
 
 def test_a_pattern_goes_before_what_is_known():
-    model = nn.ModuleDict({"a": Holder("qkv", 72), "b": Holder("qkv", 72), "c": Holder("wide", 72)})
+    models = {"a": Holder("qkv", 72), "b": Holder("qkv", 72), "c": Holder("wide", 72)}
+    model = nn.ModuleDict(models | {"d": nn.ModuleDict({"wide": nn.Conv2d(3, 12, 1)})})
     found = blocks(model, **{r"a\.qkv": 12, r"b\.qkv": 1, "wide": [2, 1]})
-    assert found == {"a.qkv": (6,) * 12, "b.qkv": (), "c.wide": (2, 1)}
+    assert found == {"a.qkv": (6,) * 12, "b.qkv": (), "c.wide": (2, 1), "d.wide": ()}
     assert blocks(model, ide=2)["c.wide"] == (), "not the end of a word"
+    (layer,) = scan(Holder("q", 72), LayerChoice(blocks=(("q", 12),))).layers
+    assert blocks_text(layer) == "12 of 6 rows"
 
 
 @pytest.mark.parametrize(
     ("given", "said"), [(5, "5 equal blocks"), ([5, 2], r"blocks of \[5, 2\] rows")]
 )
 def test_blocks_that_do_not_fit_are_an_error_that_names_the_layer(given, said):
-    with pytest.raises(
-        ValueError,
-        match=rf"kfac.adam.blocks 'qkv': qkv has 72 rows, which cannot be cut into {said}",
-    ):
+    message = rf"kfac.adam.blocks 'qkv': qkv has 72 rows, which cannot be cut into {said}"
+    with pytest.raises(ValueError, match=message):
         blocks(Holder("qkv", 72), qkv=given)
 
 
-def test_one_block_is_none():
-    assert block_sizes(12, 1, "") == block_sizes(12, [4], "") == ()
+@pytest.mark.parametrize("shape", [(6, 5), (2, 6, 5)])
+@pytest.mark.parametrize(
+    ("sizes", "rows"),
+    [((2, 4), [[0, 1], [2, 3, 4, 5]]), ((1, 2), [[0, 3], [1, 2, 4, 5]]), ((), [list(range(6))])],
+)
+def test_rows_of_blocks_are_those_of_their_maps(sizes, rows, shape):
+    """Of one matrix and of two at once, one after the other and in turn. They are views."""
+    x = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    for block, of_block in zip(row_blocks(x, sizes), rows, strict=True):
+        assert torch.equal(block.flatten(-3, -2), x[..., of_block, :])
+        assert block.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
 
 
-def test_convolutions_have_none():
-    assert blocks(nn.ModuleDict({"qkv": nn.Conv2d(3, 12, 1)}), qkv=3) == {"qkv": ()}
+# parts of large heads
 
 
-def test_blocks_are_said_in_rows():
-    (layer,) = scan(Holder("query_key_value", 72, num_heads=4)).layers
-    assert blocks_text(layer) == "4 x (6 + 6 + 6) rows"
-    (layer,) = scan(Holder("q", 72), LayerChoice(blocks=(("q", 12),))).layers
-    assert blocks_text(layer) == "12 of 6 rows"
+def head(O: int = 12, I: int = 5, **changes) -> LayerSpec:  # noqa: E741
+    A, G = Side.dense(I), Side.identity(O)
+    return replace(LayerSpec("head", "Linear", "head", "head.w", "head.b", A, G), **changes)
 
 
-def test_rows_of_blocks_are_those_of_their_maps():
-    """Of one matrix and of two at once, one after the other and in turn."""
-    for sizes, rows in (
-        ((2, 4), [[0, 1], [2, 3, 4, 5]]),
-        ((1, 2), [[0, 3], [1, 2, 4, 5]]),
-        ((), [list(range(6))]),
-    ):
-        (layer,) = scan(Holder("q", 6), LayerChoice(blocks=(("q", list(sizes) or 1),))).layers
-        for shape in ((6, 5), (2, 6, 5)):
-            x = torch.arange(float(torch.Size(shape).numel())).view(shape)
-            for block, of_block in zip(row_blocks(x, layer.blocks), rows, strict=True):
-                assert torch.equal(block.flatten(-3, -2), x[..., of_block, :])
-                assert block.untyped_storage().data_ptr() == x.untyped_storage().data_ptr(), (
-                    "a view"
-                )
+def parts(*layers: LayerSpec, by_rows=lambda layer: True) -> tuple[LayerSpec, ...]:
+    return cut(layers, by_rows)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(module, "LARGEST", 59)
+    monkeypatch.setattr(module, "PART", 20)
+
+
+def test_a_large_layer_is_cut_into_equal_parts_that_cover_it_and_have_one_A(small):
+    layers = parts(head())
+    assert [layer.name for layer in layers] == ["head.0", "head.1", "head.2"]
+    assert {(layer.shape, layer.module, layer.parameters) for layer in layers} == {
+        ((4, 5), "head", ("head.w", "head.b"))
+    }
+    (factor,) = factor_specs(layers)
+    assert (factor.key, factor.layers) == ("head.0/A", ("head.0", "head.1", "head.2"))
+    # a row is every part's
+    assert rows_from(factor, {layer.name: layer for layer in layers}) == ("head.0",)
+    spans = [part.span(60) for part in parts_of(layers) if part.param == 0]
+    assert spans == [(0, 20), (20, 20), (40, 20)]
+
+
+def test_outputs_that_do_not_divide_take_the_next_number_of_parts(small):
+    assert len(parts(head(14))) == 7, "4 parts would be enough"
+    assert len(parts(head(15))) == 5, "3 would be larger than a part"
+    assert len(parts(head(13))) == 13
+    assert len(parts(head(11, 100))) == 1, "a single output is larger than a part"
+
+
+WHOLE = [
+    {"O": 11},
+    {"G": Side.dense(12)},
+    {"G": Side.diagonal(12)},
+    {"A": Side.identity(5)},
+    {"kind": "Conv1D"},
+    {"kind": "LinearLayer"},
+    {"product": True},
+    {"copies": 2},
+    {"cut": (2, 1)},
+    {"part": (0, 2)},
+]
+
+
+@pytest.mark.parametrize("changes", WHOLE, ids=str)
+def test_what_is_small_or_would_change_stays_whole(changes, small):
+    layer = head(**changes)
+    assert parts(layer) == (layer,)
+    whole, other = head(), replace(head(), name="other")
+    assert parts(whole, other, by_rows=lambda layer: layer is other)[0] is whole
+
+
+def test_only_heads_are_cut_and_only_by_KFACAdamW(small):
+    """For other optimizers relative damping is of a layer's mean."""
+    model = nn.ModuleDict(
+        {"first": nn.Linear(11, 12, bias=False), "lm_head": nn.Linear(12, 12, bias=False)}
+    )
+    cut_head = [f"lm_head.{index}" for index in range(12)]
+    for optimizer, expected in (("KFACAdamW", cut_head), ("AdamW", ["lm_head"])):
+        kfac = {"factor": {"fisher": "activations_only"}}
+        subject = Subject(model, {"optimizer": {"type": optimizer}, "kfac": kfac})
+        assert [layer.name for layer in subject.layers] == ["first", *expected]

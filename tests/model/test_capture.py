@@ -1,110 +1,44 @@
-"""Hooks: what they count in every way a layer can be run, and what they keep alive. No DeepSpeed
-here."""
+"""Hooks: what they count in every way a layer can be run. No DeepSpeed here."""
 
 import copy
-import gc
 import threading
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.nn import functional as F
 
-from ds_kfac.curvature.factor import Side
+from ds_kfac.model import capture
+from ds_kfac.model.convolutions import phase
+from ds_kfac.model.products import Products
+from ds_kfac.model.proof import Proof
+from ds_kfac.model.rows import ROWS
 from ds_kfac.model.scan import LayerChoice
 from tests.close import close
-from tests.model.recorder import Recorder, Watched, compared, same
-from tests.model.test_scan import Conv1D
-from tests.models import FEATURES, Net, Stoppable, cross_entropy, make_batch, make_net
+from tests.model.recorder import Recorder, compared, equal_bits, same, unannounced
+from tests.model.written import written
+from tests.models import FEATURES, Stoppable, cross_entropy, make_batch, make_net
 from tests.ops.specification import symmetric_pack
 
-ROWS, TOKENS = 4, 3
+N, TOKENS = 4, 3
+ALL_ROWS = {"first": 12, "middle": 12, "head": 12}
 
 
 def loss_of(model, backward):
-    backward(model(*make_batch(0, ROWS, TOKENS)))
-
-
-def equal_bits(found, expected) -> None:
-    assert expected and found.keys() == expected.keys()
-    for name in expected:
-        assert found[name][2:] == expected[name][2:], name
-        assert all(
-            torch.equal(a, b) for a, b in zip(found[name][:2], expected[name][:2], strict=True)
-        ), name
+    backward(model(*make_batch(0, N, TOKENS)))
 
 
 def captured(model: nn.Module, **options):
     """The factors of the usual loss."""
     recorder = Recorder(model, **options)
-    loss_of(model, recorder.backward)
+    loss_of(recorder.model, recorder.backward)
     return recorder.factors()
-
-
-@pytest.mark.parametrize("sampled", [False, True])
-def test_a_copy_of_the_model_is_made_and_leaves_no_trace(sampled):
-    recorder = Recorder(Normed(8), NORMED, sampled=sampled)
-    capture = recorder.capture
-    # nothing that the hooks hold can be copied, as process groups cannot
-    capture.lock = threading.Lock()
-    x = torch.randn(5, 8, requires_grad=True)
-    recorder.model(x).sum()
-    begun, pending = capture.forward, list(capture.pending)
-    average = copy.deepcopy(recorder.model)
-    average(x).sum().backward()
-    assert capture.forward is begun and capture.pending == pending
-    assert capture.counted == capture.outside == 0
-
-
-@pytest.mark.parametrize("plain", [False, True])
-def test_factors_are_exact_with_an_in_place_activation(plain):
-    compared(make_net(), loss_of, plain=plain)
-
-
-def test_conv1d_has_the_same_factors_as_linear():
-    linear, conv = nn.Sequential(nn.Linear(FEATURES, 5)), nn.Sequential(Conv1D(5, FEATURES))
-    conv[0].weight.data, conv[0].bias.data = (
-        linear[0].weight.data.T.clone(),
-        linear[0].bias.data.clone(),
-    )
-    x, y = make_batch(0, ROWS)
-    found = []
-    for model in (linear, conv):
-        recorder = Recorder(model)
-        recorder.backward(cross_entropy(model(x), y))
-        found.append(recorder.factors())
-    same(found[1], found[0])
-
-
-def test_the_loss_scale_does_not_change_the_factors():
-    recorder = Recorder(make_net(), scale=2.0**16)
-    loss_of(recorder.model, lambda loss: recorder.backward(loss * 2.0**16))
-    same(recorder.factors(), captured(make_net()))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_in_16_bits_are_multiplied_as_they_are(dtype, monkeypatch):
-    recorder = Recorder(nn.Sequential(nn.Linear(FEATURES, 63)).to(dtype), scale=2.0**16)
-    dtypes = []
-    accumulate = Side.accumulate_
-
-    def recorded(side, sum_P, x, **options):
-        dtypes.append(x.dtype)
-        return accumulate(side, sum_P, x, **options)
-
-    monkeypatch.setattr(Side, "accumulate_", recorded)
-    output = recorder.model(torch.randn(ROWS, TOKENS, FEATURES).to(dtype))
-    output.retain_grad()
-    recorder.backward(output.float().square().mean() * 2.0**16)
-    g = output.grad.double().view(-1, 63) / 2.0**16
-    assert dtypes == [dtype, dtype]
-    close(recorder.factors()["0"].G, ROWS * TOKENS * symmetric_pack(g.T @ g), sums=ROWS * TOKENS)
 
 
 class Twice(nn.Module):
     """One module called twice, or two with the same parameters."""
 
-    def __init__(self, names: int = 1) -> None:
+    def __init__(self, names: int) -> None:
         super().__init__()
         self.inner, self.head = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 5)
         self.again = self.inner
@@ -116,84 +50,87 @@ class Twice(nn.Module):
         return cross_entropy(self.head(self.again(torch.tanh(self.inner(x)))), y)
 
 
-def test_a_module_called_twice_has_the_rows_of_both_calls():
-    found = compared(make_net(Twice), loss_of)
-    assert found["inner"].rows == 2 * ROWS * TOKENS and found["inner"].terms == ROWS * TOKENS
-
-
-def test_modules_with_the_same_parameters_count_as_one_that_is_called_twice():
-    several = Twice(names=2)
-    several.load_state_dict({**make_net(Twice).state_dict()})
-    equal_bits(captured(several), captured(make_net(Twice)))
-
-
-def test_a_module_that_is_not_called_counts_nothing():
-    class Unused(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.unused = nn.Linear(3, 3)
-
-    assert set(captured(make_net(Unused))) == {"first", "middle", "head"}
+@pytest.mark.parametrize("names", [1, 2])
+def test_modules_with_the_same_parameters_count_as_one_that_is_called_twice(names):
+    found = compared(Twice(names), loss_of)
+    assert found["inner"][2:] == (2 * N * TOKENS, N * TOKENS)
 
 
 def test_what_has_no_backward_counts_nothing_whatever_mode_it_runs_in():
-    recorder = Recorder(make_net())
-    batch = make_batch(0, ROWS, TOKENS)
-    with torch.no_grad():
-        recorder.model(*batch)
-    with torch.inference_mode():
-        recorder.model(*batch)
-    recorder.model.eval()
-    recorder.model(*batch)
-    assert not recorder.factors()
-
-
-def test_a_model_in_eval_mode_is_captured_as_in_training():
-    """from_pretrained leaves it so."""
-    equal_bits(captured(make_net().eval()), captured(make_net()))
-
-
-def test_inactive_capture_allocates_nothing():
-    recorder = Recorder(make_net())
-    recorder.capture.begin_step(None, 0)
+    """And a model in eval mode counts as in training: from_pretrained leaves it so."""
+    recorder = Recorder(make_net().eval())
+    for mode in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
+        with mode:
+            recorder.model(*make_batch(0, N, TOKENS))
     loss_of(recorder.model, recorder.backward)
-    assert (
-        not recorder.capture.sums and not recorder.capture.counted and recorder.capture.passes == 0
-    )
+    equal_bits(recorder.factors(), captured(make_net()))
+
+
+@pytest.mark.parametrize("how", ["inactive", "removed"])
+def test_inactive_and_removed_hooks_do_nothing(how):
+    recorder = Recorder(make_net())
+    recorder.begin(active=False)
+    if how == "removed":
+        recorder.capture.remove()
+        recorder.begin()
+    loss_of(recorder.model, recorder.backward)
+    assert not (recorder.capture.sums or recorder.capture.counted or recorder.capture.passes)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_saves_the_16_bit_copy_and_sums_in_fp32(dtype):
     """The input itself may be changed in place after the layer: its product has a copy."""
-
-    class Changed(Net):
-        def forward(self, x, y=None):
-            x = x * 1.0
-            z = self.first(x)
-            x.zero_()
-            return cross_entropy(self.head(self.middle(self.norm(self.silu(z)))), y)
-
-    def run(model, backward):
-        with torch.autocast("cpu", dtype):
-            loss = model(*make_batch(0, ROWS, TOKENS))
-        backward(loss)
-
-    recorder = Recorder(make_net(Changed))
-    run(recorder.model, recorder.backward)
+    code = "x = x * 1.0\nz = self.linear(x)\nx.zero_()\nreturn z.float().square().mean()"
+    model = written(code)()
+    model.linear = nn.Linear(FEATURES, 5)
+    recorder, x = Recorder(model), make_batch(0, N, TOKENS)[0].flatten(0, 1)
+    with torch.autocast("cpu", dtype):
+        loss = model(x)
+    recorder.backward(loss)
     assert not recorder.capture.failed
-    x = make_batch(0, ROWS, TOKENS)[0].to(dtype).double().flatten(0, 1)
-    x = torch.cat([x, torch.ones(len(x), 1)], dim=1)
-    A = recorder.factors()["first"].A
+    x = torch.cat([x.to(dtype).double(), torch.ones(len(x), 1)], dim=1)
+    A = recorder.factors()["linear"].A
     assert A.dtype is torch.float32
-    close(A, symmetric_pack(x.T @ x / len(x)), sums=ROWS * TOKENS)
+    close(A, symmetric_pack(x.T @ x / len(x)), sums=len(x))
 
 
-def test_removed_hooks_do_nothing():
-    recorder = Recorder(make_net())
-    recorder.capture.remove()
-    recorder.capture.active = True
-    loss_of(recorder.model, recorder.backward)
-    assert not recorder.factors()
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_an_empty_batch_counts_no_rows(sharing, sampled):
+    names = {"norm": nn.LayerNorm(7), "linear": nn.Linear(7, 5), "other": nn.Linear(5, 3)}
+    model = nn.Sequential()
+    for name, module in names.items():
+        model.add_module(name, module)
+    choice = LayerChoice(types=("Linear", "LayerNorm"))
+    recorder = Recorder(model, choice, sharing=sharing, sampled=sampled)
+
+    def run(*shape: int) -> dict[str, float]:
+        loss = model(torch.randn(*shape, 7).requires_grad_()).square().sum()
+        (recorder.sample if sampled else recorder.backward)(loss)
+        assert not recorder.capture.failed
+        return recorder.rows()
+
+    for shape in ((0, TOKENS), (0,)):
+        assert not run(*shape)
+    assert run(N, TOKENS) == dict.fromkeys(names, N if sharing == "reduce" else N * TOKENS)
+
+
+def test_rows_by_a_stride_are_in_the_mean_over_its_places_all_of_them():
+    """The place moves with the step."""
+    stride, of_place = 5, {}
+    for step in range(60):
+        recorder = Recorder(make_net())
+        recorder.begin(step, stride=stride)
+        loss_of(recorder.model, recorder.backward)
+        of_place[phase(step, stride)] = recorder.capture.sums
+    whole = Recorder(make_net())
+    loss_of(whole.model, whole.backward)
+    assert len(of_place) == stride
+    for key, expected in whole.capture.sums.items():
+        close(sum(sums[key].sum_P for sums in of_place.values()) / stride, expected.sum_P, sums=100)
+        counts = {float(sums[key].counts[ROWS]) for sums in of_place.values()}
+        # of 12 rows 2 or 3, each of which stands for 5
+        assert counts == {2.0 * stride, 3.0 * stride}
 
 
 # which passes count
@@ -204,10 +141,10 @@ def test_a_forward_without_backward_counts_nothing(announced):
     """A batch whose loss is NaN and is skipped, a second training-mode forward: before, between and
     after."""
     recorder = Recorder(make_net())
-    nan = torch.full((ROWS, TOKENS, FEATURES), float("nan"))
+    nan = torch.full((N, TOKENS, FEATURES), float("nan"))
     # its graph stays alive
-    skipped = recorder.model(nan, torch.zeros(ROWS, TOKENS, dtype=torch.long))
-    loss = recorder.model(*make_batch(0, ROWS, TOKENS))
+    skipped = recorder.model(nan, torch.zeros(N, TOKENS, dtype=torch.long))
+    loss = recorder.model(*make_batch(0, N, TOKENS))
     recorder.model(nan)
     recorder.backward(loss) if announced else loss.backward()
     recorder.model(nan)
@@ -215,36 +152,36 @@ def test_a_forward_without_backward_counts_nothing(announced):
     equal_bits(recorder.factors(), captured(make_net()))
 
 
+def test_a_plain_backward_counts_until_the_engine_has_announced_one():
+    recorder = Recorder(make_net())
+    for backward in (unannounced, recorder.backward, unannounced):
+        loss_of(recorder.model, backward)
+    assert recorder.rows() == {name: 2 * rows for name, rows in ALL_ROWS.items()}
+
+
 def test_a_backward_that_is_stopped_counts_what_it_reached_and_the_next_micro_batch_is_whole():
     recorder = Recorder(make_net(Stoppable))
-    recorder.model.stops = True
-    with pytest.raises(FloatingPointError):
-        loss_of(recorder.model, recorder.backward)
-    assert recorder.capture.sums.keys() == {
-        f"{name}/{side}" for name in ("head", "middle") for side in "AG"
-    }
-    recorder.model.stops = False
-    loss_of(recorder.model, recorder.backward)
-    found = recorder.factors()
-    assert {name: factors.rows for name, factors in found.items()} == {
-        "first": 12,
-        "middle": 24,
-        "head": 24,
-    }
-    recorder.begin(1)
+    for stops in (True, False):
+        recorder.model.stops = stops
+        try:
+            loss_of(recorder.model, recorder.backward)
+        except FloatingPointError:
+            assert stops
+    assert recorder.rows() == {"first": 12, "middle": 24, "head": 24}
     loss_of(recorder.model, recorder.backward)
     equal_bits(recorder.factors(), captured(make_net()))
 
 
-class Critic(nn.Module):
-    """Of two numbers, so that a generator's loss through it has gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.head = nn.Linear(FEATURES, 9), nn.Linear(9, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.tanh(self.inner(x))).square().mean()
+def test_a_pass_that_raised_leaves_the_ends_of_later_passes_to_be_seen():
+    recorder = Recorder(make_net())
+    x = make_batch(0, N)[0].requires_grad_()
+    x.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        torch.autograd.grad(recorder.model(x).sum(), x)
+    for loss in [recorder.model(*make_batch(seed, N)) for seed in (1, 2)]:
+        loss.backward()
+    recorder.capture.end_step()
+    assert recorder.capture.passes == 2
 
 
 @pytest.mark.parametrize("style", ["engine", "torch", "frozen"])
@@ -252,272 +189,80 @@ def test_another_model_s_loss_counts_nothing(style):
     """The generator's backward is announced by its engine, by nobody, or the discriminator is
     frozen meanwhile."""
     torch.manual_seed(0)
-    generator, critic, x = nn.Linear(FEATURES, FEATURES), Critic(), torch.randn(ROWS, FEATURES)
-    recorder, other = Recorder(critic), Recorder(nn.Sequential(generator))
+    generator, x = nn.Sequential(nn.Linear(FEATURES, FEATURES)), torch.randn(N, FEATURES)
+    critic = nn.Sequential(nn.Linear(FEATURES, 9), nn.Tanh(), nn.Linear(9, 1))
+    other = Recorder(generator)
 
-    def generate() -> None:
-        critic.requires_grad_(style != "frozen")
-        loss = critic(other.model(x))
-        other.backward(loss) if style == "engine" else loss.backward()
-        critic.requires_grad_(True)
+    def step(generates: bool):
+        recorder = Recorder(critic)
+        announced = style == "engine"
+        for batch in (x, generator(x).detach()):
+            if generates:
+                critic.requires_grad_(style != "frozen")
+                loss = critic(generator(x)).square().mean()
+                (other.backward if announced else unannounced)(loss)
+                critic.requires_grad_(True)
+            loss = critic(batch).square().mean()
+            (recorder.backward if announced else unannounced)(loss)
+        found = recorder.factors()
+        recorder.capture.remove()
+        return found
 
-    def judge() -> None:
-        for batch in (x, other.model(x).detach()):
-            loss = critic(batch)
-            recorder.backward(loss) if style == "engine" else loss.backward()
-
-    generate()
-    judge()
-    generate()
-    actual = recorder.factors()
-    recorder.capture.remove()
-    recorder = Recorder(critic)
-    judge()
-    equal_bits(actual, recorder.factors())
-    assert torch.count_nonzero(generator.weight.grad) > 0
+    equal_bits(step(generates=True), step(generates=False))
+    assert torch.count_nonzero(generator[0].weight.grad) > 0
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-def test_an_empty_batch_counts_no_rows(sharing, sampled):
-    class Every(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding, self.norm = nn.Embedding(FEATURES, 7), nn.LayerNorm(7)
-            self.linear, self.conv = nn.Linear(7, 5), Conv1D(3, 5)
-
-        def forward(self, tokens):
-            return self.conv(self.linear(self.norm(self.embedding(tokens))))
-
-    choice = LayerChoice(types=("Linear", "Conv1D", "LayerNorm"))
-    recorder = Recorder(Every(), choice, sharing=sharing, sampled=sampled)
-    assert len(recorder.layers) == 3
-
-    def run(*shape: int) -> dict[str, float]:
-        loss = recorder.model(torch.zeros(*shape, dtype=torch.long)).square().sum()
-        if sampled:
-            calls = recorder.capture.pending
-            gradients = torch.autograd.grad(loss, [call.edge for call in calls], allow_unused=True)
-            recorder.capture.add_asked(calls, gradients, 1.0)
-            recorder.capture.end_pass()
-        else:
-            recorder.backward(loss)
-        assert not recorder.capture.failed
-        return recorder.rows()
-
-    for shape in ((0, TOKENS), (0,)):
-        assert not run(*shape)
-    assert run(ROWS, TOKENS) == dict.fromkeys(
-        ("norm", "linear", "conv"), 4 if sharing == "reduce" else 12
-    )
+def test_a_backward_of_another_engine_is_none_of_several_forwards():
+    """A generator's goes through its discriminator, which proves its rows; then comes the
+    discriminator's own."""
+    judge = Recorder(nn.Sequential(nn.Linear(7, 5)))
+    other = Recorder(nn.Sequential(nn.Linear(7, 7)))
+    judge.begin(proof=Proof(judge.layers, judge.capture.inputs.key, 0, torch.device("cpu")))
+    for recorder, x in ((other, other.model(torch.randn(6, 7))), (judge, torch.randn(6, 7))):
+        recorder.backward(judge.model(x).square().mean())
+    assert judge.capture.outside == 1
+    assert judge.factors()["0"][2:] == (6, 6)
 
 
-# what stays in memory
-
-
-class Normed(nn.Module):
-    """Blocks of a norm and a linear, maybe checkpointed."""
-
-    def __init__(self, width: int, blocks: int = 4, kind: str = "plain") -> None:
-        super().__init__()
-        self.kind = kind
-        self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(blocks)])
-        self.linears = nn.ModuleList([nn.Linear(width, width) for _ in range(blocks)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x * 1.0
-        for norm, linear in zip(self.norms, self.linears, strict=True):
-            block = lambda x, norm=norm, linear=linear: torch.tanh(linear(norm(x)))  # noqa: E731
-            x = (
-                block(x)
-                if self.kind == "plain"
-                else checkpoint(block, x, use_reentrant=self.kind == "reentrant")
-            )
-        return x.square().mean()
-
-
-NORMED = LayerChoice(types=("Linear", "LayerNorm"))
-KINDS = ["plain", "reentrant", "non_reentrant"]
-
-
-@pytest.mark.parametrize("backward", [True, False])
-@pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_activation_outlives_its_graph(kind, sampled, backward):
-    """Not even until the garbage collector comes, which does not see cycles through C++."""
-    recorder = Recorder(Normed(8, kind=kind), NORMED, sampled=sampled)
-    watched = Watched(recorder.model)
-    gc.disable()
-    try:
-        loss = recorder.model(torch.randn(5, 8, requires_grad=True))
-        if backward:
-            recorder.backward(loss)
-        if sampled:
-            recorder.begin()  # the next step
-        del loss
-        assert len(watched.seen) > 8 and watched.living() == 0
-    finally:
-        gc.enable()
-
-
-@pytest.mark.parametrize("plain", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_inputs_are_let_go_with_their_gradient_though_the_loss_is_kept(kind, plain):
-    recorder = Recorder(Normed(8, kind=kind), NORMED)
-    x = torch.randn(5, 8).requires_grad_()
-    watched = Watched(recorder.model)
-    loss = recorder.model(x)
-    loss.backward() if plain else recorder.backward(loss)
-    assert loss > 0 and watched.living() == 1, "x alone"
-
-
-def test_each_input_is_let_go_before_the_next_layers_gradient_arrives():
-    """As without capture: the most memory is needed in the middle of a backward pass."""
-    living = []
-    for active in (False, True):
-        recorder = Recorder(Normed(8), NORMED)
-        recorder.capture.active = active
-        watched = Watched(recorder.model)
-        for linear in recorder.model.linears:
-            linear.bias.register_post_accumulate_grad_hook(
-                lambda bias, watched=watched: living.append(watched.living())
-            )
-        recorder.backward(recorder.model(torch.randn(5, 8)))
-    assert len(living) == 8 and living[:4] == living[4:] and living[3] < living[0]
-
-
-def test_inputs_are_kept_with_a_retained_graph_and_counted_again():
-    recorder = Recorder(Normed(8), NORMED)
-    watched = Watched(recorder.model)
-    loss = recorder.model(torch.randn(5, 8))
-    recorder.backward(loss, retain_graph=True)
-    assert watched.living() > 0
-    once = recorder.factors()
-    loss = recorder.model(torch.randn(5, 8))
-    for retains in (True, False):
-        recorder.backward(loss, retain_graph=retains)
-    twice = recorder.factors()
-    assert len(once) == len(twice) == 8 and watched.living() == 0
-    assert all(twice[name].rows == 2 * once[name].rows for name in once)
-
-
-@pytest.mark.parametrize("kind", KINDS[1:])
-def test_recomputed_inputs_do_not_all_live_at_once(kind):
-    """As many as without capture."""
-    most = []
-    for active in (False, True):
-        recorder = Recorder(Normed(8, blocks=6, kind=kind), NORMED)
-        recorder.capture.active = active
-        watched = Watched(recorder.model)
-        recorder.backward(recorder.model(torch.randn(5, 8, requires_grad=True)))
-        most.append(watched.most)
-    assert most[0] == most[1]
-
-
-@pytest.mark.parametrize("kind", ["reentrant", "non_reentrant"])
-@pytest.mark.parametrize("last", ["linear", "norm"])
-def test_an_early_end_of_a_recomputation_passes_through_our_hooks(kind, last):
-    """The last tensor that checkpointing needs may be the one that our node saves."""
-
-    class Last(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
-
-        def forward(self, x):
-            layers = [self.norm, self.linear] if last == "linear" else [self.linear, self.norm]
-            return checkpoint(nn.Sequential(*layers), x, use_reentrant=kind == "reentrant").sum()
-
-    recorder = Recorder(Last(), NORMED)
-    for _ in range(2):
-        recorder.backward(recorder.model(torch.randn(5, 8, requires_grad=True)))
-        assert not recorder.capture.failed
-        assert recorder.rows() == {"linear": 5, "norm": 5}
-
-
-# checkpointing, steps and forwards
-
-
-class Masked(Net):
-    def forward(self, x, y, attention_mask):
-        z = checkpoint(self.middle, self.norm(self.silu(self.first(x))), use_reentrant=True)
-        return cross_entropy(self.head(torch.tanh(z)), y)
-
-
-@pytest.mark.parametrize("known", ["by its output", "by its nodes"])
-def test_a_recomputation_belongs_to_the_forward_whose_backward_runs(known):
-    """Of two forwards each has its own mask, as a pipeline has several on their way. An output that
-    nobody can look into does not show its backward pass, but the node that recomputes was made
-    after the forward began."""
-
-    class Hidden:
-        def __init__(self, loss):
-            self.loss = loss
-
-    class Opaque(Masked):
-        def forward(self, x, y, attention_mask):
-            return Hidden(super().forward(x, y, attention_mask))
-
-    recorder = Recorder(make_net(Masked if known == "by its output" else Opaque))
-    masks = [torch.arange(TOKENS).expand(ROWS, -1) < length for length in (1, 2)]
-    losses = []
-    for step, mask in enumerate(masks):
-        x, y = make_batch(step, ROWS)
-        output = recorder.model(x, y.masked_fill(~mask, -100), mask)
-        losses.append(output if known == "by its output" else output.loss)
-    for loss in losses:
-        recorder.backward(loss)
-    assert recorder.rows() == dict.fromkeys(("first", "middle", "head"), ROWS * (1 + 2))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("captures", [(True, False), (False, True), (True, True)])
-def test_a_backward_pass_after_the_steps_boundary_runs_and_counts_nothing(kind, captures):
-    """A forward of an earlier step: checkpointing compares what was saved in its two runs."""
-    recorder = Recorder(Normed(8, kind=kind), NORMED)
-    x = torch.randn(5, 8, requires_grad=True)
-    first, second = captures
-    recorder.begin() if first else recorder.capture.begin_step(None, 0)
-    loss = recorder.model(x)
-    recorder.begin(1) if second else recorder.capture.begin_step(None, 1)
-    recorder.backward(loss)
-    grads = [p.grad.clone() for p in recorder.model.parameters()]
-    assert (
-        not any(sums.counts.any() for sums in recorder.capture.sums.values())
-        and not recorder.capture.failed
-    )
-    recorder.model.zero_grad()
-    recorder.capture.begin_step(None, 2)
-    recorder.backward(recorder.model(x))
-    assert all(
-        torch.equal(p.grad, grad)
-        for p, grad in zip(recorder.model.parameters(), grads, strict=True)
-    )
-
-
-class CheckpointedBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.block = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh())
-
-    def forward(self, x):
-        return checkpoint(self.block, self.first(x), use_reentrant=True)
-
-
-def test_a_compiled_block_that_a_backward_runs_again_is_captured():
-    """Its first run is without gradients, and the backward is under no stance of ours."""
-    model = nn.Sequential(CheckpointedBlock(), nn.Linear(6, 3))
-    model[0].block.compile(backend="eager")
+@pytest.mark.parametrize("first", ["a method", "the model"])
+def test_a_method_of_the_model_may_be_called_in_place_of_the_model(first):
+    model = nn.Sequential(nn.Linear(7, 5))
     recorder = Recorder(model)
-    for active in (False, True, False, True):
-        recorder.begin() if active else recorder.capture.begin_step(None, 0)
-        with torch.compiler.set_stance("force_eager" if active else "default"):
-            loss = model(torch.randn(7, 6)).square().mean()
-        recorder.backward(loss)
-    assert recorder.rows() == {"0.first": 7, "0.block.0": 7, "1": 7}
+    for rows, called in ((6, model if first == "the model" else model[0]), (3, model[0])):
+        recorder.backward(called(torch.randn(rows, 7)).square().mean())
+    assert recorder.factors()["0"][2:] == (9, 9)
 
 
-# what our hooks cannot read
+@pytest.mark.parametrize("how", ["vmap", "grad", "jvp", "trace", "export", "deepcopy"])
+def test_transforms_traces_and_copies_in_a_captured_step_count_nothing_and_raise_nothing(how):
+    model, (x, y) = make_net(), make_batch(0, N)
+    recorder = Recorder(model, sampled=how == "deepcopy")
+    recorder.capture.lock = threading.Lock()  # what the hooks hold cannot be copied
+    parameters = dict(model.named_parameters())
+    model(x, y)
+    begun, pending = recorder.capture.forward, list(recorder.capture.pending)
+    if how == "vmap":
+        torch.func.vmap(model)(x)
+    elif how == "grad":
+        torch.func.grad(lambda p: torch.func.functional_call(model, p, (x, y)))(parameters)
+    elif how == "jvp":
+        torch.func.jvp(model, (x,), (x,))
+    elif how == "trace":
+        torch.jit.trace(model, (x,), check_trace=False)
+    elif how == "export":
+        torch.export.export(model, (x,))
+    else:
+        average = copy.deepcopy(model)
+        average(x, y).backward()
+        assert recorder.capture.forward is begun and recorder.capture.pending == pending
+    counted = recorder.capture.counted + recorder.capture.outside
+    assert not (recorder.capture.sums or counted or recorder.capture.failed)
+    recorder = Recorder(model)
+    recorder.backward(model(x, y))
+    assert recorder.rows() == ALL_ROWS
+
+
+# what hooks do not understand
 
 
 class LlamaRMSNorm(nn.Module):
@@ -530,32 +275,201 @@ class LlamaRMSNorm(nn.Module):
 
     def forward(self, x):
         z = x.float()
-        return (
-            self.weight * z * torch.rsqrt(z.square().mean(-1, keepdim=True) + self.variance_epsilon)
-        )
+        scale = torch.rsqrt(z.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * z * scale
 
 
-class ChangedInput(nn.Module):
+CHANGED = "x = self.linear(x).bfloat16()\nz = self.norm(x)\nx += 1\nreturn self.head(z + x.float())"
+SPARSE = "return self.head(x) + self.norm(self.linear(torch.eye(6).to_sparse())).sum()"
+
+
+@pytest.mark.parametrize(
+    ("code", "failed", "text", "rows"),
+    [
+        (CHANGED, "norm", "modified by an inplace", {"linear": 7, "head": 7}),
+        (SPARSE, "linear", "linear (Linear)", {"norm": 6, "head": 7}),
+    ],
+    ids=["an input that is changed in place", "an input that is no dense tensor"],
+)
+def test_a_call_that_hooks_do_not_understand_raises_nothing_and_its_layer_is_named(
+    code, failed, text, rows, caplog
+):
+    model = written(code)()
+    model.linear, model.norm, model.head = nn.Linear(6, 6), LlamaRMSNorm(6), nn.Linear(6, 5)
+    recorder = Recorder(model, LayerChoice(types=("Linear", "RMSNorm")))
+    recorder.backward(model(torch.randn(7, 6)).square().mean())
+    assert recorder.capture.failed.keys() == {failed} and recorder.rows() == rows
+    assert f"the rows of {failed} (" in caplog.text and text in caplog.text
+    assert model.get_submodule(failed).weight.grad is not None
+
+
+def test_a_hook_that_raises_leaves_its_layer_without_rows_and_says_so(caplog, monkeypatch):
+    recorder, kind = Recorder(make_net()), type(capture.LAYERS["Linear"])
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, "gradient_rows", lambda self, module, x, gradient: 1 / 0)
+        loss_of(recorder.model, recorder.backward)
+    loss_of(recorder.model, recorder.backward)
+    assert recorder.capture.failed.keys() == ALL_ROWS.keys() and not recorder.factors(), "nor later"
+    assert "ZeroDivisionError" in caplog.text and "middle (Linear)" in caplog.text
+
+
+def test_hooks_of_others_come_after_ours():
+    """Someone's hooks make something else of an output."""
+
+    def run(model, backward):
+        z = model.inner(make_batch(0, N)[0])
+        z = z["out"] if isinstance(z, dict) else z[:, :, :3]
+        backward(model.head(torch.tanh(torch.cat([z, z], -1))).square().mean())
+
+    def make():
+        torch.manual_seed(0)
+        return nn.ModuleDict({"inner": nn.Linear(FEATURES, 6), "head": nn.Linear(6, 5)})
+
+    hooked = make()
+    hooked.inner.register_forward_hook(lambda module, x, output: {"out": output[:, :, :3]})
+    recorder = Recorder(hooked)
+    run(hooked, recorder.backward)
+    same(recorder.factors(), compared(make(), run))
+
+
+# rows that are examples
+
+REDUCED = {
+    # model's code -> rows of inner, of head; R
+    "two batches of different numbers of examples in one pass": (
+        "one, more = (self.head(self.inner(x).tanh()).mean(1) for x in (x[:1], x[1:]))\n"
+        "return torch.cat([one, more])",
+        (4, 4),
+    ),
+    "single rows": ("return self.head(self.inner(x[:, 0]).tanh())", (4, 4)),
+    "unequal tiles": (
+        "z = self.inner(x).tanh()\nreturn torch.cat([self.head(tile) for tile in z.split([1, 3])])",
+        (4, 4),
+    ),
+    "padding": (
+        "return (self.head(self.inner(x).tanh()) * self.mask()[..., None]).sum(1)",
+        (3, 3),
+    ),
+    "flattened rows": (
+        "z = self.head(self.inner(x.flatten(0, 1)).tanh())\n"
+        "return z * self.mask().flatten()[:, None]",
+        (6, 6),
+    ),
+}
+MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0], [1, 1, 1]], dtype=torch.bool)
+
+
+def reducing(code: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = written(code)()
+    model.inner, model.head, model.dummy = nn.Linear(6, 6), nn.Linear(6, 5), nn.Linear(2, 1)
+    model.mask = MASK.float
+    return model
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", REDUCED)
+def test_with_reduce_a_row_is_an_example(name, frozen):
+    code, (rows, terms) = REDUCED[name]
+    model, x = reducing(code), torch.randn(N, TOKENS, 6)
+    model.head.requires_grad_(not frozen)
+    mask = (lambda *_: MASK) if "mask" in code else lambda *_: None
+    program = lambda model, backward: backward(model(x).square().mean())  # noqa: E731
+    assert compared(model, program, sharing="reduce", mask=mask)["inner"][2:] == (rows, terms)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_with_reduce_the_examples_are_not_those_of_a_layer_with_a_gradient_of_zeros(last):
+    """A call of other dimensions that only keeps a weight in the graph; its gradient comes first or
+    last."""
+    first = "zero = 0 * self.dummy(torch.ones(1, 2))\n"
+    code = "z = self.head(self.inner(x).tanh()).mean(1)\n"
+    recorder = Recorder(
+        reducing((first + code if last else code + first) + "return z + zero"), sharing="reduce"
+    )
+    recorder.backward(recorder.model(torch.randn(N, TOKENS, 6)).square().mean())
+    assert not recorder.capture.failed and recorder.rows() == {"inner": N, "head": N}
+
+
+def test_with_reduce_another_first_dimension_than_the_nearest_layers_is_said(caplog):
+    """The rows of a layer whose examples are not its first dimension would be means over other
+    things."""
+    code = "return self.head(self.inner(x.transpose(0, 1)).tanh().transpose(0, 1)).mean(1)"
+    recorder = Recorder(reducing(code), sharing="reduce")
+    recorder.backward(recorder.model(torch.randn(N, TOKENS, 6)).square().mean())
+    assert recorder.capture.failed.keys() == {"inner"} and recorder.rows() == {"head": N}
+    assert "but here that is 3, and 4 in head" in caplog.text
+
+
+# other threads
+
+
+class Raw(nn.Module):
+    """Its first matrix is a parameter of its own; another thread runs while the forward does."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.norm, self.head = nn.Linear(8, 8), LlamaRMSNorm(8), nn.Linear(8, 5)
+        self.w, self.head = nn.Parameter(torch.randn(6, 6)), nn.Linear(6, 5)
+        self.meanwhile = lambda: None
 
     def forward(self, x):
-        x = self.embedding(x).bfloat16()
-        z = self.norm(x)
-        x += 1
-        return self.head(z + x.float()).square().mean()
+        copy = self.w.double()
+        self.meanwhile()
+        return self.head(torch.tanh(F.linear(x.double(), copy).float())).square().mean()
 
 
-def test_an_input_that_is_changed_in_place_names_its_layer_and_raises_nothing(caplog):
-    recorder = Recorder(ChangedInput(), LayerChoice(types=("Linear", "RMSNorm")))
-    recorder.backward(recorder.model(torch.randn(7, 8)))
-    assert recorder.capture.failed.keys() == {"norm"} and recorder.rows() == {
-        "embedding": 7,
-        "head": 7,
-    }
-    assert (
-        "the rows of norm (RMSNorm) are not known" in caplog.text
-        and "modified by an inplace" in caplog.text
-    )
-    assert recorder.model.norm.weight.grad is not None
+def in_thread(function) -> None:
+    errors = []
+
+    def run():
+        try:
+            function()
+        except Exception as error:  # shown below, in the test's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert not errors, errors
+
+
+@pytest.mark.parametrize(
+    "what", ["evaluation", "evaluation that raises", "training", "another model"]
+)
+def test_another_thread_does_not_disturb_a_captured_forward(what):
+    model, x = make_net(Raw), torch.randn(N, TOKENS, 6)
+
+    def other():
+        model.meanwhile = lambda: None
+        if what == "training":
+            model(x).backward()
+            model.zero_grad()
+        elif what == "another model":
+            F.linear(torch.randn(2, 6), torch.randn(3, 6, requires_grad=True)).sum().backward()
+        else:
+            with torch.no_grad():
+                model(x)
+                if what == "evaluation that raises":
+                    with pytest.raises(RuntimeError):
+                        model(torch.randn(2, 7))
+
+    found, plain = [], F.linear
+    for meanwhile in (lambda: None, lambda: in_thread(other)):
+        recorder = Recorder(model)
+        model.meanwhile = meanwhile
+        recorder.backward(model(x))
+        assert F.linear is plain and not recorder.capture.failed
+        found.append(recorder.factors())
+        recorder.capture.remove()
+    assert "w" in found[0]
+    if what != "training":  # its calls are the model's, too
+        equal_bits(found[1], found[0])
+
+
+def test_functions_of_torch_are_watched_in_the_thread_that_entered_alone():
+    w, seen = nn.Parameter(torch.randn(3, 6)), []
+    with Products({w: 1}, seen.append):
+        in_thread(lambda: F.linear(torch.randn(2, 6), w))
+        assert not seen
+        F.linear(torch.randn(2, 6), w)
+    assert len(seen) == 1

@@ -12,224 +12,39 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.curvature.methods import EIGEN
 from ds_kfac.model.product_code import MatrixLayout, borrowed_weights, contraction, multiplied
-from ds_kfac.model.products import Products, gradient_to_rows
+from ds_kfac.model.products import Products
 from ds_kfac.model.scan import LayerChoice, scan
 from ds_kfac.plan.common import own_inputs
+from tests.close import close
 from tests.deepspeed.expert_stacks import BIASED, STACKS, WIDTH, Apart, Dispatched, make
-from tests.model.recorder import Recorder
+from tests.model.proven import proven
+from tests.model.recorder import Recorder, same
 from tests.model.written import written
 from tests.ops.specification import symmetric_pack
 
 ROWS, IN, OUT = 11, 5, 3
 X = torch.randn(ROWS, IN, generator=torch.Generator().manual_seed(1))
+TWO = torch.stack([X, X.sin()])
+GROUPS = torch.randn(ROWS, 3, IN, generator=torch.Generator().manual_seed(2))
+APART = LayerChoice(shares=False)
 
 
-class Own(nn.Module):
-    """A matrix [O, I] called w."""
-
-    shape = (OUT, IN)
-
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(self.shape, generator=torch.Generator().manual_seed(2)))
-
-
-class Lying(Own):
-    shape = (IN, OUT)
+def module(code: str, **parts: object) -> nn.Module:
+    """A module with this code; ``parts`` are shapes of its parameters, or other attributes."""
+    torch.manual_seed(2)
+    made = written(code)()
+    for name, part in parts.items():
+        is_shape = isinstance(part, tuple)
+        setattr(made, name, nn.Parameter(torch.randn(part) / 3) if is_shape else part)
+    return made
 
 
-class AsLinear(Own):
-    def forward(self, x):
-        return F.linear(x, self.w)
+def second_moment(x: torch.Tensor) -> torch.Tensor:
+    x = x.reshape(-1, x.shape[-1]).double()
+    return symmetric_pack(x.T @ x / len(x))
 
 
-class Turned(Own):
-    def forward(self, x):
-        return x @ self.w.T
-
-
-class Checkpointed(AsLinear):
-    reentrant = False
-
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
-
-
-class Reentrant(Checkpointed):
-    reentrant = True
-
-
-UPRIGHT = {
-    "linear": "return F.linear(x, self.w)",
-    "by names": "return F.linear(input=x, weight=self.w)",
-    "turned": "return x @ self.w.T",
-    "by method": "return x.matmul(self.w.transpose(0, 1))",
-    "by variable": "matrix = self.w.t()\nreturn torch.mm(x, matrix)",
-    "in double": "return F.linear(x.double(), self.w.to(torch.float64)).float()",
-    "left": "return (self.w @ x.T).T",
-    "left, of many": "x = x.view(1, *x.shape).mT\nreturn torch.matmul(self.w, x).mT[0]",
-    "einsum, whose output is a permuted view": 'return torch.einsum("oi,ni->on", self.w, x).T',
-}
-LYING = {
-    "plain": "return x @ self.w",
-    "in double": "return x.double().matmul(self.w.double()).float()",
-    "added": "return torch.addmm(torch.zeros(3), x, self.w)",
-    "left": "return self.w.T.matmul(x.T).T",
-    "einsum": 'return torch.einsum("ni,io->no", x, self.w)',
-    "einsum in double": 'return torch.einsum("ni,io->no", x.double(), self.w.double()).float()',
-}
-NOT_A_PRODUCT = written("return x[:, :3] * self.w[:, 0] + self.w.sum()", Own)
-
-
-class Net(nn.Module):
-    def __init__(self, part: nn.Module):
-        super().__init__()
-        self.first, self.part = nn.Linear(IN, IN), part
-
-    def forward(self, x):
-        self.seen = self.first(x)
-        self.out = self.part(self.seen)
-        self.out.retain_grad()
-        return self.out.square().mean()
-
-
-KINDS = [
-    *(
-        pytest.param(written(code, Own), False, "einsum" in name, id=name)
-        for name, code in UPRIGHT.items()
-    ),
-    *(
-        pytest.param(written(code, Lying), True, "einsum" in name, id=f"lying, {name}")
-        for name, code in LYING.items()
-    ),
-    pytest.param(Checkpointed, False, None, id="checkpointed"),
-    pytest.param(Reentrant, False, None, id="reentrant"),
-]
-
-
-@pytest.mark.parametrize(("kind", "lies", "einsum"), KINDS)
-def test_a_matrix_of_a_modules_own_has_the_rows_of_its_products(kind, lies, einsum):
-    model = Net(kind())
-    assert einsum is None or multiplied(model.part) == {"w": MatrixLayout(lies, first=int(einsum))}
-    recorder = Recorder(model)
-    loss = model(X)
-    recorder.backward(loss)
-    A, G = recorder.factors()["part.w"][:2]
-    x, g = model.seen.detach().double(), model.out.grad.double()
-    close(A, symmetric_pack(x.T @ x / ROWS))
-    close(G, symmetric_pack(ROWS * g.T @ g))
-
-
-def close(actual, expected):
-    """Sums of ROWS products of fp32 numbers."""
-    bound = 16 * ROWS * torch.finfo(torch.float32).eps * float(expected.abs().max())
-    assert float((actual - expected).abs().max()) <= bound
-
-
-class Split(nn.Module):
-    """Matrices of three dimensions, as transformers' XLNet has them: [I, (heads, width)], and [O,
-    (heads, width)]."""
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.o = (nn.Parameter(torch.randn(IN, 2, OUT)) for _ in range(2))
-
-    def forward(self, x):
-        h = torch.einsum("tbi,inw->tbnw", x, self.q)
-        return torch.einsum("tbnw,hnw->bth", h.tanh(), self.o)
-
-
-class LeftStack(nn.Module):
-    """As transformers' Zamba: every entry multiplies columns of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(2, OUT, IN))
-
-    def forward(self, x):
-        columns = torch.stack([x, x.sin()]).mT  # [2, examples, I, N]
-        return (self.w[:, None] @ columns).mT
-
-
-class DbrxExpertGLU(nn.Module):
-    """As transformers': experts one below the other, cut by the module around it."""
-
-    moe_num_experts = 2
-
-    def __init__(self):
-        super().__init__()
-        self.w1, self.v1, self.w2 = (nn.Parameter(torch.randn(2 * OUT, IN)) for _ in range(3))
-
-    def forward(self, x, w1, v1, w2):
-        return (x.matmul(w1.T).sigmoid() * x.matmul(v1.T)).matmul(w2)
-
-
-class Experts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.mlp = DbrxExpertGLU()
-
-    def forward(self, x):
-        weights = self.mlp.w1, self.mlp.v1, self.mlp.w2
-        return torch.stack(
-            [
-                self.mlp(x[e], *(w.view(2, OUT, IN)[torch.tensor(e)] for w in weights))
-                for e in range(2)
-            ]
-        )
-
-
-class ByLinears(nn.Module):
-    """The same with a Linear for each matrix."""
-
-    def __init__(self, part: nn.Module):
-        super().__init__()
-        self.kind, self.linears = type(part), nn.ModuleDict()
-        p = {name: weight.detach() for name, weight in part.named_parameters()}
-        if self.kind is Split:
-            matrices = {"q": p["q"].flatten(1).T, "o": p["o"].flatten(1)}
-        elif self.kind is LeftStack:
-            matrices = {f"w-{e}": p["w"][e] for e in range(2)}
-        else:
-            cut = {name.removeprefix("mlp."): weight.view(2, OUT, IN) for name, weight in p.items()}
-            matrices = {
-                f"mlp-{n}-{e}": w[e].T if n == "w2" else w[e]
-                for n, w in cut.items()
-                for e in range(2)
-            }
-        for name, matrix in matrices.items():
-            self.linears[name] = linear = nn.Linear(*reversed(matrix.shape), bias=False)
-            linear.weight.data.copy_(matrix)
-
-    def forward(self, x):
-        get = self.linears.__getitem__
-        if self.kind is Split:
-            return get("o")(get("q")(x).tanh()).transpose(0, 1)
-        if self.kind is LeftStack:
-            return torch.stack([get("w-0")(x), get("w-1")(x.sin())])
-        return torch.stack(
-            [
-                get(f"mlp-w2-{e}")(get(f"mlp-w1-{e}")(x[e]).sigmoid() * get(f"mlp-v1-{e}")(x[e]))
-                for e in range(2)
-            ]
-        )
-
-
-@pytest.mark.parametrize("kind", [Split, LeftStack, Experts])
-def test_matrices_inside_of_parameters_have_the_rows_of_linears(kind):
-    torch.manual_seed(3)
-    part, x, found = kind(), torch.randn(2, ROWS, IN), []
-    for model in (ByLinears(part), part):
-        recorder = Recorder(model, LayerChoice(shares=False))
-        recorder.backward(model(x).square().mean())
-        found.append(recorder.factors())
-    expected, actual = found
-    assert list(actual) == [name.removeprefix("linears.").replace("-", ".") for name in expected]
-    for of_linears, of_products in zip(expected.values(), actual.values(), strict=True):
-        close(of_products.A, of_linears.A)
-        # R_p is the number of rows of the product nearest to the loss: of a stack those of all its
-        # matrices
-        close(of_products.G / of_products.terms, of_linears.G / of_linears.terms)
+# found in code
 
 
 @pytest.mark.parametrize(
@@ -265,225 +80,251 @@ def test_an_equation_says_how_a_matrix_lies(equation, place, layout):
     assert (None if found is None else found.layout) == layout
 
 
-class Lender(nn.Module):
-    """Takes a weight in each way that transformers does."""
-
-    def __init__(self):
-        super().__init__()
-        self.by_operator, self.by_function, self.by_word, self.both, self.read = (
-            nn.Linear(IN, IN) for _ in range(5)
-        )
-        self.convolution = nn.Conv1d(IN, IN, 3, padding=2, groups=IN)
-        self.reset()
-
-    def reset(self):
-        nn.init.normal_(self.read.weight)
-
-    def forward(self, x):
-        x = (self.by_operator.weight @ x.to(self.read.weight.dtype).T).T
-        x = F.linear(x, self.by_function.weight, self.by_function.bias)
-        x = self.read(F.linear(x, weight=self.by_word.weight))
-        x = F.linear(self.both(x), self.both.weight)
-        return F.conv1d(x.T, self.convolution.weight, None, padding=2, groups=IN)[:, :ROWS].T
-
-
-def test_a_weight_that_the_module_around_it_takes_has_the_rows_of_that():
-    model = Lender()
-    names = {id(module): name for name, module in model.named_modules()}
-    assert {names[id(child)]: called for child, called, _ in borrowed_weights(model)} == {
-        "by_operator": False,
-        "by_function": False,
-        "by_word": False,
-        "both": True,
-        "convolution": False,
-    }
-    found = scan(model)
-    assert {left.name: left.reason for left in found.skipped} == {
-        "convolution": "its parent module uses its weight without calling it"
-    }
-    recorder = Recorder(model)
-    recorder.backward(model(X).square().mean())
-    means = recorder.factors()
-    assert list(means) == ["by_operator", "by_function", "by_word", "both", "read"]
-    x = torch.cat([X, torch.ones(ROWS, 1)], 1).double()
-    close(means["by_operator"][0], symmetric_pack(x.T @ x / ROWS))
-
-
-class Inner(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(IN, IN)
-
-    def project(self, x):
-        return F.linear(x, self.linear.weight, self.linear.bias)
-
-    def forward(self, x):
-        return self.project(x)
-
-
 class Outer(nn.Module):
-    """Calls a method of the module around a layer, whose hooks do not see it."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = Inner()
-
-    def forward(self, x):
-        return self.inner.project(x)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.outer = Outer()
-
-    def forward(self, x):
-        return checkpoint(self.outer, x, use_reentrant=True)
-
-
-def test_a_method_called_from_further_out_is_seen_in_a_recomputation_too():
-    model = Checkpointed()
-    recorder = Recorder(model)
-    recorder.backward(model(X.clone().requires_grad_()).square().mean())
-    A = recorder.factors()["outer.inner.linear"].A
-    x = torch.cat([X, torch.ones(ROWS, 1)], 1).double()
-    close(A, symmetric_pack(x.T @ x / ROWS))
-
-
-def test_a_gradient_of_a_base_lies_as_its_view_does():
-    """As that of an einsum, whose dimensions are in another order in memory."""
-    base = torch.zeros(2, 3, 5)
-    gradient = torch.arange(30.0).view(2, 3, 5)
-    assert torch.equal(gradient_to_rows(base.permute(1, 2, 0))(gradient), gradient.permute(1, 2, 0))
-
-
-def test_an_einsum_with_a_matrix_of_a_stack_is_a_product_with_each():
-    class Stacked(Own):
-        shape = (2, IN, OUT)
-
+    class Inner(nn.Module):
         def forward(self, x):
-            return (
-                torch.einsum("ni,io->no", x, self.w[0]).sum()
-                + torch.einsum("ni,io->no", x, self.w[1]).sum()
-            )
-
-    model = nn.Sequential(Stacked())
-    assert [(x.name, x.A.dim, x.G.dim) for x in scan(model).layers] == [
-        ("0.w.0", IN, OUT),
-        ("0.w.1", IN, OUT),
-    ]
-    recorder = Recorder(model, LayerChoice(shares=False))
-    recorder.backward(model(X))
-    close(recorder.factors()["0.w.1"][0], symmetric_pack(X.double().T @ X.double() / ROWS))
+            return x @ self.w
 
 
-GROUPS, RANK = 3, 2
+class Wrapping(Outer.Inner):
+    """Its methods have the names of functions that have no code, as those of torch."""
+
+    attend = functools.wraps(F.scaled_dot_product_attention)(lambda self, *args: args)
+    circle = functools.wraps(F.relu)(lambda self, x: x)
+    circle.__wrapped__ = circle
+
+
+if torch.cuda.device_count() < 0:  # as where a library is missing
+
+    class Either(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.linear(x, self.w)
+
+else:
+
+    class Either(nn.Module):
+        @torch.no_grad()
+        def reset(self) -> None:
+            self.w.zero_()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.w
+
+
+UNKNOWN = {"nn": nn, "F": F, "__name__": "nowhere"}
+exec("class Made(nn.Module):\n    def forward(self, x):\n        return x @ self.w", UNKNOWN)
+UPDATE = """
+def forward(self, x, i):
+    y = self.d
+    y = y + x
+    rows = self.b[i]
+    x = F.linear(x, self.u + self.b @ self.a) + (self.u.T @ self.u).sum()
+    return x, self.w @ self.basis, y @ self.d, rows @ self.e
+"""
+LIES = MatrixLayout(True)
+READ = {
+    "an inner class": (Outer.Inner, {"w": LIES}),
+    "methods that wrap what has no code": (Wrapping, {"w": LIES}),
+    "of two classes with one name that which exists": (Either, {"w": LIES}),
+    "a class without a source": (UNKNOWN["Made"], {}),
+    "arguments without names": (
+        written("def forward(self, x, /):\n    return x @ self.w"),
+        {"w": LIES},
+    ),
+    "no product": (written("return x[:, :3] * self.w[:, 0] + self.w.sum()"), {}),
+    "one matrix in two ways": (
+        written("return torch.einsum('ni,oi->no', x, self.w) + F.linear(x, self.w)"),
+        {},
+    ),
+    # an update W + B A, a penalty, a product with no parameter, and variables that are not always
+    # parameters
+    "products of two parameters": (
+        written(UPDATE),
+        {"w": MatrixLayout(False), "d": LIES, "e": LIES},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_code_is_read_where_there_is_any(name):
+    kind, expected = READ[name]
+    part = kind()
+    for parameter in "wabdeu":
+        part.register_parameter(parameter, nn.Parameter(torch.zeros(4, 4)))
+    part.register_buffer("basis", torch.zeros(4, 4))
+    assert multiplied(part) == expected
+    assert borrowed_weights(part) == []
+
+
+@pytest.mark.parametrize("name", ["TopKGate", "DbrxExpertGLU"])
+def test_a_class_that_has_only_the_name_of_a_known_one_is_like_any_other(name):
+    gate = type(module("return self.gate(x)"))
+    model = type(name, (gate,), {})()
+    model.gate = nn.Linear(IN, OUT)
+    assert borrowed_weights(model) == [] and multiplied(model) == {}
+    assert [layer.name for layer in scan(model).layers] == ["gate"]
+
+
+def test_a_number_that_does_not_divide_the_rows_cuts_nothing():
+    code = """
+        if self.grouped:
+            return torch.einsum("ngi,gri->ngr", x, self.wo_a.weight.view(self.parts, -1, 5))
+        return self.wo_a(x)
+    """
+    model = module(code, wo_a=nn.Linear(IN, 6), grouped=False, parts=4)
+    assert borrowed_weights(model) == [] and scan(model).layers[0].name == "wo_a"
+
+
+# seen in products
+
+
+class DbrxExpertGLU(nn.Module):
+    """As transformers': experts one below the other, cut by the module around it."""
+
+    moe_num_experts = 2
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.v1, self.w2 = (nn.Parameter(torch.randn(2 * OUT, IN)) for _ in range(3))
+
+    def forward(self, x, w1, v1, w2):
+        return (x.matmul(w1.T).sigmoid() * x.matmul(v1.T)).matmul(w2)
 
 
 class GroupedLinear(nn.Linear):
     """As DeepSeek-V4's in transformers: a map of its own for each group of the inputs."""
 
-    def __init__(self):
-        super().__init__(IN, GROUPS * RANK, bias=False)
-        self.groups = GROUPS
+    groups = 3
 
     def forward(self, x):
-        w = self.weight.view(self.groups, -1, IN).transpose(1, 2)
+        w = self.weight.view(self.groups, -1, 5).transpose(1, 2)
         return torch.bmm(x.transpose(0, 1), w).transpose(0, 1)
 
 
-class BorrowingGroups(nn.Module):
-    """As in DeepSeek-V4's own code."""
+DBRX = """
+weights = self.mlp.w1, self.mlp.v1, self.mlp.w2
+cut = [[w.view(2, 3, 5)[torch.tensor(e)] for w in weights] for e in range(2)]
+return torch.stack([self.mlp(rows, *of_expert) for rows, of_expert in zip(x, cut)])
+"""
+XLNET = """
+h = torch.einsum("tbi,inw->tbnw", x, self.q)
+return torch.einsum("tbnw,hnw->bth", h.tanh(), self.o)
+"""
+BY_NUMBER = """
+w = self.wo_a.weight.reshape((3, 2, 5))
+return torch.bmm(x.transpose(0, 1), w.mT).transpose(0, 1)
+"""
+METHOD = "def correct(self, x):\n    return F.linear(x, self.coefs.weight.clamp(-9, 9))"
+AROUND = "return self.inner.other(self.inner.correct(x))"
+PROJECT = """
+def project(self, x):
+    return F.linear(x, self.linear.weight, self.linear.bias)
 
-    def __init__(self):
-        super().__init__()
-        self.groups, self.wo_a = GROUPS, nn.Linear(IN, GROUPS * RANK, bias=False)
-
-    def forward(self, x):
-        return torch.einsum("ngi,gri->ngr", x, self.wo_a.weight.view(self.groups, RANK, -1))
-
-
-class GroupsByNumber(BorrowingGroups):
-    def forward(self, x):
-        w = self.wo_a.weight.reshape((3, RANK, IN))
-        return torch.stack(
-            [F.linear(rows, part) for rows, part in zip(x.unbind(1), w.unbind(), strict=True)], 1
-        )
-
-
-@pytest.mark.parametrize("kind", [GroupedLinear, BorrowingGroups, GroupsByNumber])
-def test_rows_that_are_viewed_as_a_stack_are_a_matrix_each(kind):
-    torch.manual_seed(0)
-    model, x = nn.Sequential(kind()), torch.randn(ROWS, GROUPS, IN)
-    found = scan(model)
-    place = "0" if kind is GroupedLinear else "0.wo_a"
-    assert not found.skipped and [layer.name for layer in found.layers] == [
-        f"{place}.{k}" for k in range(GROUPS)
-    ]
-    assert {(layer.G.dim, layer.A.dim) for layer in found.layers} == {(RANK, IN)}
-    recorder = Recorder(model, LayerChoice(shares=False))
-    output = model(x)
-    output.retain_grad()
-    recorder.backward(output.square().sum())
-    for k, (A, G, _, terms) in enumerate(recorder.factors().values()):
-        rows, gradients = x[:, k].double(), output.grad[:, k].double()
-        close(A, symmetric_pack(rows.T @ rows / ROWS))
-        assert terms == ROWS * (GROUPS if kind is not GroupsByNumber else 3)
-        close(G, symmetric_pack(gradients.T @ gradients * terms))
+def forward(self, x):
+    return self.project(x)
+"""
 
 
-class Uncut(nn.Module):
-    """A number that does not divide the rows cuts nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.wo_a = nn.Linear(IN, GROUPS * RANK)
-
-    def forward(self, x):
-        if self.grouped:
-            return torch.einsum("ngi,gri->ngr", x, self.wo_a.weight.view(self.parts, -1, IN))
-        return self.wo_a(x)
-
-    grouped = False
-    parts = property(lambda self: 4)
+def grouped_linear() -> nn.Linear:
+    return nn.Linear(IN, 6, bias=False)
 
 
-def test_a_view_that_is_no_stack_is_none():
-    model = nn.Sequential(Uncut())
-    assert borrowed_weights(model[0]) == [] and [layer.name for layer in scan(model).layers] == [
-        "0.wo_a"
-    ]
+def adapted() -> nn.Module:
+    """A method, which is no forward, bounds a weight before it multiplies, as Gemma 3n's AltUp."""
+    inner = module(METHOD, coefs=nn.Linear(IN, OUT, bias=False), other=nn.Linear(OUT, 2))
+    return module(AROUND, inner=inner)
 
 
-def test_one_matrix_in_two_ways_is_none():
-    class TwoWays(Own):
-        def forward(self, x):
-            return torch.einsum("ni,oi->no", x, self.w) + F.linear(x, self.w)
+def further_out() -> nn.Module:
+    """A method is called from further out, in a recomputation."""
+    outer = module("return self.inner.project(x)", inner=module(PROJECT, linear=nn.Linear(IN, IN)))
+    code = "return checkpoint(self.outer, x.clone().requires_grad_(), use_reentrant=True)"
+    made = written(code, checkpoint=checkpoint)()
+    made.outer = outer
+    return made
 
-    assert multiplied(TwoWays()) == {}
+
+THREE = ["wo_a.0", "wo_a.1", "wo_a.2"]
+ARCHITECTURES = {
+    "XLNet's matrices of three dimensions": (
+        lambda: module(XLNET, q=(IN, 2, OUT), o=(IN, 2, OUT)),
+        TWO,
+        ["q", "o"],
+    ),
+    "Zamba's entries, each with columns of its own": (
+        lambda: module("return (self.w[:, None] @ x.mT).mT", w=(2, OUT, IN)),
+        TWO,
+        ["w.0", "w.1"],
+    ),
+    "an einsum with an entry": (
+        lambda: module('return torch.einsum("ni,io->no", x, self.w[1])', w=(2, IN, OUT)),
+        X,
+        ["w.0", "w.1"],
+    ),
+    "DBRX's experts": (
+        lambda: module(DBRX, mlp=DbrxExpertGLU()),
+        TWO,
+        [f"mlp.{name}.{e}" for name in ("w1", "v1", "w2") for e in range(2)],
+    ),
+    "DeepSeek's groups": (lambda: GroupedLinear(IN, 6, bias=False), GROUPS, ["0", "1", "2"]),
+    "DeepSeek's groups in its own code": (
+        lambda: module(
+            'return torch.einsum("ngi,gri->ngr", x, self.wo_a.weight.view(self.groups, 2, -1))',
+            groups=3,
+            wo_a=grouped_linear(),
+        ),
+        GROUPS,
+        THREE,
+    ),
+    "groups by number": (lambda: module(BY_NUMBER, wo_a=grouped_linear()), GROUPS, THREE),
+    "a method that bounds a weight": (adapted, X, ["inner.coefs", "inner.other"]),
+    "a method called from further out": (further_out, X, ["outer.inner.linear"]),
+}
 
 
-def test_products_are_watched_in_captured_forwards_and_their_backwards_only():
-    class Watched(AsLinear):
-        def forward(self, x):
-            modes.append([type(mode) for mode in _get_current_function_mode_stack()])
-            return super().forward(x)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_matrix_of_a_modules_own_has_the_rows_of_its_products(name):
+    make, x, names = ARCHITECTURES[name]
+    model = nn.ModuleDict({"m": make()})
+    model.forward = lambda x: model["m"](x).square().mean()
+    found = scan(model, APART)
+    assert [layer.name.removeprefix("m.") for layer in found.layers] == names and not found.skipped
+    checks = proven(model, found.layers, [x])
+    unused = ["m.w.0"] if name == "an einsum with an entry" else []
+    assert [name for name, check in checks.items() if not check.calls] == unused
+    assert all(check.fits for check in checks.values()), checks
 
-    modes: list[list[type]] = []
-    model, plain = Net(Watched()), F.linear
+
+LENDER = """
+def reset(self):
+    nn.init.normal_(self.read.weight)
+
+def forward(self, x):
+    x = (self.by_operator.weight @ x.to(self.read.weight.dtype).T).T
+    x = F.linear(x, self.by_function.weight, self.by_function.bias)
+    x = self.read(F.linear(x, weight=self.by_word.weight))
+    x = F.linear(self.both(x), self.both.weight)
+    return F.conv1d(x.T, self.convolution.weight, None, padding=2, groups=5)[:, :11].T
+"""
+
+
+def test_a_weight_that_the_module_around_it_takes_has_the_rows_of_that():
+    """In each way that transformers does."""
+    names = ["by_operator", "by_function", "by_word", "both", "read"]
+    convolution = nn.Conv1d(IN, IN, 3, padding=2, groups=IN)
+    linears = {name: nn.Linear(IN, IN) for name in names}
+    model = module(LENDER, **linears, convolution=convolution)
+    children = {child: name for name, child in model.named_children()}
+    called = {children[weight.module]: weight.is_called for weight in borrowed_weights(model)}
+    assert called == {**dict.fromkeys([*names[:3], "convolution"], False), "both": True}
+    assert {left.name: left.reason for left in scan(model).skipped} == {
+        "convolution": "its parent module uses its weight without calling it"
+    }
     recorder = Recorder(model)
-    for active in (True, False):
-        recorder.capture.active = active
-        loss = model(X)
-        recorder.backward(loss)
-        assert F.linear is plain
-    recorder.capture.active = True
-    with pytest.raises(RuntimeError):
-        model(X[:, :2])
-    model(X).backward()
-    recorder.capture.remove()
-    model(X)
-    assert modes == [[Products], [], [Products], []] and F.linear is plain
+    recorder.backward(model(X).square().mean())
+    means = recorder.factors()
+    assert list(means) == names
+    close(means["by_operator"].A, second_moment(torch.cat([X, torch.ones(ROWS, 1)], 1)), sums=ROWS)
 
 
 @pytest.mark.parametrize("apart", [True, False])
@@ -500,297 +341,182 @@ def test_torchs_attention_has_the_rows_of_its_projections(batch_first, apart):
     keys = torch.zeros(2, 1, 1, 3).masked_fill(~mask[:, None, None], float("-inf"))
     left_out = keys.expand(2, 2, 3, 3).reshape(4, 3, 3)
 
-    def forward(attention_mask=None):
+    def forward():
         q, k = (x if batch_first else x.transpose(0, 1) for x in (query, memory))
-        output = attention(q, k, k.clone() if apart else k, need_weights=False, attn_mask=left_out)[
-            0
-        ]
+        v = k.clone() if apart else k
+        output, _ = attention(q, k, v, need_weights=False, attn_mask=left_out)
         return (output if batch_first else output.transpose(0, 1))[mask].square().mean()
 
     model.forward = forward
-    recorder = Recorder(model)
-    recorder.capture.read_mask = lambda arguments, keywords: mask
+    recorder = Recorder(model, mask=lambda arguments, keywords: mask)
     recorder.backward(model())
+    rows = [torch.cat([x[mask], torch.ones(5, 1)], 1) for x in (query, memory, memory)]
     A = recorder.factors()["attention.in_proj_weight"].A
-    # q's, ..
-    rows = torch.cat(
-        [torch.cat([x[mask], torch.ones(5, 1)], 1) for x in (query, memory, memory)]
-    ).double()
-    close(A, symmetric_pack(rows.T @ rows / len(rows)))
+    close(A, second_moment(torch.cat(rows)), sums=15)
 
 
-def test_what_is_no_product_is_no_layer():
-    assert multiplied(NOT_A_PRODUCT()) == {}
-    found = scan(Net(NOT_A_PRODUCT()))
-    assert [layer.name for layer in found.layers] == ["first"]
-    assert [(left.name, left.numel) for left in found.skipped] == [("part", OUT * IN)]
+def test_products_are_watched_in_captured_forwards_and_their_backwards_only():
+    modes: list[list[type]] = []
+
+    def note():
+        modes.append([type(mode) for mode in _get_current_function_mode_stack()])
+
+    inner = written("note()\nreturn F.linear(x, self.w)", note=note)()
+    inner.w = nn.Parameter(torch.ones(OUT, IN))
+    model, plain = nn.Sequential(inner), F.linear
+    recorder = Recorder(model)
+    for active in (True, False):
+        recorder.capture.active = active
+        recorder.backward(model(X).sum())
+        assert F.linear is plain
+    recorder.capture.active = True
+    with pytest.raises(RuntimeError):
+        model(X[:, :2])
+    model(X).sum().backward()
+    recorder.capture.remove()
+    model(X)
+    watched = [Products]
+    assert modes == [watched, [], watched, watched, []] and F.linear is plain
+
+
+def test_a_nested_input_is_no_product_and_no_error():
+    """It has no sizes to read; the forward goes on, and the layer shows no rows."""
+    code = """
+        nested = torch.nested.nested_tensor([*x.split([1, len(x) - 1])])
+        return torch.nested.to_padded_tensor(F.linear(nested, self.w), 0.0)
+    """
+    recorder = Recorder(nn.Sequential(module(code, w=(OUT, IN))))
+    recorder.backward(recorder.model(X.clone().requires_grad_()).sum())
+    assert not recorder.factors() and recorder.model[0].w.grad is not None
+
+
+# stacks of experts
+
+
+def mixture(kind, checkpointed: str = "", choice: LayerChoice | None = None, **options) -> Recorder:
+    """A step of a model with experts of some kind."""
+    bias = kind in BIASED or (kind is Apart and options.pop("bias", False))
+    recorder = Recorder(make(kind, bias=bias, checkpointed=checkpointed), choice)
+    recorder.begin(**options)
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3))
+    recorder.backward(recorder.model(x, torch.arange(ROWS) % 5))
+    return recorder
+
+
+NAMES = {
+    f"experts.{stack}.{e}": f"experts.{apart}.{e}"
+    for apart, stack in (("into", "gate_up_proj"), ("out", "down_proj"))
+    for e in range(3)
+}
 
 
 @pytest.mark.parametrize("kind", STACKS)
 @pytest.mark.parametrize("checkpointed", ["", "reentrant", "not"])
 def test_a_stacks_entries_have_the_rows_of_the_same_experts_apart(kind, checkpointed):
-    bias, y = kind in BIASED, torch.arange(ROWS) % 5
-    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3))
-    found = {}
-    for one in (Apart, kind):
-        model = make(one, bias=bias, checkpointed=checkpointed)
-        recorder = Recorder(model, LayerChoice(shares=False))
-        recorder.backward(model(x, y))
-        found[one] = recorder.factors()
-    for e in range(3):
-        for apart, stacked in (("into", "gate_up_proj"), ("out", "down_proj")):
-            expected, actual = (
-                found[Apart][f"experts.{apart}.{e}"],
-                found[kind][f"experts.{stacked}.{e}"],
-            )
-            close(actual.A, expected.A)
-            close(actual.G, expected.G)
-            assert actual[2:] == expected[2:]
-
-
-@pytest.mark.parametrize("kind", STACKS)
-def test_a_common_A_is_that_of_all_tokens_that_enter(kind):
-    model = make(kind, bias=kind in BIASED)
-    shared = {layer.name: layer.shares for layer in scan(model).layers if "experts" in layer.name}
-    first = "experts.gate_up_proj.0"
-    assert shared == {
-        **{f"experts.gate_up_proj.{e}": first if e else None for e in range(3)},
-        **{f"experts.down_proj.{e}": None for e in range(3)},
-    }
-    apart = Recorder(make(kind, bias=kind in BIASED), LayerChoice(shares=False))
-    together = Recorder(model)
-    x, y = (
-        torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3)),
-        torch.arange(ROWS) % 5,
+    apart = mixture(Apart, checkpointed, APART, bias=kind in BIASED).factors()
+    stacked = mixture(kind, checkpointed, APART).factors()
+    same(
+        {name: stacked[name] for name in NAMES},
+        {name: apart[other] for name, other in NAMES.items()},
     )
-    for recorder in (apart, together):
-        recorder.backward(recorder.model(x, y))
-    own = [apart.capture.sums[f"experts.gate_up_proj.{e}/A"] for e in range(3)]
-    common = together.capture.sums[f"{first}/A"]
-    close(common.sum_P, sum(one.sum_P for one in own))
-    assert float(common.counts[0]) == sum(float(one.counts[0]) for one in own) == 2 * ROWS
-    for layer in apart.layers:  # each G is of its own rows, also the first one's
-        one, other = (recorder.capture.sums[f"{layer.name}/G"] for recorder in (together, apart))
-        close(one.sum_P, other.sum_P)
-        assert torch.equal(one.counts, other.counts)
-
-
-class GateAndUp(nn.Module):
-    """Experts whose gates and ups are stacks of their own, as AutoEP's w1 and w3."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up = (nn.Parameter(torch.randn(3, 8, WIDTH)) for _ in range(2))
-        self.down = nn.Parameter(torch.randn(3, WIDTH, 8))
-
-    def forward(self, x):
-        parts = [x[e::4] for e in range(3)]
-        return sum(
-            (
-                F.linear(
-                    F.silu(F.linear(part, self.gate[e])) * F.linear(part, self.up[e]), self.down[e]
-                )
-            )
-            .square()
-            .mean()
-            for e, part in enumerate(parts)
-        )
-
-
-def test_own_as_of_two_stacks_with_one_input_are_common_expert_by_expert():
-    x, found = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3)), {}
-    for shares in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(GateAndUp())
-        recorder = Recorder(model, LayerChoice(shares=shares))
-        if shares:
-            layers, _ = own_inputs(recorder.layers, EIGEN, moments=2, world=1)
-            assert [one.shares for one in layers] == [None] * 3 + [
-                f"0.gate.{e}" for e in range(3)
-            ] + [None] * 3
-            recorder.capture.remove()
-            recorder = Recorder(model, layers=layers)
-        recorder.backward(model(x))
-        found[shares] = {
-            key: (own.sum_P, own.counts[0]) for key, own in recorder.capture.sums.items()
-        }
-    assert found[False].keys() - found[True].keys() == {f"0.up.{e}/A" for e in range(3)}
-    for key, (sum_P, count) in found[True].items():
-        close(sum_P, found[False][key][0])
-        assert count == found[False][key][1] > 0
 
 
 @pytest.mark.parametrize("kind", [kind for kind in STACKS if kind is not Dispatched])
 @pytest.mark.parametrize("checkpointed", ["", "reentrant", "not"])
 def test_measured_rows_of_an_expert_are_its_own_also_where_a_stack_has_one_A(kind, checkpointed):
-    x, y = (
-        torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3)),
-        torch.arange(ROWS) % 5,
-    )
-    found = {}
-    for one in (Apart, kind):
-        model = make(one, bias=kind in BIASED, checkpointed=checkpointed)
-        recorder = Recorder(model)
-        recorder.begin(measure=True)
-        recorder.backward(model(x, y))
-        found[one] = {name: int(rows) for name, rows in recorder.capture.measured.items()}
-    for apart, stacked in (("into", "gate_up_proj"), ("out", "down_proj")):
-        own = [found[kind][f"experts.{stacked}.{e}"] for e in range(3)]
-        assert (
-            own == [found[Apart][f"experts.{apart}.{e}"] for e in range(3)] and sum(own) == 2 * ROWS
-        )
+    apart = mixture(Apart, checkpointed, measure=True, bias=kind in BIASED).capture.measured
+    stacked = mixture(kind, checkpointed, measure=True).capture.measured
+    rows = [int(stacked[name]) for name in NAMES]
+    assert rows == [int(apart[other]) for other in NAMES.values()] and sum(rows) == 4 * ROWS
 
 
-def test_a_class_without_a_source_is_no_error_and_an_inner_one_is_read():
-    made = {"nn": nn, "F": F, "__name__": "nowhere"}
-    exec(
-        "class Own(nn.Module):\n    def forward(self, x):\n        return F.linear(x, self.w)", made
-    )
-
-    class Inner(AsLinear):
-        class Innermost(Turned):
-            def forward(self, x):
-                return self.w @ x
-
-    for kind, found in ((made["Own"], {}), (Inner.Innermost, {"w": MatrixLayout(False)})):
-        module = kind()
-        module.w = nn.Parameter(torch.ones(2, 3))
-        assert multiplied(module) == found and borrowed_weights(module) == []
+@pytest.mark.parametrize("kind", STACKS)
+def test_a_common_A_is_that_of_all_tokens_that_enter(kind):
+    apart, together = mixture(kind, choice=APART), mixture(kind)
+    first = "experts.gate_up_proj.0"
+    shared = {layer.name: layer.shares for layer in together.layers if "experts" in layer.name}
+    assert shared == {name: first if "gate" in name and name != first else None for name in NAMES}
+    own = [apart.capture.sums[f"experts.gate_up_proj.{e}/A"] for e in range(3)]
+    common = together.capture.sums[f"{first}/A"]
+    close(common.sum_P, sum(one.sum_P for one in own), sums=ROWS)
+    assert float(common.counts[0]) == sum(float(one.counts[0]) for one in own) == 2 * ROWS
+    for layer in apart.layers:  # each G is of its own rows, also the first one's
+        one, other = (recorder.capture.sums[f"{layer.name}/G"] for recorder in (together, apart))
+        close((one.sum_P, one.counts), (other.sum_P, other.counts), sums=ROWS)
 
 
-class Wrapping(AsLinear):
-    """Its methods have the names of functions that have no code, as those of torch."""
-
-    attend = functools.wraps(F.scaled_dot_product_attention)(lambda self, *args: args)
-    circle = functools.wraps(F.relu)(lambda self, x: x)
-    circle.__wrapped__ = circle
-
-
-def test_methods_that_wrap_what_has_no_code_are_read():
-    assert multiplied(Wrapping()) == {"w": MatrixLayout(False)}
+GATE_AND_UP = """
+parts = [x[e::4] for e in range(3)]
+inner = [F.silu(F.linear(part, self.gate[e])) * F.linear(part, self.up[e])
+         for e, part in enumerate(parts)]
+return sum(F.linear(part, self.down[e]).square().mean() for e, part in enumerate(inner))
+"""
 
 
-if torch.cuda.device_count() < 0:  # as where a library is missing
-
-    class Either(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.w
-
-else:
-
-    class Either(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(3, 4))
-
-        @torch.no_grad()
-        def reset(self) -> None:
-            self.w.zero_()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x @ self.w
-
-
-def test_of_two_classes_with_one_name_the_one_that_exists_is_read():
-    assert multiplied(Either()) == {"w": MatrixLayout(True)}
-
-
-class Behind(nn.Module):
-    """Rows behind those of the groups, as in a buffer for as many tokens as may come."""
-
-    def __init__(self, experts: int):
-        super().__init__()
-        self.experts, self.w = experts, nn.Parameter(torch.randn(experts, 4, WIDTH))
-
-    def forward(self, x):
-        ends = torch.tensor([4, 9][-self.experts :], dtype=torch.int32)
-        return torch._grouped_mm(x, self.w.mT, offs=ends)[:9]
+def test_own_as_of_two_stacks_with_one_input_are_common_expert_by_expert():
+    """Gates and ups are stacks of their own, as AutoEP's w1 and w3."""
+    model = module(GATE_AND_UP, gate=(3, 8, IN), up=(3, 8, IN), down=(3, IN, 8))
+    # what an expert computes itself has an A of its own, unless that would exceed the weight
+    assert [layer.shares for layer in scan(model).layers[-3:]] == [None, "down.0", "down.0"]
+    layers, _ = own_inputs(scan(model).layers, EIGEN, moments=2, world=1)
+    shares = [layer.shares for layer in layers]
+    assert shares == [None] * 3 + [f"gate.{e}" for e in range(3)] + [None] * 3
+    sums = []
+    for options in ({"choice": APART}, {"layers": layers}):
+        recorder = Recorder(model, **options)
+        recorder.backward(model(X))
+        sums.append({key: (one.sum_P, one.counts[0]) for key, one in recorder.capture.sums.items()})
+        recorder.capture.remove()
+    apart, common = sums
+    assert apart.keys() - common.keys() == {f"up.{e}/A" for e in range(3)}
+    close(common, {key: apart[key] for key in common}, sums=ROWS)
 
 
 @pytest.mark.parametrize("experts", [1, 2])
 @pytest.mark.parametrize("shares", [True, False])
 def test_rows_behind_a_grouped_products_groups_are_none(experts, shares):
-    torch.manual_seed(4)
-    model, x = nn.Sequential(Behind(experts)), torch.randn(ROWS, WIDTH)
+    """As in a buffer for as many tokens as may come."""
+    ends = torch.tensor([4, 9][-experts:], dtype=torch.int32)
+    code = "return torch._grouped_mm(x, self.w.mT, offs=self.ends)[:9]"
+    model = nn.Sequential(module(code, w=(experts, 4, WIDTH), ends=ends))
+    x = torch.randn(ROWS, WIDTH)
     recorder = Recorder(model, LayerChoice(shares=shares))
     recorder.backward(model(x).square().mean())
     found = recorder.factors()
-    of_first = 4 if experts == 2 and not shares else 9
-    close(found["0.w.0"][0], symmetric_pack((x[:of_first].T @ x[:of_first] / of_first).double()))
-    if experts == 2 and not shares:
-        close(found["0.w.1"][0], symmetric_pack((x[4:9].T @ x[4:9] / 5).double()))
+    has_parts = experts == 2 and not shares
+    close(found["0.w.0"].A, second_moment(x[: 4 if has_parts else 9]), sums=ROWS)
+    if has_parts:
+        close(found["0.w.1"].A, second_moment(x[4:9]), sums=ROWS)
 
 
-class Clamped(nn.Module):
-    """A method, which is no forward, bounds a child's weight before it multiplies by it, as Gemma
-    3n's AltUp does."""
-
-    def __init__(self):
-        super().__init__()
-        self.coefs, self.other = nn.Linear(IN, OUT, bias=False), nn.Linear(OUT, 2)
-
-    def correct(self, x):
-        # no element is out of that: see test_product_rows.py
-        weight = self.coefs.weight.clamp(-9, 9)
-        return F.linear(x, weight)
-
-
-class AroundClamped(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = Clamped()
-
-    def forward(self, x):
-        return self.inner.other(self.inner.correct(x))
+def test_places_without_a_token_are_no_rows_of_a_stack_s_expert():
+    """As AutoEP's: 8 places for 6 tokens, of which 4 are one expert's."""
+    code = "return torch.cat([F.linear(x[:4], self.w1[0]), F.linear(x[4:], self.w1[1])])"
+    around = "return self.experts(torch.cat([x, x.new_zeros(2, 5)]))[:6]"
+    experts = module(code, w1=(2, OUT, IN))
+    model = nn.Sequential(module(around, experts=experts, _is_autoep_layer=True, ep_size=3))
+    # the dispatched rows lie in another order
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    recorder = Recorder(model, APART, mask=lambda arguments, keywords: mask)
+    recorder.backward(model(X[:6]).square().mean())
+    found = recorder.factors()
+    for name, own in {"0.experts.w1.0": X[:4], "0.experts.w1.1": X[4:6]}.items():
+        assert found[name].rows == len(own)
+        close(found[name].A, second_moment(own), sums=len(own))
 
 
-def test_a_weight_that_a_method_bounds_is_seen():
-    torch.manual_seed(0)
-    recorder = Recorder(nn.Sequential(AroundClamped()))
-    assert [
-        child is recorder.model[0].inner.coefs
-        for child, *_ in borrowed_weights(recorder.model[0].inner)
-    ] == [True]
-    recorder.model(X).square().mean().backward()
-    means = recorder.factors()
-    assert set(means) == {"0.inner.coefs", "0.inner.other"}
-    A = means["0.inner.coefs"].A
-    close(A, symmetric_pack(X.double().T @ X.double() / ROWS))
-
-
-def test_a_method_whose_arguments_have_no_names_is_read():
-    by_place = written("def forward(self, x, /):\n    return F.linear(x, self.w)", Own)
-    assert multiplied(by_place()) == {"w": MatrixLayout(False)}
-
-
-class _OtherGate(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Linear(IN, OUT)
-
-    def forward(self, x):
-        return self.gate(x)
-
-
-@pytest.mark.parametrize("name", ["TopKGate", "DbrxExpertGLU"])
-def test_a_class_that_has_only_the_name_of_a_known_one_is_like_any_other(name):
-    model = type(name, (_OtherGate,), {})()
-    assert borrowed_weights(model) == [] and multiplied(model) == {}
-    assert [layer.name for layer in scan(model).layers] == ["gate"]
-
-
-def test_a_nested_input_is_no_product_and_no_error():
-    """It has no sizes to read; the forward goes on, and the layer shows no rows."""
-
-    class Nested(AsLinear):
-        def forward(self, x):
-            return torch.nested.to_padded_tensor(
-                super().forward(torch.nested.nested_tensor([*x.split([1, len(x) - 1])])), 0.0
-            )
-
-    recorder = Recorder(model := Net(Nested()))
-    recorder.backward(model(X).sum())
-    assert (
-        not any(key.startswith("part") for key in recorder.factors())
-        and model.part.w.grad is not None
-    )
+def test_a_stack_nearest_to_the_loss_is_counted_once_where_it_is_recomputed():
+    counts = []
+    for reentrant in (None, True, False):
+        code = """
+            again = lambda x: checkpoint(self.inner, x, use_reentrant=self.reentrant)
+            run = self.inner if self.reentrant is None else again
+            return run(self.first(x)).square().mean()
+        """
+        model = written(code, checkpoint=checkpoint)()
+        inner = module("return torch.bmm(x.view(2, 5, 5), self.w.mT)", w=(2, OUT, IN))
+        model.first, model.inner, model.reentrant = nn.Linear(IN, IN), inner, reentrant
+        recorder = Recorder(model, APART)
+        recorder.backward(model(X[:10]))
+        counts.append({name: factors[2:] for name, factors in recorder.factors().items()})
+    assert counts == [{"first": (10, 10), "inner.w.0": (5, 10), "inner.w.1": (5, 10)}] * 3

@@ -1,578 +1,526 @@
-"""The rule by which rows make A and G (docs/explanation/capture.md), against tests/truth.py."""
+"""The rule by which rows make A and G (docs/explanation/capture.md): what it means, by hand, and
+that the hooks and the oracle have the factors of tests/truth.py."""
+
+import re
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.model.masks import masks_in
+from ds_kfac.model.registry import MATRICES
 from ds_kfac.model.scan import LayerChoice
+from tests import rule_cases
 from tests.close import close
-from tests.model.recorder import Recorder, compared
+from tests.model.recorder import Recorder, compared, equal_bits, unannounced
+from tests.models import make_net
+from tests.ops.specification import symmetric_pack
+from tests.oracle_images import ImageKFAC
+from tests.rule_cases import (
+    CASES,
+    IGNORED,
+    TOKENS,
+    WIDTH,
+    Case,
+    Decoder,
+    DoubledHead,
+    Encoder,
+    Mlp,
+    Tagger,
+    Tasks,
+    decoder_texts,
+    one_pass,
+    texts,
+    truth_of,
+    vectors,
+)
+from tests.spread import in_float64
 
-N, T, WIDTH, CLASSES = 4, 3, 6, 5
-ATTENDED = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 1, 1]], dtype=torch.bool)
+SUMS = 1000
+"""Terms that are added one after another on the way to an element, at most."""
 
 
-class Net(nn.Module):
-    """Two layers and a head; the loss is a mean over positions that are attended."""
+# steps that are for the hooks alone
+
+
+def gradients_of_no_weight(forward, backward, rank: int) -> None:
+    x, y = vectors(rank)
+    x.requires_grad_()
+    torch.autograd.grad(100 * forward(x, y), x)
+    torch.autograd.backward(100 * forward(x, y), inputs=[x])
+    backward(forward(x, y))
+
+
+def frozen_in_the_step(forward, backward, rank: int) -> None:
+    forward.head.requires_grad_(False)
+    backward(forward(*vectors(rank)))
+
+
+def frozen_but_its_bias() -> nn.Module:
+    model = DoubledHead()
+    model.head.weight.requires_grad_(False)
+    return model
+
+
+def frozen_tagger() -> nn.Module:
+    model = Tagger()
+    model.head.requires_grad_(False)
+    return model
+
+
+class Routed(nn.Module):
+    """Each row goes to one of three experts, some of which get none."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.first, self.inner = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.head = nn.Linear(WIDTH, CLASSES)
+        self.router, self.head = nn.Linear(WIDTH, 3, bias=False), nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
-    def forward(self, x, y=None, attention_mask=None):
-        z = self.head(torch.relu_(self.inner(torch.tanh(self.first(x)))))
-        return z if y is None else cross_entropy(z, y)
-
-
-def cross_entropy(z, y):
-    """A mean over labels that are not -100."""
-    return F.cross_entropy(z.reshape(-1, CLASSES).float(), y.reshape(-1))
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        weight, chosen = self.router(x.to(self.head.weight.dtype)).softmax(-1).max(-1)
+        z = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            own = (chosen == number).nonzero().flatten()
+            z = z.index_add(0, own, expert(x[own]) * weight[own, None])
+        return F.cross_entropy(self.head(z), y)
 
 
-def batch(seed=1, shape=(N, T)):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(*shape, WIDTH, generator=generator)
-    return x, torch.randint(CLASSES, shape, generator=generator)
+def labelled_pads(rank: int) -> dict[str, Tensor]:
+    """One of the pads has a label, and so a gradient."""
+    batch = texts(rank, pads="right")
+    batch["labels"][3, 4] = 2
+    return batch
 
 
-def padded(seed=1):
-    """A batch whose rows that are not attended have no label."""
-    x, y = batch(seed)
-    return x, y.masked_fill(~ATTENDED, -100)
+def two_masks(rank: int) -> dict[str, Tensor]:
+    batch = texts(rank, pads="right")
+    batch["decoder_attention_mask"] = batch["attention_mask"].flip(0)
+    return batch
 
 
-# which rows are padding
+def three_forwards(forward, backward, rank: int) -> None:
+    """Each with a mask of its own; the pass of one without pads comes last."""
+    batches = [texts(rank, pads="right"), texts(rank + 1, pads="right"), texts(rank)]
+    batches[2]["attention_mask"] = torch.ones(4, TOKENS)
+    for loss in [forward(**batch) for batch in batches]:
+        backward(loss)
 
 
-def test_a_row_is_padding_if_its_gradient_is_zero_and_the_mask_leaves_it_out():
-    x, y = padded()
-    program = lambda model, backward: backward(model(x, y, ATTENDED))  # noqa: E731
-    found = compared(Net(), program)
-    assert found["first"].rows == found["head"].terms == ATTENDED.sum() == 8
+def recomputed(reentrant: bool, nested: bool) -> Case:
+    make = lambda: Decoder(reentrant=reentrant, nested=nested)  # noqa: E731
+    return Case(make, three_forwards, passes=3)
 
 
-def test_a_row_without_a_gradient_that_is_attended_counts():
-    x, y = batch()
-    y[:, 1:] = -100  # a prompt
-    found = compared(Net(), lambda model, backward: backward(model(x, y, ATTENDED)))
-    assert found["first"].rows == 9, (
-        "of the last text the first position is masked, and has a label"
+PROGRAMS = CASES | {
+    "gradients of no weight": Case(Mlp, gradients_of_no_weight),
+    "head that is frozen in the step": Case(DoubledHead, frozen_in_the_step),
+    "head that is frozen but its bias": Case(frozen_but_its_bias, one_pass(vectors)),
+    "experts": Case(Routed, one_pass(vectors)),
+    "experts of one row": Case(Routed, one_pass(lambda rank: vectors(rank, 1))),
+    "padded frozen head": Case(frozen_tagger, one_pass(labelled_pads)),
+    "pads that have labels": Case(Tagger, one_pass(labelled_pads)),
+    "two masks": Case(Tagger, one_pass(two_masks)),
+    "masks of three forwards": Case(Decoder, three_forwards, passes=3),
+    "masks of three recomputed forwards": recomputed(False, False),
+    "masks of three forwards, recomputed reentrantly": recomputed(True, False),
+    "masks of three forwards, nested": recomputed(False, True),
+    "masks of three forwards, nested reentrantly": recomputed(True, True),
+}
+
+
+def run(case: Case, plain: bool = False):
+    """The hooks' factors of a case, which are those of the truth."""
+
+    def program(model, backward) -> None:
+        case.step(model, lambda loss, **how: backward(loss / case.passes, **how), 0)
+
+    choice = LayerChoice(types=MATRICES, exclude=tuple(case.layers.get("exclude", ())))
+    options = {"sharing": case.sharing, "mask": case.mask, "plain": plain}
+    return compared(make_net(case.make), program, choice=choice, **options)
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["announced", "plain"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_hooks_have_the_factors_of_the_rule(name, plain):
+    run(PROGRAMS[name], plain)
+
+
+Q = "trunk.blocks.0.q_proj"
+COUNTS = {
+    # rows of the named layer, sum of R_p
+    "llama": (Q, 20, 20),
+    "llama, padded on the right": (Q, 14, 14),
+    "llama, prompts without labels": (Q, 14, 14),
+    # a pad predicts the first token, and attends to itself alone: its query has no gradient
+    "llama, padded on the left": (Q, 14, 17),
+    "llama, padded micro-batches": (Q, 14, 14),
+    "llama, a mask from the user": (Q, 14, 14),
+    "llama, pads without a mask": (Q, 20, 20),
+    "llama, checkpointed reentrantly": (Q, 14, 14),
+    "bert, classes": ("trunk.blocks.1.down_proj", 14, 4),
+    "tagger, examples": ("inner", 4, 4),
+    "cnn": ("stem", 27, 3),
+    "cnn, dense prediction": ("stem", 27, 3 * 6 * 8),
+    "time first": ("inner", 14, 14),
+    "flattened tokens": ("inner", 14, 14),
+    "flattened tokens in the head": ("head", 20, 20),
+    "pairs of rows": ("inner", 28, 28),
+    "two tasks": ("first", 8, 8),
+    "retained graph": ("first", 12, 12),
+    "evaluated between": ("first", 6, 6),
+    "detours": ("first", 6, 6),
+    "tiled loss": ("head", 6, 6),
+    "micro-batch without a gradient": ("first", 6, 6),
+    "frozen head": ("first", 6, 12),
+    "head that is frozen in the step": ("first", 6, 12),
+    "head that is not stepped": ("first", 6, 12),
+    "padded frozen head": ("inner", 15, 15),
+    "pads that have labels": ("inner", 15, 15),
+    "two masks": ("inner", 18, 18),
+    "gradients of no weight": ("first", 6, 6),
+    "masks of three recomputed forwards": (Q, 48, 48),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_rows_and_loss_terms_are_counted(name):
+    layer, rows, terms = COUNTS[name]
+    _, truth = truth_of(PROGRAMS[name])
+    assert (truth.factors()[layer][2], truth.sums()["terms"]) == (rows, terms)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].sharing == "expand"])
+def test_rows_make_the_gradient_of_their_weight(name):
+    model, truth = truth_of(CASES[name])
+    for layer, (_, rows, _, gradient) in truth.sums()["layers"].items():
+        module_name, _, group = layer.partition(":")
+        module = model.get_submodule(module_name)
+        expected = module.weight.grad
+        if isinstance(module, rule_cases.Conv1D):
+            expected = expected.T
+        elif isinstance(module, nn.ConvTranspose2d):
+            expected = expected.flatten(1).T
+        elif isinstance(module, nn.Conv2d):
+            expected = expected.unflatten(0, (module.groups, -1))[int(group or 0)].flatten(1)
+        assert rows > 0
+        close(gradient[:, : expected.shape[1]], expected, sums=SUMS, what=layer)
+
+
+NOT_BY_ORACLE = (
+    "tiled|padded micro|checkpointed|chosen|evaluated|gpt2|tokens in|pairs|time first|a gradient"
+)
+"""It has one mask [N, T] a step, knows no Conv1D, sees a forward and its backward pass in turn, and
+counts the rows of a pass whose gradient is zero."""
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if not re.search(NOT_BY_ORACLE, n)])
+def test_the_oracle_has_the_factors_of_the_rule(name):
+    case = CASES[name]
+    model = make_net(case.make).double()
+    excluded = case.layers.get("exclude", ())
+    types = ("Linear", "Conv2d", "ConvTranspose2d")
+    kfac = ImageKFAC(model, types=types, sharing=case.sharing, exclude=excluded)
+
+    def forward(*args, **kwargs) -> Tensor:
+        masks = [x for name, x in kwargs.items() if name.endswith("attention_mask")]
+        kfac.mask = case.mask(args, kwargs) if case.mask else next(iter(masks), None)
+        return model(*args, **kwargs)
+
+    def backward(loss: Tensor, **options) -> None:
+        (loss * 8 / case.passes).backward(**options)
+
+    kfac.scale = 8.0
+    with in_float64():
+        case.step(forward, backward, 0)
+        kfac.fold()
+    truth = truth_of(case)[1]
+    found = {name: tuple(factors) for name, factors in kfac.factors.items() if factors}
+    for layer, (A, G, _) in truth.factors().items():
+        if layer not in excluded:
+            name = layer if layer in found else f"{layer}:0"
+            close(found[name], (A, G), sums=SUMS, what=layer)
+    terms = {layer.terms for layer in kfac.layers.values() if layer.factors}
+    assert terms == {truth.sums()["terms"]}
+
+
+# by hand
+
+
+class OneLayer(nn.Module):
+    """A linear layer, whose output is weighed by ``weights`` [N, T] and summed up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, weights: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return (self.layer(x).sin() * weights.unsqueeze(-1)).sum()
+
+
+NONE, FIRST, OTHERS = torch.zeros(2, 3), torch.eye(2, 3), torch.ones(2, 3) - torch.eye(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("weights", "mask", "zeros", "rows", "examples"),
+    [
+        (FIRST, None, NONE, 6, 2),
+        (FIRST, FIRST, NONE, 2, 2),
+        (FIRST, OTHERS, NONE, 6, 2),  # a gradient counts although the mask leaves it out
+        (FIRST, FIRST.roll(1, 1), NONE, 4, 2),
+        (FIRST, None, OTHERS, 2, 2),  # neither input nor gradient
+        (FIRST, None, FIRST, 6, 2),
+        (FIRST, OTHERS, OTHERS, 2, 2),
+        (FIRST * torch.tensor([[1], [0]]), FIRST * torch.tensor([[1], [0]]), NONE, 1, 1),
+    ],
+)
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "frozen bias"])
+def test_rows_by_hand(weights, mask, zeros, rows, examples, sharing, bias):
+    """A = mean a a^T over the rows. G = R sum g g^T, where R counts empty places, too."""
+    model, x = make_net(OneLayer), torch.randn(2, 3, 3)
+    model.layer.bias.requires_grad_(bias)
+    x[zeros.bool()] = 0
+    gradients = model.layer(x).cos().detach() * weights.unsqueeze(-1)
+    attended = weights.bool() | (torch.ones(2, 3) if mask is None else mask).bool()
+    counts = attended & (weights.bool() | ~zeros.bool())
+    found = compared(
+        model, lambda model, backward: backward(model(x, weights, mask)), sharing=sharing
     )
-    found = compared(Net(), lambda model, backward: backward(model(x, y)))
-    assert found["first"].rows == found["first"].terms == N * T
-
-
-def test_a_mask_alone_excludes_no_row_that_the_weights_gradient_contains():
-    x, y = batch()
-    found = compared(Net(), lambda model, backward: backward(model(x, y, ATTENDED)))
-    assert found["first"].rows == found["first"].terms == N * T
-
-
-class Turned(Net):
-    """Sequence first inside."""
-
-    def forward(self, x, y=None, attention_mask=None):
-        z = super().forward(x.transpose(0, 1)).transpose(0, 1)
-        return cross_entropy(z, y)
-
-
-class Flattened(Net):
-    def forward(self, x, y=None, attention_mask=None):
-        return cross_entropy(super().forward(x.flatten(0, 1)), y)
-
-
-class FlatHead(Net):
-    """The mask fits [N, T]; so rows [N T] may be of something else, and all count."""
-
-    def forward(self, x, y=None, attention_mask=None):
-        z = self.inner(torch.tanh(self.first(x))).flatten(0, 1)
-        return cross_entropy(self.head(torch.tanh(z)), y)
-
-
-class Heads(Net):
-    """Rows [N, T, 2]."""
-
-    def forward(self, x, y=None, attention_mask=None):
-        z = super().forward(torch.stack([x, x.sin()], dim=2)).mean(dim=2)
-        return cross_entropy(z, y)
-
-
-@pytest.mark.parametrize(
-    ("kind", "rows"),
-    [
-        (Turned, {"first": 8, "inner": 8, "head": 8}),
-        (Flattened, {"first": 8, "inner": 8, "head": 8}),
-        (FlatHead, {"first": 8, "inner": 8, "head": 12}),
-        (Heads, {"first": 16, "inner": 16, "head": 16}),
-    ],
-)
-def test_a_mask_fits_rows_in_each_of_their_usual_shapes(kind, rows):
-    x, y = padded()
-    found = compared(kind(), lambda model, backward: backward(model(x, y, ATTENDED)))
-    assert {name: factors.rows for name, factors in found.items()} == rows
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.uint8]
-)
-def test_a_mask_may_be_of_numbers(dtype):
-    x, y = padded()
-    mask = ATTENDED.to(dtype)
-    compared(Net(), lambda model, backward: backward(model(x, y, attention_mask=mask)))
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [
-        torch.where(ATTENDED, 0.0, -1e9),
-        torch.where(ATTENDED, 0.0, float("-inf")),
-        ATTENDED.long() * 2,  # numbers of packed documents
-        ATTENDED[:, None, None, :],
-        ATTENDED[:2],
-        "causal",
-    ],
-    ids=["additive", "additive, infinite", "other numbers", "4-D", "another batch", "no tensor"],
-)
-def test_what_is_no_mask_of_rows_leaves_nothing_out(mask):
-    x, y = padded()
-    found = compared(Net(), lambda model, backward: backward(model(x, y, mask)))
-    assert found["first"].rows == N * T
-
-
-class Encoder(Net):
-    """Two texts of one shape, as a question and a document."""
-
-    def forward(self, x, y=None, attention_mask=None, document_attention_mask=None):
-        return super().forward(x, y)
-
-
-@pytest.mark.parametrize("how", ["named", "mapping", "returned"])
-def test_of_several_masks_each_must_leave_a_row_out(how):
-    x, y = padded()
-    other = torch.zeros(N, T, dtype=torch.bool)
-    other[2] = True  # positions of text 2 that ATTENDED leaves out
-    recorder = Recorder(Encoder())
-    masks = {"attention_mask": ATTENDED, "document_attention_mask": other.long()}
-    if how == "returned":
-        recorder.capture.read_mask = lambda arguments, keywords: [keywords["attention_mask"], other]
-    if how == "mapping":
-        recorder.model.forward = lambda inputs: Net.forward(recorder.model, inputs["x"], y)
-        recorder.backward(recorder.model({"x": x, **masks}))
+    a = torch.cat([x, torch.ones(2, 3, 1)], -1) if bias else x
+    if sharing == "expand":
+        a, g, terms = a[counts], gradients[counts], attended.sum()
     else:
-        recorder.backward(recorder.model(x, y, **masks))
-    assert recorder.rows() == dict.fromkeys(("first", "inner", "head"), 10)
+        kept, terms = counts.any(1), attended.any(1).sum()
+        a = torch.stack([of[own].mean(0) for of, own in zip(a[kept], counts[kept], strict=True)])
+        g = gradients.sum(1)
+    assert found["layer"][2:] == (len(a), terms)
+    assert len(a) == (rows if sharing == "expand" else examples)
+    close(found["layer"].A, symmetric_pack(a.T @ a / len(a)), sums=SUMS)
+    close(found["layer"].G, symmetric_pack(terms * g.T @ g), sums=SUMS)
+
+
+def loss_terms(model: Tasks, x: Tensor, y: Tensor) -> Tensor:
+    """Second moment of the gradients of each example's loss at the output of ``first``."""
+    hidden = model.first(x).detach().requires_grad_()
+    loss = F.cross_entropy(model.head(torch.tanh(hidden)), y, reduction="sum")
+    (g,) = torch.autograd.grad(loss, hidden)
+    return g.T @ g / len(x)
+
+
+@pytest.mark.parametrize("parts", [[8], [4, 4], [2, 2, 2, 2]], ids=len)
+def test_G_is_the_second_moment_of_the_gradients_of_a_means_terms(parts):
+    """However a batch is split into micro-batches of equal rows."""
+    x, y = vectors(0, 8)
+
+    def program(model, backward) -> None:
+        for xs, ys in zip(x.split(parts), y.split(parts), strict=True):
+            backward(model(xs, ys) / len(parts))
+
+    model = make_net(Tasks)
+    expected = symmetric_pack(loss_terms(model, x, y))
+    close(compared(model, program)["first"].G, expected, sums=SUMS)
+
+
+def test_two_tasks_of_different_sizes_have_the_mean_of_their_factors():
+    """G of a step whose loss is the mean of two tasks' losses is the mean of what each task has
+    alone."""
+    tasks = {"head": vectors(0, 8), "other": vectors(1, 3)}
+
+    def factors(*names):
+        def program(model, backward) -> None:
+            for name in names:
+                backward(model(*tasks[name], task=name) / len(names))
+
+        return compared(make_net(Tasks), program)
+
+    alone, both = [factors(name) for name in tasks], factors(*tasks)
+    close(both["first"].G, sum(each["first"].G for each in alone) / 2, sums=SUMS)
+    close(both["other"].G, alone[1]["other"].G / 2, sums=SUMS)
+    assert both["first"].rows == 11
+
+
+def texts_of(lengths: list[int], to: int) -> dict[str, Tensor]:
+    """Texts of these lengths, padded on the right ``to`` a length."""
+    ids, mask = torch.full((len(lengths), to), 3), torch.zeros(len(lengths), to)
+    for text, length in enumerate(lengths):
+        generator = torch.Generator().manual_seed(length)
+        ids[text, :length] = torch.randint(11, (length,), generator=generator)
+        mask[text, :length] = 1
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(mask == 0, IGNORED),
+        "attention_mask": mask,
+    }
+
+
+@pytest.mark.parametrize("make", [Decoder, lambda: Encoder("words")], ids=["llama", "bert"])
+@pytest.mark.parametrize("lengths", [[3, 3, 3], [3, 5, 4]], ids=str)
+def test_texts_one_by_one_have_the_factors_of_a_padded_batch(make, lengths):
+    """A for any lengths. G if the passes are alike, else a pass counts by its own R."""
+    model = make_net(make)
+    terms = [length - isinstance(model, Decoder) for length in lengths]
+
+    def one_by_one(model, backward) -> None:
+        for length, number in zip(lengths, terms, strict=True):
+            backward(model(**texts_of([length], length)) * number / sum(terms))
+
+    alone = compared(make_net(make), one_by_one)
+    padded = lambda model, backward: backward(model(**texts_of(lengths, TOKENS)))  # noqa: E731
+    together = compared(model, padded)
+    for name, (A, G, *counts) in alone.items():
+        assert counts == [sum(lengths)] * 2 == list(together[name][2:])
+        close(A, together[name].A, sums=SUMS, what=f"A of {name}")
+        if len(set(lengths)) == 1:
+            close(G, together[name].G, sums=SUMS, what=f"G of {name}")
+
+
+@pytest.mark.parametrize("name", ["mlp", "tiled loss"])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_the_loss_scale_does_not_change_the_factors_but_the_size_of_the_loss_does(name, scaled):
+    """G has the square of it. A pass inside of the forward, as in the tiled head, has none."""
+    recorder = Recorder(make_net(CASES[name].make), scale=256.0 if scaled else 1.0)
+    recorder.backward(256 * recorder.model(*vectors(0)))
+    plain = run(CASES[name])
+    for layer, found in recorder.factors().items():
+        inside = name == "tiled loss" and layer == "head"
+        size = 1 if scaled or inside else 256**2
+        close((found.A, found.G), (plain[layer].A, size * plain[layer].G), sums=SUMS)
+
+
+# masks
+
+ATTENDED = texts(0, pads="right")["attention_mask"].bool()
+
+
+@pytest.mark.parametrize(
+    ("mask", "rows"),
+    [
+        *((ATTENDED.to(dtype), 14) for dtype in (torch.int32, torch.bfloat16, torch.uint8)),
+        (ATTENDED.float(), 14),
+        (torch.where(ATTENDED, 0.0, -1e9), 20),
+        (torch.where(ATTENDED, 0.0, float("-inf")), 20),
+        (ATTENDED.long() * 2, 20),  # numbers of packed documents
+        (ATTENDED[:, None, None, :], 20),
+        (ATTENDED[:2], 20),
+        ("causal", 20),
+    ],
+)
+def test_a_mask_is_of_two_values_and_dimensions_and_anything_else_leaves_nothing_out(mask, rows):
+    batch = {**texts(0, pads="right"), "attention_mask": mask}
+    recorder = Recorder(Tagger())
+    recorder.backward(recorder.model(**batch))
+    assert recorder.rows() == {"inner": rows, "head": rows}
+
+
+@pytest.mark.parametrize("how", ["mapping", "several returned"])
+def test_masks_are_read_in_mappings_and_from_a_function(how):
+    mask = None
+    if how == "several returned":
+        mask = lambda arguments, keywords: [ATTENDED, ATTENDED.flip(0)]  # noqa: E731
+    recorder = Recorder(Tagger(), mask=mask)
+    forward, batch = recorder.model.forward, two_masks(0)
+    recorder.model.forward = lambda inputs: forward(**inputs)
+    recorder.backward(recorder.model(batch))
+    assert recorder.rows() == {"inner": 18, "head": 18}
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
 def test_a_mask_is_that_of_the_forward_though_its_memory_is_used_again(dtype):
     """As a loader's buffer, which has the next batch before the backward pass."""
-    x, y = padded()
-    mask = ATTENDED.clone().to(dtype)
-    recorder = Recorder(Net())
-    loss = recorder.model(x, y, mask)
+    batch = decoder_texts(0)
+    mask = batch["decoder_attention_mask"] = batch["decoder_attention_mask"].to(dtype)
+    recorder = Recorder(Tagger())
+    loss = recorder.model(**batch)
     mask.fill_(1)
     recorder.backward(loss)
-    assert recorder.rows()["first"] == 8
+    assert recorder.rows()["inner"] == 14
 
 
 def test_a_function_that_returns_no_mask_is_told_what_it_must_return():
-    with pytest.raises(
-        ValueError, match=r"engine.kfac.mask: got \[4, 3, 1\]; must return masks \[N, T\], or None"
-    ):
-        list(masks_in(ATTENDED[..., None]))
-    with pytest.raises(ValueError, match="got str"):
-        list(masks_in(["mask"]))
+    for returned, got in ((ATTENDED[..., None], r"\[4, 5, 1\]"), (["mask"], "str")):
+        with pytest.raises(ValueError, match=rf"engine.kfac.mask: got {got}; must return masks"):
+            list(masks_in(returned))
     assert list(masks_in(None)) == []
 
 
-def test_a_row_whose_input_and_gradient_are_zero_is_none():
-    """As an empty place of an expert."""
-    x, y = batch()
-    x[1:, 0], y[1:, 0] = 0, -100
-    found = compared(Net(), lambda model, backward: backward(model(x, y)))
-    assert (found["first"].rows, found["inner"].rows) == (9, 12), (
-        "inner gets the bias of first there"
-    )
+# checkpointing
 
 
-def test_padding_on_the_right_does_not_change_the_factors_of_texts():
-    x, y = batch(shape=(N, T))
-    lengths = [3, 2, 1, 3]
-    mask = torch.arange(T) < torch.tensor(lengths)[:, None]
-    y = y.masked_fill(~mask, -100)
-    found = compared(Net(), lambda model, backward: backward(model(x, y, mask)))
-
-    def one_by_one(model, backward):
-        texts = [(model(x[n : n + 1, :length]), y[n, :length]) for n, length in enumerate(lengths)]
-        backward(
-            sum(F.cross_entropy(z[0], label, reduction="sum") for z, label in texts) / sum(lengths)
-        )
-
-    alone = compared(Net(), one_by_one)
-    for name, factors in alone.items():
-        assert factors.rows == found[name].rows
-        close(factors.A, found[name].A, sums=1000)
-        close(factors.G, found[name].G, sums=1000)
-
-
-# calls without a gradient
-
-
-class Detached(Net):
-    """Targets of the layer itself; a dummy input; a call of which nothing becomes."""
-
-    def forward(self, x, y=None, attention_mask=None):
-        with torch.no_grad():
-            self.inner(x + 1)
-        target = self.inner(3 * x[:2]).detach().sum()
-        dummy = 0.0 * self.inner(torch.full((7, WIDTH), 30.0)).sum()
-        self.inner(x)
-        return super().forward(x, y) + 0 * target + dummy
-
-
-def test_a_call_without_a_gradient_or_with_zeros_alone_has_no_rows():
-    x, y = batch()
-    found = compared(Detached(), lambda model, backward: backward(model(x, y)))
-    assert found["inner"].rows == N * T
-    plain = compared(Net(), lambda model, backward: backward(model(x, y)))
-    for one, other in zip(found["inner"][:2], plain["inner"][:2], strict=True):
-        close(one, other, sums=1000)
-
-
-def test_a_layer_below_a_head_of_zeros_has_no_rows_until_it_has_a_gradient():
-    model = Net()
-    nn.init.zeros_(model.head.weight)
-    found = compared(model, lambda model, backward: backward(model(*batch())))
-    assert set(found) == {"head"} and found["head"].terms == N * T
-
-
-def test_one_micro_batch_of_zero_gradients_adds_no_rows_but_is_a_pass():
-    def program(model, backward):
-        backward(model(*batch()) * 0.5)
-        backward(model(*batch(2)) * 0.0)
-
-    found = compared(Net(), program)
-    assert found["first"].rows == N * T and found["first"].terms == N * T
-
-
-# R_p and K
-
-
-def two_tasks(model, backward):
-    x, y = batch()
-    first, second = model(x), model(batch(2, (2, T))[0])
-    backward(cross_entropy(first, y) / 2)
-    backward(second.square().mean() / 2)
-
-
-def several_forwards(model, backward):
-    x, y = batch()
-    backward((model(x[:1], y[:1]) + model(x[1:], y[1:])) / 2)
-
-
-def one_of_several_forwards(model, backward):
-    model(*batch(3))  # its backward never comes
-    backward(model(*batch()))
-
-
-def retained(model, backward):
-    loss = model(*batch())
-    backward(loss, retain_graph=True)
-    backward(3 * loss)
-
-
-def losses_of_one_forward(model, backward):
-    z = model(batch()[0])
-    backward(z[:, 0].square().mean(), retain_graph=True)
-    backward(z[:, 1:].exp().mean())
-
-
-def unequal_micro_batches(model, backward):
-    for seed, shape in ((1, (1, 2)), (2, (3, 5)), (3, (7,))):
-        backward(model(*batch(seed, shape)) / 3)
-
-
-@pytest.mark.parametrize("plain", [False, True])
-@pytest.mark.parametrize(
-    ("program", "terms"),
-    [
-        (two_tasks, N * T + 2 * T),
-        (several_forwards, N * T),
-        (one_of_several_forwards, N * T),
-        (retained, 2 * N * T),
-        (losses_of_one_forward, 2 * N * T),
-        (unequal_micro_batches, 2 + 15 + 7),
-    ],
-)
-def test_each_pass_counts_the_rows_of_the_layer_nearest_to_the_loss(program, terms, plain):
-    found = compared(Net(), program, plain=plain)
-    assert found["first"].terms == terms
-
-
-def test_a_pass_that_raised_leaves_the_ends_of_later_passes_to_be_seen():
-    recorder = Recorder(Net())
-    model, x = recorder.model, batch()[0].requires_grad_()
-    x.register_hook(lambda gradient: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        torch.autograd.grad(model(x).sum(), x)
-    losses = [model(*batch(seed)) for seed in (1, 2)]
-    for loss in losses:
-        loss.backward()
-    recorder.capture.end_step()
-    assert recorder.capture.passes == 2
-
-
-def test_the_split_into_micro_batches_does_not_change_the_factors():
-    x, y = batch()
-    found = []
-    for parts in ([N], [2, 2], [1] * N):
-
-        def program(model, backward, parts=parts):
-            for xs, ys in zip(x.split(parts), y.split(parts), strict=True):
-                backward(model(xs, ys) / len(parts))
-
-        found.append(compared(Net(), program))
-    for other in found[1:]:
-        for name in other:
-            close(other[name].A, found[0][name].A, sums=1000)
-            close(other[name].G, found[0][name].G, sums=1000)
-
-
-def test_the_division_of_the_loss_is_none_of_the_rules_but_its_scale_is():
-    """K sum R_p g g^T has what g has: a loss that is 8 times as large has 64 times the G."""
-    once, eight = (
-        compared(Net(), lambda model, backward, factor=factor: backward(factor * model(*batch())))
-        for factor in (1, 8)
-    )
-    close(64 * once["first"].G, eight["first"].G, sums=1000)
-    close(once["first"].A, eight["first"].A, sums=1000)
-
-
-class TiledHead(Net):
-    def forward(self, x, y=None, attention_mask=None):
-        z = torch.tanh(self.inner(torch.tanh(self.first(x))))
-        return cross_entropy(torch.cat([self.head(tile) for tile in z.split(1, dim=1)], dim=1), y)
-
-
-@pytest.mark.parametrize("plain", [False, True])
-def test_a_head_that_is_called_for_each_tile_has_the_rows_of_all(plain):
-    x, y = batch()
-    whole = compared(Net(), lambda model, backward: backward(model(x, y)))
-    model = TiledHead()
-    found = compared(model, lambda model, backward: backward(model(x, y)), plain=plain)
-    assert found["head"].terms == whole["head"].terms == N * T and found["head"].rows == N * T
-
-
-class Doubled(Net):
-    """The head has two rows for each of its inputs' rows, so that those of another layer would
-    show."""
-
-    def forward(self, x, y=None, attention_mask=None):
-        z = torch.tanh(self.inner(torch.tanh(self.first(x))))
-        return cross_entropy(self.head(torch.cat([z, z.sin()])), torch.cat([y, y]))
-
-
-def test_a_frozen_head_counts_the_rows_that_are_no_padding():
-    x, y = padded()
-    y[2, 1] = 0  # a row that the mask leaves out, and that has a gradient
-    model = Net()
-    model.head.requires_grad_(False)
-    program = lambda model, backward: backward(model(x, y, ATTENDED))  # noqa: E731
-    found = compared(model, program)
-    assert (found["first"].rows, found["first"].terms) == (9, 9)
-
-
-@pytest.mark.parametrize(
-    "how", ["frozen", "frozen but its bias", "frozen after attach", "no layer"]
-)
-def test_a_head_without_curvature_is_the_layer_nearest_to_the_loss(how):
-    def program(model, backward):
-        if how == "frozen after attach":
-            model.head.requires_grad_(False)
-        backward(model(*batch()))
-
-    model, options = Doubled(), {}
-    if how == "no layer":
-        layers = Recorder(Doubled()).layers
-        options["layers"] = tuple(layer for layer in layers if layer.name != "head")
-    elif how != "frozen after attach":
-        model.head.weight.requires_grad_(False)
-        model.head.bias.requires_grad_(how != "frozen")
-    found = compared(model, program, **options)
-    assert set(found) == {"first", "inner"} and found["first"].terms == 2 * N * T
-
-
-class Tiles(torch.autograd.Function):
-    """The head's loss and gradients tile by tile in the forward, as DeepSpeed's
-    TiledFusedLogitsLoss."""
-
-    @staticmethod
-    def forward(ctx, model, z, y):
-        z, losses = z.detach().requires_grad_(), []
-        for start in range(0, N, 2):
-            with torch.enable_grad():
-                loss = cross_entropy(model.head(z[start : start + 2]), y[start : start + 2]) / 2
-            torch.autograd.backward(loss)
-            losses.append(loss.detach())
-        ctx.save_for_backward(z.grad)
-        return torch.stack(losses).sum()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return None, ctx.saved_tensors[0] * gradient, None
-
-
-class Tiled(Net):
-    def forward(self, x, y=None, attention_mask=None):
-        return Tiles.apply(self, torch.tanh(self.inner(torch.tanh(self.first(x)))), y)
-
-
-@pytest.mark.parametrize("plain", [False, True])
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_a_pass_inside_of_the_forward_belongs_to_the_one_that_follows(micro_batches, plain):
-    def program(model, backward):
-        for seed in range(micro_batches):
-            backward(model(*batch(seed)))
-
-    found = compared(Tiled(), program, plain=plain)
-    assert found["head"].rows == found["head"].terms == micro_batches * N * T
-
-
-class Checkpointed(Net):
+class Checkpointed(Mlp):
     reentrant: bool | None = None
 
-    def forward(self, x, y=None, attention_mask=None):
-        block = lambda x: torch.relu_(self.inner(torch.tanh(self.first(x))))  # noqa: E731
-        x = x.clone().requires_grad_()
-        z = (
-            block(x)
-            if self.reentrant is None
-            else checkpoint(block, x, use_reentrant=self.reentrant)
-        )
-        head = lambda z: self.head(z)  # noqa: E731
-        z = head(z) if self.reentrant is None else checkpoint(head, z, use_reentrant=self.reentrant)
-        return z if y is None else cross_entropy(z, y)
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in (lambda x: torch.relu_(self.first(x)), lambda x: self.head(x)):
+            if self.reentrant is None:
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x.requires_grad_(), use_reentrant=self.reentrant)
+        return F.cross_entropy(x, y)
 
 
-def masked(model, backward):
-    backward(model(*padded(), ATTENDED))
+STEPS = ["micro-batches", "retained graph", "several forwards", "chosen and rejected"]
 
 
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize(
-    "program",
-    [
-        masked,
-        two_tasks,
-        several_forwards,
-        unequal_micro_batches,
-        retained,
-        losses_of_one_forward,
-        one_of_several_forwards,
-    ],
-)
-def test_checkpointing_changes_no_bit(program, reentrant, plain):
+@pytest.mark.parametrize("name", [*STEPS, "evaluated between"])
+def test_checkpointing_changes_no_bit(name, reentrant, plain):
     found = []
     for kind in (None, reentrant):
-        model = Checkpointed()
+        model = make_net(Checkpointed)
         model.reentrant = kind
         recorder = Recorder(model)
-        backward = (lambda loss, **how: loss.backward(**how)) if plain else recorder.backward
-        program(model, backward)
+        CASES[name].step(model, unannounced if plain else recorder.backward, 0)
         assert not recorder.capture.failed
         found.append(recorder.factors())
-    expected, actual = found
-    assert expected.keys() == actual.keys() and len(expected) == 3
-    for name in expected:
-        assert actual[name][2:] == expected[name][2:], name
-        for one, other in zip(actual[name][:2], expected[name][:2], strict=True):
-            assert torch.equal(one, other), name
+    equal_bits(found[1], found[0])
 
 
-def test_a_sampled_loss_has_the_same_factors_with_checkpointing():
+@pytest.mark.parametrize("reentrant", [None, False])
+def test_a_sampled_loss_has_the_same_factors_with_checkpointing(reentrant):
     """Autograd is asked for the gradients at the calls of the first run; the recomputation has none
     of its own."""
-    found = []
-    for kind in (None, False):
-        model = Checkpointed()
-        model.reentrant = kind
-        recorder = Recorder(model, sampled=True)
-        loss = model(*batch())
-        calls = list(recorder.capture.pending)
-        gradients = torch.autograd.grad(loss, [call.edge for call in calls], retain_graph=True)
-        recorder.capture.add_asked(calls, gradients, 1.0)
-        recorder.capture.end_pass()
-        recorder.backward(loss)
-        assert not recorder.capture.failed and not recorder.capture.pending
-        found.append(recorder.factors())
-    plain = compared(Net(), lambda model, backward: backward(model(*batch())))
-    for factors in found:
-        assert factors.keys() == plain.keys()
-        for name, expected in plain.items():
-            assert factors[name].rows == expected.rows
-            close(factors[name].A, expected.A, sums=1000)
-            close(factors[name].G, expected.G, sums=1000)
+    model = make_net(Checkpointed)
+    recorder = Recorder(model, sampled=True)
+    model.reentrant = reentrant
+    loss = model(*vectors(0))
+    recorder.sample(loss)
+    recorder.backward(loss)
+    assert not recorder.capture.failed and not recorder.capture.pending
+    expected = run(replace(CASES["mlp"], make=Checkpointed))
+    for name, factors in recorder.factors().items():
+        close(factors, expected[name], sums=SUMS)
 
 
-def test_a_gradient_that_goes_to_no_weight_counts_nothing():
-    def program(model, backward):
-        x, y = batch()
-        x.requires_grad_()
-        torch.autograd.grad(100 * model(x, y), x)
-        torch.autograd.grad(100 * model(x, y), model.head.weight)
-        torch.autograd.backward(100 * model(x, y), inputs=[x])
-        backward(model(x, y))
-
-    def only_backward(model, backward):
-        backward(model(*batch()))
-
-    for plain in (True, False):
-        found = compared(Net(), program, true_program=only_backward, plain=plain)
-        assert found["first"].terms == N * T
+# norms
 
 
-class Normed(Net):
+class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.rms = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH, eps=1e-5)
+        self.head = nn.Linear(WIDTH, 3)
 
-    def forward(self, x, y=None, attention_mask=None):
-        return super().forward(self.rms(self.norm(x) * x.sin()), y, attention_mask)
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.outputs = self.norm(x), self.rms(x)
+        for output in self.outputs:
+            output.retain_grad()
+        return F.cross_entropy(self.head(torch.tanh(sum(self.outputs))), y)
 
 
 def test_a_norm_has_a_gradient_of_weight_and_bias_for_each_position():
-    model, outputs = Normed(), {}
-    for name in ("norm", "rms"):
-
-        def keep(module, inputs, output, name=name):
-            output.retain_grad()
-            outputs.setdefault(name, []).append(output)
-
-        getattr(model, name).register_forward_hook(keep)
-    recorder = Recorder(model, LayerChoice(types=("Linear", "LayerNorm", "RMSNorm")))
-    for seed in (1, 2):
-        recorder.backward(model(*batch(seed)) / 2)
+    recorder = Recorder(Normed(), LayerChoice(types=("Linear", "LayerNorm", "RMSNorm")))
+    expected = {"norm": 0.0, "rms": 0.0}
+    for rank in range(2):
+        recorder.backward(recorder.model(*vectors(rank)) / 2)
+        for name, output in zip(expected, recorder.model.outputs, strict=True):
+            # weights are 1 and biases 0: an output is the normalized input
+            g, of_weight = output.grad, output.grad * output.detach()
+            products = [of_weight**2] if name == "rms" else [of_weight**2, of_weight * g, g**2]
+            expected[name] += 12 * torch.stack(products, -1).sum(0).flatten()
     found = recorder.factors()
-    assert (found["norm"].rows, found["norm"].terms) == (2 * N * T, 2 * N * T)
-    expected = {}
-    for (
-        name,
-        of_calls,
-    ) in outputs.items():  # weights are 1 and biases 0: an output is the normalized input
-        normalized = torch.cat([output.detach().double().flatten(0, 1) for output in of_calls])
-        g = torch.cat([output.grad.double().flatten(0, 1) for output in of_calls])
-        of_weight, of_bias = normalized * g, g
-        blocks = [of_weight.square(), of_weight * of_bias, of_bias.square()][
-            : 3 if name == "norm" else 1
-        ]
-        expected[name] = (
-            2 * N * T * torch.stack([block.sum(dim=0) for block in blocks], dim=1).flatten()
-        )
-    for name, A in expected.items():
-        close(found[name].A, A, sums=100, what=name)
+    assert found["norm"][2:] == found["rms"][2:] == (12, 12)
+    close({name: found[name].A for name in expected}, expected, sums=SUMS)

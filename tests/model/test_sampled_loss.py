@@ -19,18 +19,13 @@ def everywhere(prediction: torch.Tensor) -> torch.Tensor:
 
 
 def test_labels_are_drawn_from_the_prediction():
-    logits = torch.log(torch.tensor([0.1, 0.2, 0.7])).repeat(20000, 1).requires_grad_()
-    loss = cross_entropy(logits, everywhere(logits), torch.Generator().manual_seed(0))
-    loss.backward()
+    p = torch.tensor([0.1, 0.2, 0.7])
+    logits = torch.log(p).repeat(20000, 1).requires_grad_()
+    cross_entropy(logits, everywhere(logits), torch.Generator().manual_seed(0)).backward()
     # d loss / d logits = (p - one-hot of the drawn label) / M
     drawn = (logits.detach().softmax(-1) - 20000 * logits.grad).round().mean(dim=0)
-    p = torch.tensor([0.1, 0.2, 0.7])
-    near(
-        drawn,
-        p,
-        6 * (p * (1 - p) / 20000).sqrt(),
-        "6 standard deviations of a mean of 20,000 draws",
-    )
+    why = "6 standard deviations of a mean of 20,000 draws"
+    near(drawn, p, 6 * (p * (1 - p) / 20000).sqrt(), why)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
@@ -55,12 +50,9 @@ def test_gaussian_targets_have_the_fisher_of_mse_loss(outputs):
     mse(prediction, everywhere(prediction), torch.Generator().manual_seed(0)).backward()
     rows = 40000 * prediction.grad
     scale = 2 / outputs
-    near(
-        rows.T @ rows / 40000,
-        scale * torch.eye(outputs),
-        6 * scale * (2 / 40000) ** 0.5,
-        "6 standard deviations of a mean of 40,000 squares of normal numbers",
-    )
+    why = "6 standard deviations of a mean of 40,000 squares of normal numbers"
+    bound = 6 * scale * (2 / 40000) ** 0.5
+    near(rows.T @ rows / 40000, scale * torch.eye(outputs), bound, why)
 
 
 def test_a_generator_draws_the_same_again_and_leaves_the_global_one_alone():
@@ -76,22 +68,9 @@ def test_a_generator_draws_the_same_again_and_leaves_the_global_one_alone():
 
 
 def test_the_prediction_is_found_in_what_models_return():
-    logits = torch.randn(2, 3)
-
-    class Output:
-        pass
-
-    output = Output()
-    output.logits = logits
-    loss, hidden = torch.tensor(1.0), torch.randn(2, 4)
-    for found in (
-        logits,
-        output,
-        {"logits": logits},
-        (loss, logits),
-        (logits, loss),
-        (logits, hidden),
-    ):
+    logits, loss, hidden = torch.randn(2, 3), torch.tensor(1.0), torch.randn(2, 4)
+    outputs = [logits, SimpleNamespace(logits=logits), {"logits": logits}]
+    for found in (*outputs, (loss, logits), (logits, loss), (logits, hidden)):
         assert prediction_tensor(found) is logits
     with pytest.raises(ValueError, match=r"got a scalar, a loss.*kfac.factor.prediction"):
         prediction_tensor(torch.tensor(1.0))

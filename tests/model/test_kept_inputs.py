@@ -1,0 +1,210 @@
+"""Inputs that hooks keep: how long they live, and what checkpointing makes of them."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ds_kfac.model.scan import LayerChoice
+from tests.model.recorder import Recorder, Watched
+from tests.models import Net, cross_entropy, make_batch, make_net
+
+CHOICE = LayerChoice(types=("Linear", "Conv1D", "Conv2d", "LayerNorm", "BatchNorm"))
+KINDS = ["plain", "reentrant", "non_reentrant"]
+
+
+class Raw(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+class Normed(nn.Module):
+    """Blocks of a norm, a linear and a matrix that is no linear, maybe checkpointed."""
+
+    def __init__(self, kind: str = "plain", blocks: int = 4) -> None:
+        super().__init__()
+        self.kind = kind
+        self.norms = nn.ModuleList([nn.LayerNorm(8) for _ in range(blocks)])
+        self.linears = nn.ModuleList([nn.Linear(8, 8) for _ in range(blocks)])
+        self.raw = Raw()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1.0
+        for norm, linear in zip(self.norms, self.linears, strict=True):
+            block = lambda x, norm=norm, linear=linear: torch.tanh(self.raw(linear(norm(x))))  # noqa: E731
+            if self.kind == "plain":
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.kind == "reentrant")
+        return x.square().mean()
+
+
+def images() -> nn.Module:
+    """Takes the batch of :class:`Normed` for an image."""
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 2, 1))
+    return nn.Sequential(nn.Unflatten(0, (1, 1, 5)), model, nn.Flatten(0), nn.Linear(36, 1))
+
+
+MODELS = {kind: lambda kind=kind: Normed(kind) for kind in KINDS} | {"images": images}
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(5, 8, requires_grad=True)
+
+
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_no_activation_outlives_its_graph(name, sampled, backward):
+    """Not even until the garbage collector comes, which does not see cycles through C++."""
+    recorder = Recorder(MODELS[name](), CHOICE, sampled=sampled)
+    watched = Watched(recorder.model)
+    gc.disable()
+    try:
+        loss = recorder.model(batch())
+        if backward:
+            recorder.backward(loss.sum())
+        if sampled:
+            recorder.begin()  # the next step
+        del loss
+        assert len(watched.seen) > 7 and watched.living() == 0
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_are_let_go_with_their_gradient_though_the_loss_is_kept(kind, plain):
+    recorder = Recorder(Normed(kind), CHOICE)
+    x = batch()
+    watched = Watched(recorder.model)
+    loss = recorder.model(x)
+    loss.backward() if plain else recorder.backward(loss)
+    assert loss > 0 and watched.living() == 1, "x alone"
+    rows = recorder.rows()
+    assert rows.pop("raw") == 4 * 5 and rows == dict.fromkeys(rows, 5) and len(rows) == 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_many_inputs_live_at_any_time_as_without_capture(kind):
+    """The most memory is needed in the middle of a backward pass."""
+    seen = []
+    for active in (False, True):
+        recorder = Recorder(Normed(kind, blocks=6), CHOICE)
+        recorder.begin(active=active)
+        watched, living = Watched(recorder.model), []
+        for linear in recorder.model.linears:
+            linear.bias.register_post_accumulate_grad_hook(
+                lambda bias, watched=watched, living=living: living.append(watched.living())
+            )
+        recorder.backward(recorder.model(batch()))
+        seen.append((watched.most, living))
+    assert seen[0] == seen[1] and len(seen[0][1]) == 6
+
+
+def test_inputs_are_kept_with_a_retained_graph_and_counted_again():
+    recorder = Recorder(Normed(), CHOICE)
+    watched = Watched(recorder.model)
+    loss = recorder.model(batch())
+    recorder.backward(loss, retain_graph=True)
+    assert watched.living() > 0
+    once = recorder.rows()
+    loss = recorder.model(batch())
+    for retains in (True, False):
+        recorder.backward(loss, retain_graph=retains)
+    assert recorder.rows() == {name: 2 * rows for name, rows in once.items()} and len(once) == 9
+    assert watched.living() == 1, "x alone"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("captures", [(True, False), (False, True), (True, True)])
+def test_a_backward_pass_after_the_steps_boundary_runs_and_counts_nothing(kind, captures):
+    """A forward of an earlier step: checkpointing compares what was saved in its two runs."""
+    recorder = Recorder(Normed(kind), CHOICE)
+    x, plain = batch(), F.linear
+    first, second = captures
+    recorder.begin(active=first)
+    loss = recorder.model(x)
+    recorder.begin(1, active=second)
+    recorder.backward(loss)
+    grads = [p.grad.clone() for p in recorder.model.parameters()]
+    assert not any(sums.counts.any() for sums in recorder.capture.sums.values())
+    assert not recorder.capture.failed and F.linear is plain
+    recorder.model.zero_grad()
+    recorder.begin(2, active=False)
+    recorder.backward(recorder.model(x))
+    assert all(map(torch.equal, (p.grad for p in recorder.model.parameters()), grads))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("last", ["linear", "norm"])
+def test_an_early_end_of_a_recomputation_passes_through_our_hooks(reentrant, last):
+    """The last tensor that checkpointing needs may be the one that our node saves."""
+
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+        def forward(self, x):
+            layers = [self.norm, self.linear] if last == "linear" else [self.linear, self.norm]
+            return checkpoint(nn.Sequential(*layers), x, use_reentrant=reentrant).sin().sum()
+
+    recorder = Recorder(Last(), CHOICE)
+    for _ in range(2):
+        recorder.backward(recorder.model(batch()))
+        assert not recorder.capture.failed and recorder.rows() == {"linear": 5, "norm": 5}
+
+
+class Hidden:
+    """An output that nobody can look into, and that does not show its backward pass."""
+
+    def __init__(self, loss):
+        self.loss = loss
+
+
+def test_a_recomputation_belongs_to_the_forward_whose_backward_runs():
+    """Of two forwards each has its own mask, as a pipeline has several on their way. The node that
+    recomputes was made after its forward began."""
+
+    class Opaque(Net):
+        def forward(self, x, y, attention_mask):
+            z = checkpoint(self.middle, self.norm(self.silu(self.first(x))), use_reentrant=True)
+            return Hidden(cross_entropy(self.head(torch.tanh(z)), y))
+
+    recorder, outputs = Recorder(make_net(Opaque)), []
+    for length in (1, 2):
+        mask = torch.arange(3).expand(4, -1) < length
+        x, y = make_batch(length, 4)
+        outputs.append(recorder.model(x, y.masked_fill(~mask, -100), mask))
+    for output in outputs:
+        recorder.backward(output.loss)
+    assert recorder.rows() == dict.fromkeys(("first", "middle", "head"), 4 * (1 + 2))
+
+
+def test_a_compiled_block_that_a_backward_runs_again_is_captured():
+    """Its first run is without gradients, and the backward is under no stance of ours."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.block = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+        def forward(self, x):
+            return checkpoint(self.block, self.first(x), use_reentrant=True).square().mean()
+
+    recorder = Recorder(Checkpointed())
+    recorder.model.block.compile(backend="eager")
+    for active in (False, True, False, True):
+        recorder.begin(active=active)
+        with torch.compiler.set_stance("force_eager" if active else "default"):
+            loss = recorder.model(batch())
+        recorder.backward(loss)
+    assert recorder.rows() == {"first": 5, "block.0": 5}
