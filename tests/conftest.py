@@ -57,7 +57,6 @@ LONGEST = (
     "deepspeed/test_stacks.py",
     "deepspeed/test_features.py",
     "deepspeed/test_memory.py",
-    "deepspeed/test_inverse.py",
     "integrations/test_startup.py",
     "deepspeed/test_autoep.py",
     "deepspeed/test_spikes.py",

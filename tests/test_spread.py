@@ -1,6 +1,5 @@
 """Bounds from a run's own spread: rounding stays within them, a mistake in one term does not."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -8,9 +7,9 @@ import torch
 
 from tests import spread
 from tests.close import RATIOS, close
+from tests.deepspeed.features import ACCUMULATION, CASES, losses_of, whole_model
 from tests.deepspeed.modes import BY_NAME, MICRO_ROWS
 from tests.deepspeed.runs import Rounding16, reference
-from tests.deepspeed.test_features import CASES, expected_weights
 from tests.models import cross_entropy, make_batch, make_net
 from tests.oracle import ReferenceKFAC
 from tests.spread import PLAIN, Variation, difference, expected, in_float64
@@ -45,9 +44,11 @@ def wrong(kind: type[ReferenceKFAC], mistake: str) -> type[ReferenceKFAC]:
 
 
 def run(name: str) -> tuple:
-    mode = replace(BY_NAME["z0"], **CASES[name]["mode"])
-    initial = {n: p.detach().clone() for n, p in make_net(CASES[name]["model"]).named_parameters()}
-    return partial(expected_weights, name, mode, initial, WORLD), initial
+    mode, model = CASES[name].mode("z0", WORLD), whole_model(CASES[name])
+    initial = {n: p.detach().clone() for n, p in make_net(model).named_parameters()}
+    options = {"model": model, "losses": losses_of(name, WORLD), "kfac_config": mode.kfac}
+    train = partial(reference, mode, ACCUMULATION, WORLD, initial, **options)
+    return lambda variation, **kind: train(variation=variation, **kind), initial
 
 
 MISTAKES = ("sign", "terms", "refreshed every step", "a row")

@@ -2,7 +2,8 @@
 process."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -13,24 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import ds_kfac
 from ds_kfac.config import keys as kfac_config
-from tests.deepspeed import parallel
 from tests.deepspeed.modes import MICRO_ROWS, STEPS, Mode
-from tests.deepspeed.parallel import (
-    build,
-    compared,
-    shared_folder,
-    train_whole,
-    whole_batch,
-    whole_state,
-)
-from tests.deepspeed.said import error_of
-from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
-from tests.spread import FACTOR, FLOOR, Variation, difference
+from tests.deepspeed.parallel import data_parallel_part
+from tests.deepspeed.runs import build
+from tests.models import CLASSES, FEATURES, cross_entropy, make_batch, make_net
+from tests.spread import Variation
 
 WIDTH, INNER, TOP, TOKENS = 8, 16, 2, 24
-Arguments = Callable[[nn.Module], dict]
+Given = Callable[[nn.Module], dict]
 STACKS = {"w1": "gate", "w3": "up", "w2": "down"}
 """AutoEP's names, and those of the experts in one process."""
 
@@ -51,13 +43,6 @@ class Case:
     experts: int = 4
     checkpointed: bool = False
     apart: bool = True
-
-    @property
-    def name(self) -> str:
-        return (
-            f"{self.mode.name} ep_size {self.ep_size} of "
-            f"{self.experts}{' grouped' if self.grouped else ''}"
-        )
 
     @property
     def local(self) -> int:
@@ -144,13 +129,12 @@ class Net(nn.Module):
 
 
 def make_whole(case: Case) -> WholeNet:
-    torch.manual_seed(0)
-    return WholeNet(case.experts)
+    return make_net(partial(WholeNet, case.experts))
 
 
-def make_engine(case: Case, arguments: Arguments = lambda model: {}, **options):
+def make_engine(case: Case, given: Given = lambda model: {}, **options):
     """Args:
-    arguments: of initialize, besides, of a model.
+    given: of a model, arguments of initialize besides.
     options: of AutoEP.
     """
     block = {
@@ -159,26 +143,25 @@ def make_engine(case: Case, arguments: Arguments = lambda model: {}, **options):
         "moe_layer_pattern": "mlp",
         "use_grouped_mm": case.grouped,
     }
-    mode = replace(case.mode, extra={**case.mode.extra, "expert_parallel": {**block, **options}})
     model = Net(make_whole(case), case.checkpointed)
-    if mode.zero_init:
-        deepspeed.zero.Init(module=model, config_dict_or_path=mode.config(1, dist.get_world_size()))
-    parameters = {"model_parameters": list(model.parameters())}
+    if case.mode.zero_init:
+        deepspeed.zero.Init(module=model, config_dict_or_path=case.mode.config(1))
+    arguments = {"model_parameters": list(model.parameters()), **given(model)}
+    overrides = {"expert_parallel": {**block, **options}}
     with patch.object(kfac_config, "SHARES", not case.apart):
-        return build(mode, model, 1, dist.get_world_size(), **{**parameters, **arguments(model)})
+        return build(case.mode, model=model, given=arguments, **overrides)
 
 
 def train(engine, steps: int = STEPS, order: int | None = None) -> None:
-    world, rank = dist.get_world_size(), dist.get_rank()
     for step in range(steps):
-        x, y = (t.chunk(world)[rank] for t in make_batch(step, world * MICRO_ROWS, TOKENS))
-        x, y = Variation(order=order).rows(x, y)
+        batch = make_batch(step, dist.get_world_size() * MICRO_ROWS, TOKENS)
+        x, y = Variation(order=order).rows(*data_parallel_part(*batch))
         engine.backward(cross_entropy(engine(x.to(engine.get_data_types()[0])), y))
         engine.step()
 
 
-def whole_weights(engine, case: Case) -> dict[str, Tensor]:
-    """Weights, in names of the whole model."""
+def weights(engine, case: Case) -> dict[str, Tensor]:
+    """In names of the whole model."""
     found = {}
     for name, p in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([p], enabled=case.mode.stage == 3):
@@ -190,124 +173,3 @@ def whole_weights(engine, case: Case) -> dict[str, Tensor]:
         else:
             found[name.removeprefix("mlp.router.")] = value
     return found
-
-
-def compare(cases: list[Case]) -> list[dict]:
-    """Per case: how far this rank's parameters are from one process."""
-    world, results = dist.get_world_size(), []
-    for case in cases:
-        whole = make_whole(case)
-        initial = {name: p.detach().clone() for name, p in whole.named_parameters()}
-        expected = train_whole(case.mode, whole, whole_batch(world * MICRO_ROWS, TOKENS))
-        engine = make_engine(case)
-        train(engine)
-        seen = sorted(
-            layer.name
-            for kfac in engine.kfac.job.preconditioners
-            for layer in kfac.layers
-            if layer.name not in kfac.proving.unfit
-        )
-        results.append(
-            compared(engine, case.mode, whole_weights(engine, case), expected, initial, seen=seen)
-        )
-    return results
-
-
-def refusals(cases: dict[str, tuple[Case, dict, dict]]) -> dict[str, str]:
-    """Name -> message about an engine with these options of AutoEP, and attributes of the engine,
-    its mixture, or the stacks in that, which cannot be had on a CPU or are DeepSpeed's to
-    refuse."""
-    messages = {}
-    for name, (case, options, attributes) in cases.items():
-        engine = make_engine(
-            replace(case, mode=replace(case.mode, kfac={**case.mode.kfac, "enabled": False})),
-            **options,
-        )
-        mixture = engine.module.mlp
-        for key, value in attributes.items():
-            setattr(
-                next(one for one in (mixture, mixture.experts, engine) if hasattr(one, key)),
-                key,
-                value,
-            )
-        try:
-            ds_kfac.attach(engine, {})
-            messages[name] = ""
-        except ValueError as error:
-            messages[name] = str(error)
-        engine.destroy()
-    return messages
-
-
-def object_refused(case: Case) -> str:
-    def arguments(model: nn.Module) -> dict:
-        return {"optimizer": ds_kfac.KFACAdamW(model.parameters()), "model_parameters": None}
-
-    return error_of(lambda: make_engine(case, arguments))
-
-
-def sharing(case: Case) -> dict:
-    """With one A for all experts here: grouped products against a loop over experts, which is what
-    ``bound`` is of."""
-    runs, keys = {}, []
-    for grouped, order in ((False, None), (False, 1), (False, 2), (True, None)):
-        engine = make_engine(replace(case, grouped=grouped))
-        initial = whole_weights(engine, case)
-        train(engine, order=order)
-        runs[grouped, order] = whole_weights(engine, case)
-        keys.append(
-            sorted(
-                key for kfac in engine.kfac.job.preconditioners for key in kfac.curvature.factors
-            )
-        )
-        engine.destroy()
-    plain = runs[False, None]
-    spread = max(difference(runs[False, order], plain, initial) for order in (1, 2))
-    bound = FACTOR * spread + FLOOR
-    return {
-        "difference": difference(runs[True, None], plain, initial),
-        "bound": bound,
-        "keys": keys,
-    }
-
-
-def everything_on(case: Case) -> dict[str, Tensor]:
-    return parallel.everything_on(
-        make_engine(case), lambda engine: whole_weights(engine, case), train
-    )
-
-
-def saved(case: Case) -> dict:
-    return parallel.saved_experts(
-        lambda ep_size: make_engine(replace(case, ep_size=ep_size)), train
-    )
-
-
-def saved_sharing(case: Case) -> list[dict]:
-    """One A for all experts here, saved at an ep_size and loaded at another, both ways: those
-    saved, those loaded, and what is decomposed again. In global names."""
-    folder, results = shared_folder(), []
-    for ep_size in (case.ep_size, 1):
-        first, second = (
-            make_engine(replace(case, ep_size=size))
-            for size in (ep_size, 1 + case.ep_size - ep_size)
-        )
-        train(first, 3)
-        first.save_checkpoint(folder, tag=f"{ep_size}")
-        second.kfac.load_state(folder, f"{ep_size}")
-        found = []
-        for engine in (first, second):
-            state = whole_state(engine.kfac.job)
-            found.append(
-                {
-                    key: value
-                    for key, value in state.items()
-                    if "experts" in key and key.endswith("/A")
-                }
-            )
-        ready = [key for kfac in second.kfac.job.preconditioners for key in kfac.curvature.ready]
-        wanted = [key for kfac in second.kfac.job.preconditioners for key in kfac.curvature.specs]
-        results.append(
-            {"saved": found[0], "loaded": found[1], "again": sorted(set(wanted) - set(ready))}
-        )
-    return results

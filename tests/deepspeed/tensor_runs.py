@@ -1,33 +1,19 @@
 """Tensor parallelism by AutoTP, and by layers and an mpu that look like Megatron's; the whole model
 in one process."""
 
-import copy
-from pathlib import Path
-
 import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.deepspeed import parallel
-from tests.deepspeed.blockwise import BlockwiseInverse
 from tests.deepspeed.modes import MICRO_ROWS, STEPS, Mode
-from tests.deepspeed.parallel import (
-    build,
-    compared,
-    planned_refreshes,
-    same,
-    shared_folder,
-    train_whole,
-    whole_batch,
-    whole_state,
-)
-from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
+from tests.deepspeed.runs import build
+from tests.models import CLASSES, FEATURES, cross_entropy, make_batch, make_net
 from tests.oracle import ReferenceKFAC
 
 TOKENS = 12  # more rows than any side is wide: else Adam's eigenbasis is not unique
-UNEQUAL_STEPS = 10
 PARTS = {"up": (None, 8), "gate": (None, 8), "down": (8, None), "gathered": (None, 5)}
+"""Layers that AutoTP cuts: the oracle's blocks of A and G."""
 AUTOTP = {
     "autotp_size": 2,
     "partition_config": {
@@ -75,14 +61,10 @@ class Grid:
 
     def __init__(self, first: float = 0.5) -> None:
         self.first = first
-        rank, world = dist.get_rank(), dist.get_world_size()
-        model = [list(range(first, first + 2)) for first in range(0, world, 2)]
-        data = [list(range(first, world, 2)) for first in range(2)]
+        ranks = torch.arange(dist.get_world_size()).view(-1, 2)
         self.model, self.data = (
-            [(ranks, dist.new_group(ranks)) for ranks in groups] for groups in (model, data)
-        )
-        self.model, self.data = (
-            next(g for r, g in one if rank in r) for one in (self.model, self.data)
+            next(g for r, g in [(r, dist.new_group(r)) for r in rows] if dist.get_rank() in r)
+            for rows in (ranks.tolist(), ranks.T.tolist())
         )
 
     def get_model_parallel_group(self):
@@ -160,11 +142,6 @@ class RowParallelLinear(_Parallel):
         return _Sum.apply(nn.functional.linear(x, self.weight), self.group) + self.bias, None
 
 
-def make_model() -> ShardedNet:
-    torch.manual_seed(0)
-    return ShardedNet()
-
-
 def part(name: str, value: Tensor, index: int) -> Tensor:
     """This rank's part of a whole parameter."""
     module = name.split(".")[0]
@@ -181,157 +158,59 @@ def weights(engine) -> dict[str, Tensor]:
     return full
 
 
-def make_engine(kind: str, mode: Mode, model: ShardedNet, grid: Grid):
+def make_engine(kind: str, mode: Mode, first: float = 0.5):
+    """Args:
+    kind: "autotp" or "megatron".
+    first: the first rank's part of a layer of Megatron's.
+    """
+    model = make_net(ShardedNet)
     if kind == "autotp":
-        mode.extra["tensor_parallel"] = AUTOTP
-        return build(mode, model)
+        return build(mode, model=model, tensor_parallel=AUTOTP)
+    grid = Grid(first)
     model.up, model.gate = (ColumnParallelLinear(layer, grid) for layer in (model.up, model.gate))
     model.down = RowParallelLinear(model.down, grid)
-    return build(mode, model, mpu=grid)
+    return build(mode, model=model, given={"mpu": grid})
 
 
-def refusals(cases: dict[str, tuple[str, Mode]]) -> dict[str, str]:
-    grid = Grid()
-    return parallel.refusals(
-        make_engine, {name: (*case, make_model(), grid) for name, case in cases.items()}
-    )
+def train(engine, steps: range = range(STEPS)) -> None:
+    rank, replicas = dist.get_rank(), dist.get_world_size() // 2
+    dtype = next(engine.module.parameters()).dtype
+    for step in steps:
+        x, y = make_batch(step, replicas * MICRO_ROWS, TOKENS)
+        x, y = (t.chunk(replicas)[rank // 2] for t in (x, y))
+        engine.backward(cross_entropy(engine(x.to(dtype)), y))
+        engine.step()
 
 
-def saved(mode: Mode) -> dict:
-    """Trained with everything on, saved, loaded into another engine, trained on."""
-    grid, folder = Grid(), shared_folder()
+class BlockwiseInverse(ReferenceKFAC):
+    """Method "inverse" with damping "relative": a piece of a side that is cut over ranks is damped
+    by its own mean."""
 
-    def train(engine, steps: range) -> None:
-        for step in steps:
-            x, y = make_batch(step, MICRO_ROWS, TOKENS)
-            engine.backward(cross_entropy(engine(x), y))
-            engine.step()
-
-    first, second = (make_engine("megatron", mode, make_model(), grid) for _ in range(2))
-    train(first, range(7))
-    first.save_checkpoint(folder, tag="t")
-    second.load_checkpoint(folder, tag="t")
-    loaded = same(whole_state(first.kfac.job), whole_state(second.kfac.job))
-    for engine in (first, second):
-        train(engine, range(7, 10))
-    final, after = weights(first), weights(second)
-    return {
-        "loaded": loaded,
-        "same": all(torch.equal(value, after[name]) for name, value in final.items()),
-        "replicated": {name: final[name] for name in final if name.split(".")[0] not in PARTS},
-        "files": sorted(path.name for path in Path(folder, "t/kfac").glob("*/*.A.factor.pt")),
-    }
-
-
-def unequal(modes: list[Mode]) -> list[dict]:
-    """Trained with shards of 13 and 3 of 16: what is not cut, as this rank has it, and who works on
-    it."""
-    rank, replicas, results, grid = dist.get_rank(), dist.get_world_size() // 2, [], Grid(13 / 16)
-    for mode in modes:
-        engine = make_engine("megatron", mode, make_model(), grid)
-        dtype = next(engine.module.parameters()).dtype
-        for step in range(UNEQUAL_STEPS):
-            x, y = (
-                t.chunk(replicas)[rank // 2]
-                for t in make_batch(step, replicas * MICRO_ROWS, TOKENS)
+    def step(self, lr: float) -> None:
+        assert self.method == "inverse" and self.damping_kind == "relative"
+        self.update()
+        results, quadratic = {}, 0.0
+        for name, layer in self.layers.items():
+            dW = layer.matrix()
+            at_refresh = [Q @ torch.diag(e) @ Q.T for e, Q in layer.bases]
+            A, G = (
+                inverses(C, block, layer.damping)
+                for C, block in zip(at_refresh, layer.blocks, strict=True)
             )
-            engine.backward(cross_entropy(engine(x.to(dtype)), y))
-            engine.step()
-        kfac = engine.kfac.preconditioner
-        copied = [layer.name for layer in kfac.layers if layer.copies > 1]
-        roles = kfac.plan.assignment
-        results.append(
-            {
-                "copies": {
-                    n: v
-                    for n, v in weights(engine).items()
-                    if n.split(".")[0] not in PARTS | {"gathered": 0}
-                },
-                "eigen_workers": {
-                    key: roles.eigen_workers[key] for n in copied for key in (f"{n}/A", f"{n}/G")
-                },
-                "workers": {name: roles.workers[name] for name in copied},
-                "dtypes": (kfac.plan.wire, kfac.plan.gradient_dtypes),
-                "groups": kfac.observations.groups,
-            }
-        )
-        engine.kfac.detach()
-        engine.destroy()
-    return results
+            results[name] = V = G @ dW @ A
+            quadratic += float((V * dW).sum()) * lr**2
+        self.nu = min(1.0, (self.kl_clip / quadratic) ** 0.5) if self.kl_clip else 1.0
+        for name, layer in self.layers.items():
+            layer.write(self.nu * results[name])
 
 
-def step_sizes(mode: Mode) -> dict[str, float]:
-    """Root mean square, over a layer or this rank's shard of it, of what one step adds to it per
-    unit of rate, times the root of the whole layer's shorter side: the mean singular value, but for
-    the sides' ratio."""
-    engine = make_engine("megatron", mode, make_model(), Grid())
-    before = weights(engine)
-    engine.backward(
-        cross_entropy(
-            engine(make_batch(0, MICRO_ROWS, TOKENS)[0]), make_batch(0, MICRO_ROWS, TOKENS)[1]
-        )
-    )
-    engine.step()
-    after, group = weights(engine), engine.optimizer.param_groups[0]
-    sizes = {}
-    for layer in engine.kfac.preconditioner.layers:
-        kept = 1 - group["lr"] * group["weight_decay"]
-        moved = [
-            (after[name] - kept * before[name]).flatten() / group["lr"] for name in layer.parameters
-        ]
-        sizes[layer.name] = (
-            float(torch.cat(moved).square().mean().sqrt()) * min(layer.whole_shape) ** 0.5
-        )
-    return sizes
-
-
-def compare(cases: list[tuple[str, Mode]]) -> list[dict]:
-    """Per ("autotp" or "megatron", mode): how far this rank's shards are from one process."""
-    rank, replicas, results = dist.get_rank(), dist.get_world_size() // 2, []
-    index, grid = rank % 2, Grid()
-    for kind, mode in cases:
-        whole = make_model()
-        initial = {name: p.detach().clone() for name, p in whole.named_parameters()}
-        model = copy.deepcopy(whole)
-        parts = dict(PARTS)
-        if kind == "megatron":
-            parts.pop("gathered")
-        engine = make_engine(kind, mode, model, grid)
-        for step in range(STEPS):
-            x, y = (
-                t.chunk(replicas)[rank // 2]
-                for t in make_batch(step, replicas * MICRO_ROWS, TOKENS)
-            )
-            engine.backward(cross_entropy(engine(x), y))
-            engine.step()
-        whole_loss = whole_batch(replicas * MICRO_ROWS, TOKENS)
-        refreshes = planned_refreshes(engine.kfac.job) if mode.name.endswith("scaled") else None
-        inverse = mode.kfac.get("preconditioner", {}).get("method") == "inverse"
-        kind = BlockwiseInverse if inverse else ReferenceKFAC
-        expected = train_whole(mode, whole, whole_loss, parts=parts, refreshes=refreshes, kind=kind)
-        expected.weights = {
-            n: part(n, v, index) if n.split(".")[0] in parts else v
-            for n, v in expected.weights.items()
-        }
-        start = {
-            n: part(n, v, index) if n.split(".")[0] in parts else v for n, v in initial.items()
-        }
-        kfac, final = engine.kfac.preconditioner, weights(engine)
-        results.append(
-            compared(
-                engine,
-                mode,
-                final,
-                expected,
-                start,
-                kinds={layer.name: layer.kind for layer in kfac.layers},
-                whole=[
-                    (layer.whole_shape, tuple(initial[layer.weight].shape)) for layer in kfac.layers
-                ],
-                replicated={n: final[n] for n in final if n.split(".")[0] not in parts},
-            )
-        )
-    return results
+def inverses(C: Tensor, block: int, damping: float) -> Tensor:
+    """Of every block, damped by sqrt(damping) times its own mean."""
+    parts = [C[i : i + block, i : i + block] for i in range(0, len(C), block)]
+    damped = [
+        part + damping**0.5 * part.trace() / len(part) * torch.eye(len(part)) for part in parts
+    ]
+    return torch.block_diag(*map(torch.linalg.inv, damped))
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -340,11 +219,10 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(self, whole: nn.Embedding, mpu: Grid) -> None:
         super().__init__()
         self.group, self.num_embeddings = mpu.get_model_parallel_group(), whole.num_embeddings
-        self.weight = nn.Parameter(
-            whole.weight.detach().chunk(2)[mpu.get_model_parallel_rank()].clone()
-        )
+        rank = mpu.get_model_parallel_rank()
+        self.weight = nn.Parameter(whole.weight.detach().chunk(2)[rank].clone())
         self.weight.tensor_model_parallel = True
-        self.first = mpu.get_model_parallel_rank() * len(self.weight)
+        self.first = rank * len(self.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
         places = tokens - self.first
@@ -358,26 +236,11 @@ class Words(nn.Module):
 
     def __init__(self, mpu: Grid | None) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.words, self.mix, self.output_layer = (
-            nn.Embedding(20, 12),
-            nn.Linear(12, 12),
-            nn.Linear(12, 20),
-        )
+        self.words, self.mix = nn.Embedding(20, 12), nn.Linear(12, 12)
+        self.output_layer = nn.Linear(12, 20)
         if mpu is not None:
             self.words = VocabParallelEmbedding(self.words, mpu)
             self.output_layer = ColumnParallelLinear(self.output_layer, mpu)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return _first(self.output_layer(torch.tanh(self.mix(self.words(tokens)))))
-
-
-def rules_of_layers(mode: Mode) -> list[str]:
-    """Report of each layer, of the model whole and of its shards."""
-    grid = Grid()
-    reports = []
-    for mpu in (None, grid):
-        engine = build(mode, Words(mpu), mpu=mpu) if mpu else build(mode, Words(None))
-        reports.append(engine.kfac.report)
-        engine.destroy()
-    return reports

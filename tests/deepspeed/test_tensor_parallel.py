@@ -1,92 +1,102 @@
 """Tensor-parallel shards train like the whole model in one process, with the cut sides
 block-diagonal."""
 
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ds_kfac.model.scan import scan
-from tests.close import near
+from tests.close import exact, near
 from tests.covering import some
-from tests.deepspeed.modes import CLIPPED, FP32_ACCUM, KFAC, Mode
-from tests.deepspeed.parallel import EVERYTHING, INVERSE, SCALED, check, clipped
-from tests.ranks import run_ranks
+from tests.deepspeed.modes import CLIPPED, FP32_ACCUM, KFAC, MICRO_ROWS, Mode
+from tests.deepspeed.parallel import (
+    COMM_OPT,
+    EVERY_TYPE,
+    EVERYTHING,
+    INVERSE,
+    SCALED,
+    assert_alike,
+    shared_folder,
+    train_whole,
+    whole_state,
+)
+from tests.deepspeed.ranked import of_ranks
+from tests.deepspeed.runs import build, whole_batch
+from tests.deepspeed.said import error_of
+from tests.deepspeed.tensor_runs import (
+    PARTS,
+    TOKENS,
+    BlockwiseInverse,
+    Grid,
+    ShardedNet,
+    Words,
+    make_engine,
+    part,
+    train,
+    weights,
+)
+from tests.oracle import ReferenceKFAC
 
-pytestmark = pytest.mark.distributed
-
-TYPES = {"layers": {"types": ["Linear", "LayerNorm"]}, "preconditioner": {"kl_clip": 1e-4}}
-
-
-SCALE = [
-    Mode("tp-z1-inverse", 1, kfac=INVERSE),
-    Mode("tp-z1-scaled", 1, kfac={**SCALED, "preconditioner": {"kl_clip": 1e-4}}),
-    Mode(
-        "tp-z0-comm_opt",
-        0,
-        kfac={
-            **TYPES,
-            "assignment": {"gradient_worker_fraction": 1.0},
-            "offload": {"device": "cpu"},
-        },
-    ),
+pytestmark = pytest.mark.ranks(2)
+TYPES = {**EVERY_TYPE, "preconditioner": {"kl_clip": 9e-5}}
+CASES = [
+    *(("megatron", Mode(f"tp-z{stage}", stage, kfac=TYPES)) for stage in (0, 1, 2)),
+    ("megatron", Mode("tp-z1-inverse", 1, kfac=INVERSE)),
+    ("megatron", Mode("tp-z1-scaled", 1, kfac={**SCALED, "preconditioner": {"kl_clip": 1e-4}})),
+    ("megatron", Mode("tp-z0-comm_opt", 0, kfac={**TYPES, **COMM_OPT})),
+    ("megatron", Mode("tp-adam", 1, adam=True, clip=0.0)),
+    # AutoTP leaves DeepSpeed's groups behind, so it comes last
+    *(("autotp", Mode(f"autotp-z{stage}", stage, kfac=TYPES)) for stage in (0, 1, 2, 3)),
 ]
-
-
-def cases() -> list[tuple[str, Mode]]:
-    megatron = [("megatron", Mode(f"tp-z{stage}", stage, kfac=TYPES)) for stage in (0, 1, 2)]
-    autotp = [("autotp", Mode(f"autotp-z{stage}", stage, kfac=TYPES)) for stage in (0, 1, 2, 3)]
-    megatron += [("megatron", mode) for mode in SCALE]
-    adam = [("megatron", Mode("tp-adam", 1, adam=True, clip=0.0))]
-    return megatron + adam + autotp  # AutoTP leaves DeepSpeed's groups behind, so it comes last
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_shards_match_one_process(world):
-    chosen = some(cases(), world)
-    results = run_ranks("tests.deepspeed.tensor_runs:compare", world=world, payload=chosen)
-    for rank, of_rank in enumerate(results):
-        for (kind, mode), result in zip(chosen, of_rank, strict=True):
-            where = f"{kind} {mode.name} rank {rank}"
-            shards = {
-                name
-                for name, found in result["kinds"].items()
-                if found != "Linear" and name != "norm"
-            }
-            assert shards == (
-                {"up", "gate", "down"} | ({"gathered"} if kind == "autotp" else set())
-            ), where
-            assert result["shared"] == (("up", "gate"),), where
-            for (O, I), weight in result["whole"]:  # noqa: E741
-                assert len(weight) == 1 or (O == weight[0] and 0 <= I - weight[1] <= 1), (
-                    where,
-                    O,
-                    I,
-                    weight,
-                )
-            check(where, result)
-            assert "down.bias" in result["report"] and "belongs to no shard" in result["report"]
-        assert clipped(of_rank), "kl-clip never acted, so it was not tested"
-    for first, second in zip(results[0], results[1], strict=True):
-        for name, value in first["replicated"].items():
-            assert torch.equal(value, second["replicated"][name]), (
-                f"{name} differs between tensor-parallel ranks"
-            )
-
-
 CLIPPING = [
     ("megatron", Mode(f"tp-adam-z{stage}-clipped", stage, adam=True, clip=CLIPPED))
     for stage in (0, 1, 2)
 ]
+"""The norm is that of the whole model, whose shards are on several ranks."""
+ROWS = [(*case, 2) for case in CLIPPING]
+ROWS += [(*case, world) for world in (2, 4) for case in some(CASES, world)]
 
 
-def test_kfac_adamw_steps_shards_by_the_clipped_gradients_of_one_process():
-    """The norm is that of the whole model, whose shards are on several ranks."""
-    for of_rank in run_ranks("tests.deepspeed.tensor_runs:compare", world=2, payload=CLIPPING):
-        for (_, mode), result in zip(CLIPPING, of_rank, strict=True):
-            check(mode.name, result)
-            assert not mode.stage or result["norm"] > 2 * CLIPPED, (
-                f"{mode.name} has something to clip"
-            )
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("kind", "mode", "world"), ROWS, ids=[f"{mode.name}-{world}" for _, mode, world in ROWS]
+)
+def test_shards_match_one_process(kind, mode, world):
+    engine, parts = make_engine(kind, mode), dict(PARTS)
+    if kind == "megatron":
+        del parts["gathered"]
+    train(engine)
+    layers = engine.kfac.preconditioner.layers
+    assert {x.name for x in layers if x.kind not in ("Linear", "LayerNorm")} == set(parts)
+    assert engine.kfac.preconditioner.observations.groups == (("up", "gate"),)
+    assert "down.bias" in engine.kfac.report and "belongs to no shard" in engine.kfac.report
+    if mode.clip == CLIPPED and mode.stage:
+        assert float(engine.get_global_grad_norm()) > 2 * CLIPPED, "there is something to clip"
+    inverse = mode.kfac.get("preconditioner", {}).get("method") == "inverse"
+    options = (
+        {} if "plan" in mode.kfac else {"kind": BlockwiseInverse if inverse else ReferenceKFAC}
+    )
+    losses = whole_batch(world // 2 * MICRO_ROWS, 1, TOKENS)
+    whole, final = (
+        train_whole(engine, mode, ShardedNet, losses, parts=parts, **options),
+        weights(engine),
+    )
+    for layer in layers:  # a bias that belongs to no shard is in none
+        shape = tuple(whole.initial[layer.weight].shape)
+        if len(shape) > 1:
+            outputs, inputs = layer.whole_shape
+            assert outputs == shape[0] and 0 <= inputs - shape[1] <= 1, layer.name
+    for values in (whole.initial, whole.weights):
+        for name in values:
+            if name.split(".")[0] in parts:
+                values[name] = part(name, values[name], dist.get_rank() % 2)
+    assert_alike(engine, mode, final, whole)
+    copies = {name: value for name, value in final.items() if name.split(".")[0] not in parts}
+    for other in of_ranks(copies):
+        exact(other, copies)
 
 
 WIRE = {"communication": {"dtype": "bf16"}, "preconditioner": {"kl_clip": 1e-4}}
@@ -98,78 +108,88 @@ HALF = [
 ]
 
 
+@pytest.mark.ranks(4)
 def test_copies_are_the_same_bits_where_shards_differ_in_size_and_results_travel_in_16_bits():
-    """Tensor-parallel ranks then have other owners of the layers that both have: nothing may depend
-    on the owner."""
-    results, apart = run_ranks("tests.deepspeed.tensor_runs:unequal", world=4, payload=HALF), set()
-    for mode, *of_ranks in zip(HALF, *results, strict=True):
-        assert torch.bfloat16 in (of_ranks[0]["dtypes"][0], of_ranks[0]["dtypes"][1][1])
-        for what in ("eigen_workers", "workers"):
-            if of_ranks[0][what] != of_ranks[1][what]:
-                apart.add(what)
-        for rank, result in enumerate(of_ranks):
-            for name, value in of_ranks[0]["copies"].items():
-                assert torch.equal(result["copies"][name], value), (
-                    f"{mode.name}: {name} of rank {rank} is another"
-                )
-    assert apart == {"eigen_workers", "workers"}, (
-        "the ranks' plans are alike, so nothing was tested"
-    )
+    """Tensor-parallel ranks, of 13 and 3 of 16, then have other owners of the layers that both
+    have: nothing may depend on the owner."""
+    apart = set()
+    for mode in HALF:
+        engine = make_engine("megatron", mode, first=13 / 16)
+        train(engine, range(10))
+        kfac = engine.kfac.preconditioner
+        assert torch.bfloat16 in (kfac.plan.wire, kfac.plan.gradient_dtypes[1])
+        copied = {layer.name for layer in kfac.layers if layer.copies > 1}
+        roles = kfac.plan.assignment
+        owners = {
+            "workers": {name: roles.workers[name] for name in copied},
+            "eigen_workers": {k: v for k, v in roles.eigen_workers.items() if k[:-2] in copied},
+        }
+        apart |= {what for what in owners if any(o[what] != owners[what] for o in of_ranks(owners))}
+        copies = {n: v for n, v in weights(engine).items() if n.split(".")[0] not in PARTS}
+        for other in of_ranks(copies):
+            exact(other, copies, what=mode.name)
+    assert apart == {"eigen_workers", "workers"}, "the ranks' plans are alike: nothing was tested"
 
 
 def test_a_shard_takes_steps_of_the_size_of_a_whole_layers():
-    """KFACAdamW orthogonalizes every shard by itself, at the same size per entry."""
-    mode = Mode("tp-adam-orthogonal", 1, adam=True, orthogonal=True, clip=0.0)
-    for sizes in run_ranks("tests.deepspeed.tensor_runs:step_sizes", world=2, payload=mode):
-        assert sizes.pop("head") > 4 / 3, "Adam's own, which is larger"
-        assert sizes.keys() >= {"plain", "up", "gate", "down"}
-        near(
-            sizes,
-            dict.fromkeys(sizes, 1.0),
-            1e-3,
-            "steps are read back from weights a thousand times as large",
-        )
+    """KFACAdamW orthogonalizes every shard by itself, at the same size per entry: its root mean
+    square times the root of the whole layer's shorter side, the mean singular value but for the
+    sides' ratio."""
+    engine = make_engine("megatron", Mode("tp", 1, adam=True, orthogonal=True, clip=0.0))
+    before = weights(engine)
+    train(engine, range(1))
+    after, group, sizes = weights(engine), engine.optimizer.param_groups[0], {}
+    kept = 1 - group["lr"] * group["weight_decay"]
+    for layer in engine.kfac.preconditioner.layers:
+        moved = [((after[n] - kept * before[n]) / group["lr"]).flatten() for n in layer.parameters]
+        size = float(torch.cat(moved).square().mean().sqrt())
+        sizes[layer.name] = size * min(layer.whole_shape) ** 0.5
+    assert sizes.pop("head") > 4 / 3, "Adam's own, which is larger"
+    assert sizes.keys() >= {"plain", "up", "gate", "down"}
+    why = "steps are read back from weights a thousand times as large"
+    near(sizes, dict.fromkeys(sizes, 1.0), 1e-3, why)
 
 
 def test_a_head_that_is_cut_is_found_by_its_shape():
-    mode = Mode("tensor-adam-z1", 1, adam=True, kfac={"adam": {}, "report": "full"})
-    for reports in run_ranks("tests.deepspeed.tensor_runs:rules_of_layers", world=2, payload=mode):
-        for report in reports:
-            heads = [
-                line.split()[0] for line in report.splitlines() if "shape of an embedding" in line
-            ]
-            assert heads == ["output_layer"], report
+    mode = Mode("tp", 1, adam=True, kfac={"adam": {}, "report": "full"})
+    for mpu in (None, Grid()):
+        engine = build(mode, model=Words(mpu), given={"mpu": mpu} if mpu else {})
+        lines = engine.kfac.report.splitlines()
+        heads = [line.split()[0] for line in lines if "shape of an embedding" in line]
+        assert heads == ["output_layer"], engine.kfac.report
 
 
 def test_a_checkpoint_holds_every_shard_and_every_copy_once():
-    mode = Mode("tp-everything", 1, kfac=EVERYTHING)
-    results = run_ranks("tests.deepspeed.tensor_runs:saved", world=2, payload=mode)
+    mode, folder = Mode("tp-everything", 1, kfac=EVERYTHING), shared_folder()
+    first, second = (make_engine("megatron", mode) for _ in range(2))
+    train(first, range(7))
+    first.save_checkpoint(folder, tag="t")
+    second.load_checkpoint(folder, tag="t")
+    exact(whole_state(second.kfac.job), whole_state(first.kfac.job))
+    for engine in (first, second):
+        train(engine, range(7, 10))
+    exact(weights(second), weights(first))
     # gate has up's A
     shards = [f"{name}.shard_{index}_of_2" for name in ("up", "down") for index in (0, 1)]
-    for result in results:
-        assert result["loaded"] and result["same"]
-        assert result["files"] == sorted(
-            f"{name}.A.factor.pt" for name in ["plain", "gathered", "head", *shards]
-        )
-        for name, value in result["replicated"].items():
-            assert torch.equal(value, results[0]["replicated"][name]), (
-                f"{name} differs between tensor-parallel ranks"
-            )
+    files = sorted(path.name for path in Path(folder, "t/kfac").glob("*/*.A.factor.pt"))
+    assert files == sorted(f"{n}.A.factor.pt" for n in ["plain", "gathered", "head", *shards])
+    copies = {n: v for n, v in weights(first).items() if n.split(".")[0] not in PARTS}
+    for other in of_ranks(copies):
+        exact(other, copies)
 
 
-REFUSED = {
-    "labels": (
-        "megatron",
-        Mode("tp", 0, kfac={"factor": {**KFAC["factor"], "fisher": "monte_carlo"}}),
-    ),
-    "cuts the layers": ("autotp", Mode("tp", 0, adam=True, clip=0.0)),
-}
+SAMPLED = {"factor": {**KFAC["factor"], "fisher": "monte_carlo"}}
 
 
-def test_what_shards_cannot_do_is_refused():
-    for messages in run_ranks("tests.deepspeed.tensor_runs:refusals", world=2, payload=REFUSED):
-        for words, message in messages.items():
-            assert words in message, (words, message)
+@pytest.mark.parametrize(
+    ("words", "kind", "mode"),
+    [
+        ("labels", "megatron", Mode("tp", 0, kfac=SAMPLED)),
+        ("cuts the layers", "autotp", Mode("tp", 0, adam=True, clip=0.0)),
+    ],
+)
+def test_what_shards_cannot_do_is_refused(words, kind, mode):
+    assert words in error_of(lambda: make_engine(kind, mode))
 
 
 class ColumnParallelLinear(nn.Module):
@@ -188,16 +208,17 @@ class RowParallelLinear(ColumnParallelLinear):
 
 
 @pytest.mark.parametrize(
-    ("module", "words"),
+    ("kind", "attributes", "words"),
     [
-        (ColumnParallelLinear(gather_output=True), "gather_output"),
-        (ColumnParallelLinear(sequence_parallel=True), "sequence_parallel"),
-        (RowParallelLinear(input_size_per_partition=4), "input_is_parallel"),
-        (RowParallelLinear(), "input_size_per_partition"),
+        (ColumnParallelLinear, {"gather_output": True}, "gather_output"),
+        (ColumnParallelLinear, {"sequence_parallel": True}, "sequence_parallel"),
+        (RowParallelLinear, {"input_size_per_partition": 4}, "input_is_parallel"),
+        (RowParallelLinear, {}, "input_size_per_partition"),
     ],
 )
-def test_a_megatron_layer_whose_tensors_are_not_its_shards_is_left_alone(module, words):
-    (skipped,) = scan(nn.ModuleDict({"known": nn.Linear(4, 3), "unknown": module})).skipped
+def test_a_megatron_layer_whose_tensors_are_not_its_shards_is_left_alone(kind, attributes, words):
+    model = nn.ModuleDict({"known": nn.Linear(4, 3), "unknown": kind(**attributes)})
+    (skipped,) = scan(model).skipped
     assert skipped.name == "unknown" and words in skipped.reason
 
 
