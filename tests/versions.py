@@ -241,8 +241,7 @@ def loaded(payload: tuple[list[str], str]) -> dict[str, list[float]]:
 
 def piped(payload: tuple[list[str], str]) -> dict[str, str]:
     """As :func:`equal`, of this rank's stage of a pipeline."""
-    from tests.deepspeed.pipeline_runs import assert_trained_alike
-    from tests.deepspeed.test_pipeline import CASES
+    from tests.deepspeed.test_pipeline import CASES, assert_trained_alike
 
     cases, found = {mode.name: (mode, count) for mode, count in reversed(CASES)}, {}
     for name in payload[0]:
