@@ -61,7 +61,6 @@ LONGEST = (
     "deepspeed/test_autoep.py",
     "deepspeed/test_spikes.py",
     "deepspeed/test_seam.py",
-    "deepspeed/test_communication.py",
     "benchmarks/test_gpu_script.py",
     "campaign/test_processors.py",
     "benchmarks/test_step.py",

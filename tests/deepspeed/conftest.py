@@ -8,6 +8,7 @@ that only those that fail say so. Tests with different values of a parameter ``d
 """
 
 import inspect
+import warnings
 
 import pytest
 
@@ -70,9 +71,10 @@ def pytest_pyfunc_call(pyfuncitem):
         alike = [item for item in pyfuncitem.session.items if spawn_of(item) == spawn]
         try:
             run(alike)
-        except AssertionError:
+        except AssertionError as error:
             if len(alike) == 1:
                 raise
+            warnings.warn(f"{len(alike)} tests run one by one: {error}", stacklevel=2)
     if pyfuncitem.nodeid not in done:
         run([pyfuncitem])
     return True

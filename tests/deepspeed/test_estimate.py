@@ -1,6 +1,10 @@
 """The estimator against engines: bytes and calls by kind, step by step, and memory; all of it
-exactly."""
+exactly. And what engines count is what torch is asked for."""
 
+import re
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -22,6 +26,7 @@ from tests.close import close
 from tests.covering import some
 from tests.deepspeed.features import merged
 from tests.deepspeed.modes import FP32_ACCUM, OFFLOAD, Mode
+from tests.deepspeed.ranked import of_ranks
 from tests.deepspeed.runs import build
 
 pytestmark = pytest.mark.ranks
@@ -129,6 +134,81 @@ CASES = {
 }
 
 
+NAMES = (
+    "all_to_all_single",
+    "all_reduce",
+    "broadcast",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_gather",
+    "all_gather_object",
+    "barrier",
+    "reduce",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+)
+
+
+@contextmanager
+def asked_of_torch(group):
+    """Counts what torch.distributed is asked for in a process group; "bytes" are those that
+    all-to-alls send to other ranks."""
+    counts: Counter = Counter()
+
+    def counted(name, plain):
+        def call(*args, **kwargs):
+            if kwargs.get("group") is group:
+                counts[name] += 1
+                if name == "all_to_all_single":
+                    splits, sent = kwargs["input_split_sizes"], kwargs["input"]
+                    away = sum(splits) - splits[dist.get_rank()]
+                    counts["bytes"] += away * sent.element_size()
+            return plain(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in NAMES:
+            made = counted(name, getattr(dist, name))
+            stack.enter_context(patch.object(dist, name, made))
+        yield counts
+
+
+ROWS_OF_PAGE = {
+    "1 worker": "MEM-OPT",
+    "2 workers, bf16 wire": "HYBRID",
+    "4 workers": "COMM-OPT",
+    "stage 3, bf16 wire": "ZeRO-3",
+}
+"""Of the cases on 4 ranks, how a row of the table in docs/notes/scaling.md begins."""
+PAGE = Path(__file__).parents[2] / "docs/notes/scaling.md"
+
+
+def exchanges(row: str) -> list[int]:
+    """All-to-alls of a step in which nothing is due, of one that updates factors, and of one that
+    refreshes them, as the page says."""
+    counts = re.search(rf"^\| {row}.* \| (\d) / (\d) / (\d) \|", PAGE.read_text(), re.MULTILINE)
+    return [int(count) for count in counts.groups()]
+
+
+def elements_elsewhere(engine) -> int:
+    """ZeRO-1/2, from DeepSpeed's own numbers alone: gradient elements of layers that do not lie on
+    their owner."""
+    optimizer, kfac = engine.optimizer, engine.kfac.preconditioner
+    names = {id(p): n for n, p in engine.module.named_parameters()}
+    workers = kfac.plan.assignment.workers
+    owners = {name: workers[layer.name][0] for layer in kfac.layers for name in layer.parameters}
+    elsewhere = 0
+    for params, size in zip(optimizer.bit16_groups, optimizer.partition_size, strict=True):
+        ranks = torch.arange(sum(p.numel() for p in params)) // size
+        for p, where in zip(params, ranks.split([p.numel() for p in params]), strict=True):
+            if names[id(p)] in owners:
+                elsewhere += int((where != owners[names[id(p)]]).sum())
+    return elsewhere
+
+
 def make_engine(mode: Mode):
     """As estimated, whatever cores the ranks share here."""
     torch.manual_seed(0)
@@ -178,23 +258,38 @@ def test_bytes_calls_memory_and_shards_are_those_of_an_engine(name, world):
     mode, rank = CASES[world][name], dist.get_rank()
     engine, found = make_engine(mode), expected(mode, world)
     kfac = engine.kfac.preconditioner
-    plain, buffers = kfac.channel.all_to_all, {}
+    channel = kfac.channel
+    plain, buffers = channel.all_to_all, {}
 
     def all_to_all(sent, outgoing, incoming, carries):
         received, handle = plain(sent, outgoing, incoming, carries)
         buffers.setdefault(next(iter(carries)), []).append(sent.nbytes + received.nbytes)
         return received, handle
 
-    kfac.channel.all_to_all = all_to_all
-    kinds = {step: kind for kind, step in STEPS.items()}
+    channel.all_to_all = all_to_all
+    kinds, all_to_alls = {step: kind for kind, step in STEPS.items()}, []
     for step in range(max(STEPS.values()) + 1):
-        before = traffic(kfac.channel)
+        before, calls, sent = traffic(channel), Counter(channel.calls), Counter(channel.sent)
         buffers.clear()
-        run(engine)
+        with asked_of_torch(channel.group) as asked:
+            run(engine)
+        calls, sent = Counter(channel.calls) - calls, Counter(channel.sent) - sent
+        proof = 2 * (step in (0, 4))  # captured steps 1 and 3: rows, and what came of them
+        assert asked["all_reduce"] == calls.pop("proof", 0) == proof, step
+        assert asked["all_gather_object"] <= (step == 0), "once: layers that share their input"
+        assert asked["all_to_all_single"] == sum(calls.values()) <= 4, "sums, bases, there, back"
+        assert asked.keys() <= {"all_reduce", "all_gather_object", "all_to_all_single", "bytes"}
+        sent.pop("proof", 0)
+        aligned = asked["bytes"] - sum(sent.values())
+        assert 0 <= aligned <= 16 * 5 * world * 2, (step, "alignment alone")
+        all_to_alls.append(sum(calls.values()))
         if step in kinds:
             estimate = getattr(found, kinds[step])
-            assert since(before, traffic(kfac.channel)) == planned(estimate, rank), kinds[step]
-            assert sum(estimate.calls) <= 4
+            assert since(before, traffic(channel)) == planned(estimate, rank), kinds[step]
+    if world == 4 and name in ROWS_OF_PAGE:
+        assert [all_to_alls[step] for step in STEPS.values()] == exchanges(ROWS_OF_PAGE[name])
+    if mode.stage in (1, 2) and mode.dtype == "fp32" and not mode.zero:
+        assert kfac.exchange.plan.gather.total_numel == elements_elsewhere(engine)
     memory = {kind: int(nbytes[rank]) for kind, nbytes in found.memory.items()}
     factors = kfac.curvature.factors.values()
     of_factors = sum(own.packed_P.nbytes + own.updates.nbytes for own in factors)
@@ -215,6 +310,21 @@ def test_bytes_calls_memory_and_shards_are_those_of_an_engine(name, world):
         return [tuple(getattr(s, name) for name in fields) for s in sorted(shards.shards.shards)]
 
     assert places(kfac.layout) == places(found)
+
+
+GPT_12 = GPTConfig(width=64, blocks=12, heads=2, context=16)
+
+
+@pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 2), (2, 2), (3, 2), (0, 4), (3, 4)])
+def test_ranks_hold_equal_parts_of_the_state_and_most_gradients_stay(stage, world):
+    torch.manual_seed(0)
+    engine = build(case(stage, "fp32", workers(1 / world)), model=GPT(GPT_12))
+    run(engine)
+    kfac = engine.kfac.preconditioner
+    state = nbytes_of(kfac)[0]
+    assert kfac.owned and state <= 1.15 / world * sum(of_ranks(state))
+    moved, gradient = kfac.exchange.plan.gather.total_numel, sum(x.numel for x in kfac.layers)
+    assert stage not in (1, 2) or moved < 0.05 * gradient
 
 
 PERIOD, SETTLED = 4, 8

@@ -65,19 +65,13 @@ ADAM = {"adam": True, "orthogonal": True, "kfac": NO_G}
 HALF = {"dtype": "bf16"}
 STEPS = [
     Mode("Adam z0", 0, **ADAM),
-    Mode("Adam z2", 2, **ADAM),
-    Mode("Adam z2 bf16", 2, **HALF, **ADAM),
-    Mode("Adam z3 bf16", 3, **HALF, **ADAM),
     Mode("Adam z3 bf16, biases", 3, **HALF, **ADAM),
-    Mode("gradient z0", 0),
     Mode("all workers z0", 0, kfac=WORKERS),
     Mode("gradient z3 bf16", 3, **HALF),
     Mode("Adam z3 bf16, large", 3, **HALF, **ADAM),
     Mode("Adam z2, large, both sides", 2, **{**ADAM, "kfac": BOTH}),
     Mode("gradient z3 bf16, large, A", 3, **HALF, kfac=NO_G),
     Mode("Adam z2, batched", 2, **ADAM),
-    Mode("Adam z3 bf16, batched", 3, **HALF, **ADAM),
-    Mode("gradient z2, batched", 2),
     Mode("gradient z3 bf16, batched", 3, **HALF),
     Mode(
         "gradient z2, batched, corrected", 2, kfac={"preconditioner": {"eigenvalues": "corrected"}}
@@ -89,10 +83,10 @@ are batched."""
 BATCHED = 8
 """Layers of one batch, of 24 on a rank."""
 ROWS = 4
-IN_PLACE = "gradient z2, batched", "gradient z2, batched, corrected"
-"""Modes in which a batch's gradients lie at equal distances in DeepSpeed's memory, and no clipping
-is to come: the step reads them there. The estimate counts a copy, which other models' layouts
-need."""
+IN_PLACE = "gradient z2, batched, corrected"
+"""The mode in which a batch's gradients lie at equal distances in DeepSpeed's memory, and no
+clipping is to come: the step reads them there. The estimate counts a copy, which other models'
+layouts need."""
 
 
 @pytest.mark.ranks(2)
@@ -110,9 +104,9 @@ def test_a_step_holds_what_the_estimate_says(name):
     config = mode.config(1)
     for module in (rotation, facts, adam_facts, estimates):
         module.AT_ONCE = 1 << 12 if "large" in name else 1 << 22
-    with chosen(config["kfac"]) as block:
-        subject = Subject(model, {**config, "kfac": block})
     with patch.object(rotation, "BATCHED", BATCHED * SIDES[0] ** 2):
+        with chosen(config["kfac"]) as block:
+            subject = Subject(model, {**config, "kfac": block})
         captured, plain, kfac = measured(mode, model)
         with chosen(config["kfac"]):
             estimate = Estimate(subject, kfac.plan.assignment.work.costs, 2, ROWS)
@@ -120,7 +114,7 @@ def test_a_step_holds_what_the_estimate_says(name):
     own = {kind: int(nbytes[dist.get_rank()]) for kind, nbytes in estimate.memory.items()}
     layer = 4 * max(parameter.numel() for parameter in model.parameters())
     of_plain = max(own[kind] for kind in ("gradients", "workspace", "results"))
-    of_plain -= BATCHED * layer * (name in IN_PLACE)
+    of_plain -= BATCHED * layer * (name == IN_PLACE)
     for found, said in ((captured, own[BESIDE]), (plain, of_plain)):
         # a layer is copied in its products and moments
         assert 0.9 * said <= found <= 1.02 * said + layer, (found, said)
@@ -138,7 +132,7 @@ def measured(mode: Mode, model: nn.Module):
         plain()
         peaks.append(live.peak)
 
-    for step in range(11):
+    for step in range(7):
         x = torch.randn(ROWS, SIDES[0], generator=torch.Generator().manual_seed(step))
         loss = engine(x.to(engine.get_data_types()[0])).float().square().mean()
         # the first one is another one
@@ -146,9 +140,9 @@ def measured(mode: Mode, model: nn.Module):
         with live if step else nullcontext():  # counting takes most of the time
             engine.backward(loss)
             engine.step()
-    # steps 4, 6, 8 and 10 capture and replace what was counted; before the others there are
+    # steps 4 and 6 capture and replace what was counted; before the others there are
     # DeepSpeed's gradients; gloo's threads may let go of a message late
-    captured = min(peaks[step - 1] - before[step - 2] for step in (4, 6, 8, 10))
+    captured = min(peaks[step - 1] - before[step - 2] for step in (4, 6))
     return (
         captured,
         min(peaks[step - 1] - before[step - 1] for step in (3, 5)),

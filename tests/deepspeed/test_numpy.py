@@ -101,8 +101,10 @@ def train(rule: str, start: dict[str, np.ndarray], variation: Variation) -> dict
     dtype = np.float64 if variation == PLAIN or variation.exact else np.float32
     Ws = []
     for name, bias in zip(NAMES, BIAS, strict=True):
-        parts = [start[f"{name}.weight"]] + [start[f"{name}.bias"][:, None]] * bias
-        Ws.append(np.concatenate(parts, 1).astype(dtype))
+        W = start[f"{name}.weight"]
+        if bias:
+            W = np.concatenate([W, start[f"{name}.bias"][:, None]], 1)
+        Ws.append(W.astype(dtype))
     factors: list = [None] * len(Ws)
     bases: list = [None] * len(Ws)
     m, v = [np.zeros_like(W) for W in Ws], [np.zeros_like(W) for W in Ws]

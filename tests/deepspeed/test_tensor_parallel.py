@@ -233,39 +233,6 @@ def inverses(C: Tensor, block: int, damping: float) -> Tensor:
     return torch.block_diag(*map(torch.linalg.inv, damped))
 
 
-class VocabParallelEmbedding(nn.Module):
-    """Megatron's: each rank has the rows of some words."""
-
-    def __init__(self, whole: nn.Embedding, mpu: Grid) -> None:
-        super().__init__()
-        self.group, self.num_embeddings = mpu.get_model_parallel_group(), whole.num_embeddings
-        rank = mpu.get_model_parallel_rank()
-        self.weight = nn.Parameter(whole.weight.detach().chunk(2)[rank].clone())
-        self.weight.tensor_model_parallel = True
-        self.first = rank * len(self.weight)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        places = tokens - self.first
-        here = (places >= 0) & (places < len(self.weight))
-        rows = nn.functional.embedding(places * here, self.weight) * here[..., None]
-        return _Sum.apply(rows, self.group)
-
-
-class Words(nn.Module):
-    """A language model whose head has no head's name; cut if there is an mpu."""
-
-    def __init__(self, mpu: Grid | None) -> None:
-        super().__init__()
-        self.words, self.mix = nn.Embedding(20, 12), nn.Linear(12, 12)
-        self.output_layer = nn.Linear(12, 20)
-        if mpu is not None:
-            self.words = VocabParallelEmbedding(self.words, mpu)
-            self.output_layer = ColumnParallelLinear(self.output_layer, mpu)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return _first(self.output_layer(torch.tanh(self.mix(self.words(tokens)))))
-
-
 TYPES = {**EVERY_TYPE, "preconditioner": {"kl_clip": 9e-5}}
 CASES = [
     *(("megatron", Mode(f"tp-z{stage}", stage, kfac=TYPES)) for stage in (0, 1, 2)),
@@ -375,15 +342,6 @@ def test_a_shard_takes_steps_of_the_size_of_a_whole_layers():
     near(sizes, dict.fromkeys(sizes, 1.0), 1e-3, why)
 
 
-def test_a_head_that_is_cut_is_found_by_its_shape():
-    mode = Mode("tp", 1, adam=True, kfac={"adam": {}, "report": "full"})
-    for mpu in (None, Grid()):
-        engine = build(mode, model=Words(mpu), given={"mpu": mpu} if mpu else {})
-        lines = engine.kfac.report.splitlines()
-        heads = [line.split()[0] for line in lines if "shape of an embedding" in line]
-        assert heads == ["output_layer"], engine.kfac.report
-
-
 def test_a_checkpoint_holds_every_shard_and_every_copy_once():
     mode, folder = Mode("tp-everything", 1, kfac=EVERYTHING), shared_folder()
     first, second = (make_engine("megatron", mode) for _ in range(2))
@@ -442,10 +400,13 @@ def test_a_megatron_layer_whose_tensors_are_not_its_shards_is_left_alone(kind, a
     assert skipped.name == "unknown" and words in skipped.reason
 
 
-@pytest.mark.parametrize(("words", "is_head"), [(3, True), (12, True), (13, False)])
-def test_a_shard_of_a_head_is_found_beside_an_embedding_of_all_words(words, is_head):
-    model = nn.Sequential(
-        nn.Embedding(words, 4), nn.Linear(4, 4), alike("ColumnParallelLinear", gather_output=False)
-    )
-    *_, last = scan(model).layers
+@pytest.mark.parametrize(
+    ("words", "is_head"), [(3, True), (12, True), (13, False), ("3 of this rank", True)]
+)
+def test_a_head_that_is_cut_is_found_by_its_shape(words, is_head):
+    """Beside an embedding of all words, or one that is cut, too."""
+    whole = isinstance(words, int)
+    embedding = nn.Embedding(words, 4) if whole else alike("VocabParallelEmbedding")
+    head = alike("ColumnParallelLinear", gather_output=False)
+    *_, last = scan(nn.Sequential(embedding, nn.Linear(4, 4), head)).layers
     assert last.kind == "ColumnParallelLinear" and last.makes_words is is_head
