@@ -7,7 +7,7 @@ import torch
 
 from tests import spread
 from tests.close import RATIOS, close
-from tests.deepspeed.features import ACCUMULATION, CASES, losses_of, whole_model
+from tests.deepspeed.features import CASES, losses_of, whole_model
 from tests.deepspeed.modes import BY_NAME, MICRO_ROWS
 from tests.deepspeed.runs import Rounding16, reference
 from tests.models import cross_entropy, make_batch, make_net
@@ -47,7 +47,7 @@ def run(name: str) -> tuple:
     mode, model = CASES[name].mode("z0", WORLD), whole_model(CASES[name])
     initial = {n: p.detach().clone() for n, p in make_net(model).named_parameters()}
     options = {"model": model, "losses": losses_of(name, WORLD), "kfac_config": mode.kfac}
-    train = partial(reference, mode, ACCUMULATION, WORLD, initial, **options)
+    train = partial(reference, mode, CASES[name].accumulation, WORLD, initial, **options)
     return lambda variation, **kind: train(variation=variation, **kind), initial
 
 

@@ -43,7 +43,7 @@ from tests.oracle import ReferenceKFAC, _seen
 from tests.oracle_images import ImageKFAC
 from tests.spread import difference
 
-ROWS, ACCUMULATION = 4, 2
+ROWS = 4
 
 
 class FusedNet(TokenNet):
@@ -220,6 +220,7 @@ class Feature:
     workers: int = 0
     wire: float = 0.0
     steps: int = 4
+    accumulation: int = 2
     oracle: type[ReferenceKFAC] = ReferenceKFAC
     before_step: Callable | None = None
     known: dict | None = None
@@ -266,10 +267,11 @@ def drawn(logits: Tensor, labels: Tensor) -> Tensor:
 def losses_of(name: str, world: int):
     """The oracle's: of the whole batch; of images by micro-batches, whose statistics are
     BatchNorm's."""
-    feature, rows = CASES[name], world * ACCUMULATION * ROWS
+    feature = CASES[name]
+    rows = world * feature.accumulation * ROWS
     if whole_model(feature) is Net:
         return None
-    parts = world * ACCUMULATION if feature.model is ConvNet else 1
+    parts = world * feature.accumulation if feature.model is ConvNet else 1
 
     def losses(model, kfac, step, variation):
         batch, dtype = feature.batch(step, rows), next(model.parameters()).dtype
@@ -304,9 +306,9 @@ def train(engine, feature: Feature) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     dtype = engine.get_data_types()[0]
     for step in range(feature.steps):
-        batch = feature.batch(step, world * ACCUMULATION * ROWS)
-        for micro in range(ACCUMULATION):
-            first = (rank * ACCUMULATION + micro) * ROWS
+        batch = feature.batch(step, world * feature.accumulation * ROWS)
+        for micro in range(feature.accumulation):
+            first = (rank * feature.accumulation + micro) * ROWS
             own = {k: None if t is None else t[first : first + ROWS] for k, t in batch.items()}
             if "x" in own:
                 own["x"] = own["x"].to(dtype)
@@ -329,7 +331,7 @@ def compared(name: str, mode_name: str) -> tuple[float, float]:
             made = feature.optimizer(model.parameters(), lr=LR)
             given = {"optimizer": made, "model_parameters": None}
             overrides = {"optimizer": None}
-        engine = build(mode, ACCUMULATION, model=model, given=given, **overrides)
+        engine = build(mode, feature.accumulation, model=model, given=given, **overrides)
         initial = weights(engine)
         if engine.kfac.sampling:
             engine.kfac.sampler = lambda logits, reached, generator: drawn(
@@ -349,7 +351,7 @@ def compared(name: str, mode_name: str) -> tuple[float, float]:
             return 0.0, 1.0
         found = expected(
             mode,
-            ACCUMULATION,
+            feature.accumulation,
             world,
             initial,
             steps=feature.steps,
@@ -470,6 +472,12 @@ FUSED = {"adam": True, "orthogonal": True, "maps": MAPS}
 SAMPLED_MODES = ("z0", "z2")
 """At stage 3 it is refused."""
 
+
+def tiled_loss(**changes: bool) -> Feature:
+    """Its backward runs in the forward, where DeepSpeed divides by no micro-batches."""
+    return Feature({}, TiledLossNet, changes, modes=("z0",), worlds=(1,), accumulation=1)
+
+
 CASES: dict[str, Feature] = {
     "corrected": Feature(CORRECTED),
     "activations_only": Feature(NO_G),
@@ -502,8 +510,8 @@ CASES: dict[str, Feature] = {
     "adam-activations_only": Feature(NO_G, changes=ADAM),
     "adam-maps": Feature(model=FusedNet, changes=FUSED),
     "batched-adam-maps": Feature(BATCHED, FusedNet, FUSED, check=batched),
-    "tiled_loss": Feature({}, TiledLossNet, modes=("z0",), worlds=(1,)),
-    "tiled_loss-adam": Feature({}, TiledLossNet, ADAM, modes=("z0",), worlds=(1,)),
+    "tiled_loss": tiled_loss(),
+    "tiled_loss-adam": tiled_loss(**ADAM),
     "in_place": Feature(
         BATCHED,
         SpacedNet,

@@ -26,20 +26,22 @@ class Mixture(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.head = nn.Linear(WIDTH, CLASSES)
-        weights = torch.randn(2, WIDTH, WIDTH)
-        if kind == "stack":
+        weights, self.stacked = torch.randn(2, WIDTH, WIDTH), kind == "stack"
+        if self.stacked:
             self.w = nn.Parameter(weights)
         else:
             self.w = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in weights)
             for expert, weight in zip(self.w, weights, strict=True):
                 expert.weight.data.copy_(weight)
 
+    def expert(self, k: int, x):
+        return F.linear(x, self.w[k]) if self.stacked else self.w[k](x)
+
     def forward(self, x, route):
         out = x
         for k in range(2):
-            w, chosen = self.w[k], (route == k).nonzero()[:, 0]
-            y = w(x[chosen]) if isinstance(w, nn.Linear) else F.linear(x[chosen], w)
-            out = out.index_add(0, chosen, y)
+            chosen = (route == k).nonzero()[:, 0]
+            out = out.index_add(0, chosen, self.expert(k, x[chosen]))
         return self.head(out)
 
 
@@ -65,7 +67,8 @@ def test_G_of_an_expert_is_the_second_moment_of_its_gradients_wherever_its_token
             expected[k] = G if step == 0 else (expected[k] + G) / 2
     factors = engine.kfac.preconditioner.curvature.factors
     found = {k: (f.side.blocks(f.packed_P)[0][0], float(f.updates)) for k, f in factors.items()}
-    (both,) = [a | b for a, b in [of_ranks(found)]]
+    first, second = of_ranks(found)
+    both = first | second
     for k, updates in enumerate((2, 1)):
         close(both[f"w.{k}/G"][0], expected[k], sums=4 * ROWS, what=f"expert {k}")
         assert both[f"w.{k}/G"][1] == updates

@@ -110,8 +110,9 @@ def test_a_step_holds_what_the_estimate_says(name):
         captured, plain, kfac = measured(mode, model)
         with chosen(config["kfac"]):
             estimate = Estimate(subject, kfac.plan.assignment.work.costs, 2, ROWS)
+            memory = estimate.memory
     assert estimate.plan.assignment == kfac.plan.assignment
-    own = {kind: int(nbytes[dist.get_rank()]) for kind, nbytes in estimate.memory.items()}
+    own = {kind: int(nbytes[dist.get_rank()]) for kind, nbytes in memory.items()}
     layer = 4 * max(parameter.numel() for parameter in model.parameters())
     of_plain = max(own[kind] for kind in ("gradients", "workspace", "results"))
     of_plain -= BATCHED * layer * (name == IN_PLACE)
