@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_kfac.ops.host_copy import HostCopy
@@ -101,6 +102,19 @@ def test_an_ordinary_step_neither_waits_for_the_device_nor_sends_it_numbers(name
         with patch.object(job, "step", lambda: found.update(watched(plain))):
             engine.step()
     assert not found
+
+
+@pytest.mark.ranks(1)
+def test_a_step_that_is_not_due_has_four_products_a_layer_and_no_decomposition():
+    engine = build(BY_NAME["z2"], kfac=merged(KFAC, INTERVALS))
+    train(engine, 1, steps=2)
+    for x, y in micro_batches(2, 1):
+        engine.backward(engine(x, y))
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        engine.step()
+    counts = {event.key: event.count for event in trace.key_averages()}
+    assert counts["aten::mm"] == 4 * len(engine.kfac.preconditioner.owned)
+    assert not any("eigh" in key for key in counts)
 
 
 class Timed(HostCopy):
