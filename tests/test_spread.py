@@ -1,6 +1,5 @@
 """Bounds from a run's own spread: rounding stays within them, a mistake in one term does not."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -8,9 +7,9 @@ import torch
 
 from tests import spread
 from tests.close import RATIOS, close
+from tests.deepspeed.features import CASES, losses_of, whole_model
 from tests.deepspeed.modes import BY_NAME, MICRO_ROWS
 from tests.deepspeed.runs import Rounding16, reference
-from tests.deepspeed.test_features import CASES, expected_weights
 from tests.models import cross_entropy, make_batch, make_net
 from tests.oracle import ReferenceKFAC
 from tests.spread import PLAIN, Variation, difference, expected, in_float64
@@ -53,9 +52,17 @@ def weights(model) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", SEEN)
 def test_mistakes_are_outside_of_the_bound(name):
-    initial = weights(make_net(CASES[name]["model"]))
-    mode = replace(BY_NAME["z0"], **CASES[name]["mode"])
-    train = partial(expected_weights, name, mode, initial, WORLD)
+    case = CASES[name]
+    mode = case.mode("z0", WORLD)
+    model = whole_model(case)
+    initial = weights(make_net(model))
+    options = {"model": model, "losses": losses_of(name, WORLD), "kfac_config": mode.kfac}
+
+    def train(variation: Variation, **kind) -> dict[str, torch.Tensor]:
+        return reference(
+            mode, case.accumulation, WORLD, initial, variation=variation, **options, **kind
+        )
+
     found = expected(train, initial)
     off = {
         mistake: difference(train(PLAIN, kind=wrong(mistake)), found.weights, initial)

@@ -58,7 +58,7 @@ MODES = (
     "adam-z0-fp16",
 )
 GROUPS = ("corrected", "adam", "batched", "")
-"""Of the cases of test_features, by a word of their names; the first that fits."""
+"""Of tests/deepspeed/features.py, by a word of their names; the first that fits."""
 
 
 class Failures:
@@ -91,16 +91,18 @@ def run_tests(selection: list[str]) -> tuple[dict[str, float], list[str]]:
 def run_engines() -> dict[str, float]:
     """Group of cases of whole engines -> largest difference from tests/oracle.py / allowed
     (tests/spread.py)."""
-    from tests.deepspeed.test_features import CASES
+    from tests.deepspeed.features import rows
 
     found: dict[str, float] = {}
 
     def note(group: str, value: float, bound: float) -> None:
         found[group] = max(found.get(group, 0.0), value / bound)
 
-    worker = "tests.deepspeed.test_features:worker"
-    payload = [(name, ["z2"]) for name in CASES]
-    for (name, _), (error, bound, *_) in run_ranks(worker, world=2, payload=payload)[0].items():
+    pairs = {name: mode for name, mode, world in rows() if world == 2}
+    worker = "tests.deepspeed.features:worker"
+    for (name, _), (error, bound) in run_ranks(worker, world=2, payload=[*pairs.items()])[
+        0
+    ].items():
         note("features " + next(word for word in GROUPS if word in name), error, bound)
     cases = [(name, 4) for name in MODES]
     for (name, _), result in run_ranks("tests.deepspeed.runs:compare", world=2, payload=cases)[
@@ -108,12 +110,6 @@ def run_engines() -> dict[str, float]:
     ].items():
         kind = next((dtype for dtype in ("bf16", "fp16") if dtype in name), "fp32")
         note(f"modes {kind}", result["difference"], result["bound"])
-    for name, result in run_ranks("tests.deepspeed.test_inverse:worker", world=2)[0].items():
-        note(
-            "inverse on the wire" if "wire" in name else "inverse",
-            result["difference"],
-            result["bound"],
-        )
     return found
 
 

@@ -167,3 +167,8 @@ def as_stacks(values: dict[str, torch.Tensor], kind: type) -> dict[str, torch.Te
                     stack.mT if lying else stack
                 )
     return own
+
+
+def batch(rows: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(rows, WIDTH, generator=generator)
+    return x, torch.randint(CLASSES, (rows,), generator=generator)

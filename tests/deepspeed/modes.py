@@ -49,6 +49,8 @@ class Mode:
     adam_ratio: float = 1.0
     maps: dict = field(default_factory=dict)
     """``adam.blocks``."""
+    inner: dict = field(default_factory=dict)
+    """The "optimizer" block, in place of the precision's."""
 
     @property
     def precision(self) -> str:
@@ -69,9 +71,8 @@ class Mode:
 
     @property
     def optimizer(self) -> dict[str, Any]:
-        block = copy.deepcopy(
-            KFAC_ADAMW[self.precision] if self.adam else OPTIMIZERS[self.precision]
-        )
+        blocks = KFAC_ADAMW if self.adam else OPTIMIZERS
+        block = copy.deepcopy(self.inner or blocks[self.precision])
         if self.adam:
             block["params"]["adam_lr"] = self.adam_ratio * block["params"]["lr"]
         return block
@@ -80,16 +81,10 @@ class Mode:
     def mathematics(self) -> str:
         """What decides which numbers come out, but for rounding: modes of which it is the same
         share a reference."""
-        stage_0 = self.stage == 0 and self.dtype != "fp32"
-        facts = {"stage 0": stage_0, "kfac": self.kfac, "groups": self.groups, "dtype": self.dtype}
-        facts |= {
-            "clip": self.clip,
-            "adam": self.adam,
-            "orthogonal": self.orthogonal,
-            "extra": self.extra,
-        }
-        facts |= {"whiten": self.whiten, "rotate": self.rotate, "maps": self.maps}
-        return str(facts | {"size": self.size, "base": self.base, "ratio": self.adam_ratio})
+        facts = vars(self) | {"stage": self.stage == 0 and self.dtype != "fp32"}
+        for name in ("name", "zero", "zero_init", "fused", "wrapper"):
+            del facts[name]
+        return str(facts)
 
     @property
     def factors(self) -> dict[str, str]:
@@ -104,7 +99,7 @@ class Mode:
             "zero_init": str(self.zero_init),
         }
 
-    def config(self, accumulation: int, world: int) -> dict[str, Any]:
+    def config(self, accumulation: int, world: int = 1) -> dict[str, Any]:
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": MICRO_ROWS,
             "gradient_accumulation_steps": accumulation,
@@ -149,99 +144,66 @@ CORRECTED = {
     "preconditioner": {**KFAC["preconditioner"], "eigenvalues": "corrected", "kl_clip": 0.001},
     "damping": {"kind": "tikhonov", "value": 0.01},
 }
-Z12, Z3 = "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"
+WORDS: dict[str, dict[str, Any]] = {
+    "groups": {"groups": "decay"},
+    "noclip": {"clip": 0.0},
+    "clipped": {"clip": CLIPPED},
+    "fused": {"fused": True},
+    "offload": {"zero": OFFLOAD},
+    "half": {"zero": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "fused": True},
+    "offload_param": {"zero": {**OFFLOAD, "offload_param": {"device": "cpu"}}},
+    "round_robin": {"zero": {"round_robin_gradients": True}},
+    "overlap": {"zero": {"overlap_comm": True, "contiguous_gradients": True}},
+    "not_contiguous": {"zero": {"contiguous_gradients": False}},
+    "all_reduce": {"zero": {"reduce_scatter": False}},
+    "small_buckets": {"zero": {"reduce_bucket_size": 200}},
+    "sub_groups": {"zero": {"sub_group_size": 100}},
+    "persistence_0": {"zero": {"stage3_param_persistence_threshold": 0}},
+    "zero_init": {"zero_init": True, "zero": {"stage3_param_persistence_threshold": 0}},
+    "relative_damping": {"kfac": {"damping": {"kind": "relative", "value": 0.3}}},
+    "corrected": {"kfac": CORRECTED},
+    "bf16": {"dtype": "bf16"},
+    "fp16": {"dtype": "fp16", "extra": SCALE},
+    "accum32": {"extra": FP32_ACCUM},
+    "late": {"extra": {"bf16": {"immediate_grad_update": False}}},
+}
+"""What a word of a mode's name sets."""
+NAMES = """
+z0 z0-groups z0-noclip z1 z1-groups z1-offload z1-round_robin
+z2 z2-groups z2-not_contiguous z2-overlap z2-overlap-not_contiguous z2-round_robin z2-all_reduce
+z2-small_buckets z2-offload z2-offload-round_robin z2-relative_damping
+z3 z3-groups z3-sub_groups z3-persistence_0 z3-zero_init z3-offload z3-offload-half z3-offload_param
+z0-bf16 z0-bf16-fused z1-bf16 z1-bf16-accum32 z1-bf16-accum32-late z1-bf16-offload
+z2-bf16 z2-bf16-accum32 z2-bf16-offload z2-bf16-round_robin
+z3-bf16 z3-bf16-accum32 z3-bf16-offload z3-bf16-zero_init
+z0-fp16 z0-fp16-fused z1-fp16 z1-fp16-accum32 z2-fp16 z2-fp16-offload z3-fp16 z3-fp16-offload
+z0-clipped z1-offload-clipped z2-bf16-clipped z3-clipped z1-bf16-accum32-clipped
+z2-fp16-corrected z3-fp16-corrected z2-bf16-corrected z3-bf16-accum32-corrected
+"""
 
-MODES = [
-    Mode("z0", 0, wrapper="AdamW"),
-    Mode("z0-groups", 0, groups="decay", wrapper="AdamW"),
-    Mode("z0-noclip", 0, clip=0.0, wrapper="AdamW"),
-    Mode("z1", 1, wrapper=Z12),
-    Mode("z1-groups", 1, groups="decay", wrapper=Z12),
-    Mode("z1-offload", 1, zero=OFFLOAD, wrapper=Z12),
-    Mode("z1-round_robin", 1, zero={"round_robin_gradients": True}, wrapper=Z12),
-    Mode("z2", 2, wrapper=Z12),
-    Mode("z2-groups", 2, groups="decay", wrapper=Z12),
-    Mode("z2-not_contiguous", 2, zero={"contiguous_gradients": False}, wrapper=Z12),
-    Mode("z2-overlap", 2, zero={"overlap_comm": True, "contiguous_gradients": True}, wrapper=Z12),
-    Mode(
-        "z2-overlap-not_contiguous",
-        2,
-        zero={"overlap_comm": True, "contiguous_gradients": False},
-        wrapper=Z12,
-    ),
-    Mode("z2-round_robin", 2, zero={"round_robin_gradients": True}, wrapper=Z12),
-    Mode("z2-all_reduce", 2, zero={"reduce_scatter": False}, wrapper=Z12),
-    Mode("z2-small_buckets", 2, zero={"reduce_bucket_size": 200}, wrapper=Z12),
-    Mode("z2-offload", 2, zero=OFFLOAD, wrapper=Z12),
-    Mode("z2-offload-round_robin", 2, zero={**OFFLOAD, "round_robin_gradients": True}, wrapper=Z12),
-    Mode(
-        "z2-relative_damping", 2, kfac={"damping": {"kind": "relative", "value": 0.3}}, wrapper=Z12
-    ),
-    Mode("z3", 3, wrapper=Z3),
-    Mode("z3-groups", 3, groups="decay", wrapper=Z3),
-    Mode("z3-sub_groups", 3, zero={"sub_group_size": 100}, wrapper=Z3),
-    Mode("z3-persistence_0", 3, zero={"stage3_param_persistence_threshold": 0}, wrapper=Z3),
-    Mode(
-        "z3-zero_init",
-        3,
-        zero_init=True,
-        zero={"stage3_param_persistence_threshold": 0},
-        wrapper=Z3,
-    ),
-    Mode("z3-offload", 3, zero=OFFLOAD, wrapper=Z3),
-    Mode(
-        "z3-offload-half",
-        3,
-        zero={"offload_optimizer": {"device": "cpu", "ratio": 0.5}},
-        fused=True,
-        wrapper=Z3,
-    ),
-    Mode("z3-offload_param", 3, zero={**OFFLOAD, "offload_param": {"device": "cpu"}}, wrapper=Z3),
-    Mode("z0-bf16", 0, "bf16", wrapper="FP16_UnfusedOptimizer"),
-    Mode("z0-bf16-fused", 0, "bf16", fused=True, wrapper="FP16_Optimizer"),
-    Mode("z1-bf16", 1, "bf16", wrapper=Z12),
-    Mode("z1-bf16-accum32", 1, "bf16", extra=FP32_ACCUM, wrapper="BF16_Optimizer"),
-    Mode(
-        "z1-bf16-accum32-late",
-        1,
-        "bf16",
-        extra={**FP32_ACCUM, "bf16": {"immediate_grad_update": False}},
-        wrapper="BF16_Optimizer",
-    ),
-    Mode("z1-bf16-offload", 1, "bf16", zero=OFFLOAD, wrapper=Z12),
-    Mode("z2-bf16", 2, "bf16", wrapper=Z12),
-    Mode("z2-bf16-accum32", 2, "bf16", extra=FP32_ACCUM, wrapper=Z12),
-    Mode("z2-bf16-offload", 2, "bf16", zero=OFFLOAD, wrapper=Z12),
-    Mode("z2-bf16-round_robin", 2, "bf16", zero={"round_robin_gradients": True}, wrapper=Z12),
-    Mode("z3-bf16", 3, "bf16", wrapper=Z3),
-    Mode("z3-bf16-accum32", 3, "bf16", extra=FP32_ACCUM, wrapper=Z3),
-    Mode("z3-bf16-offload", 3, "bf16", zero=OFFLOAD, wrapper=Z3),
-    Mode("z3-bf16-zero_init", 3, "bf16", zero_init=True, wrapper=Z3),
-    Mode("z0-fp16", 0, "fp16", extra=SCALE, wrapper="FP16_UnfusedOptimizer"),
-    Mode("z0-fp16-fused", 0, "fp16", extra=SCALE, fused=True, wrapper="FP16_Optimizer"),
-    Mode("z1-fp16", 1, "fp16", extra=SCALE, wrapper=Z12),
-    Mode("z1-fp16-accum32", 1, "fp16", extra={**SCALE, **FP32_ACCUM}, wrapper=Z12),
-    Mode("z2-fp16", 2, "fp16", extra=SCALE, wrapper=Z12),
-    Mode("z2-fp16-offload", 2, "fp16", extra=SCALE, zero=OFFLOAD, wrapper=Z12),
-    Mode("z3-fp16", 3, "fp16", extra=SCALE, wrapper=Z3),
-    Mode("z3-fp16-offload", 3, "fp16", extra=SCALE, zero=OFFLOAD, wrapper=Z3),
-    Mode("z0-clipped", 0, clip=CLIPPED, wrapper="AdamW"),
-    Mode("z1-offload-clipped", 1, zero=OFFLOAD, clip=CLIPPED, wrapper=Z12),
-    Mode("z2-bf16-clipped", 2, "bf16", clip=CLIPPED, wrapper=Z12),
-    Mode("z3-clipped", 3, clip=CLIPPED, wrapper=Z3),
-    Mode(
-        "z1-bf16-accum32-clipped",
-        1,
-        "bf16",
-        extra=FP32_ACCUM,
-        clip=CLIPPED,
-        wrapper="BF16_Optimizer",
-    ),
-    Mode("z2-fp16-corrected", 2, "fp16", extra=SCALE, kfac=CORRECTED, wrapper=Z12),
-    Mode("z3-fp16-corrected", 3, "fp16", extra=SCALE, kfac=CORRECTED, wrapper=Z3),
-    Mode("z2-bf16-corrected", 2, "bf16", kfac=CORRECTED, wrapper=Z12),
-    Mode("z3-bf16-accum32-corrected", 3, "bf16", extra=FP32_ACCUM, kfac=CORRECTED, wrapper=Z3),
-]
+
+def named(name: str) -> Mode:
+    """Return the mode that a name of :data:`NAMES` describes."""
+    place, *words = name.split("-")
+    mode = Mode(name, stage := int(place[1]))
+    for word in words:
+        settings = {
+            key: {**getattr(mode, key), **value} if isinstance(value, dict) else value
+            for key, value in WORDS[word].items()
+        }
+        mode = replace(mode, **settings)
+    if stage:
+        wrapper = "DeepSpeedZeroOptimizer" + "_Stage3" * (stage == 3)
+        if stage == 1 and mode.dtype == "bf16" and "accum32" in words:
+            wrapper = "BF16_Optimizer"
+    elif mode.dtype == "fp32":
+        wrapper = "AdamW"
+    else:
+        wrapper = "FP16_Optimizer" if mode.fused else "FP16_UnfusedOptimizer"
+    return replace(mode, wrapper=wrapper)
+
+
+MODES = [named(name) for name in NAMES.split()]
 AUTOCAST = [
     Mode(
         f"z{stage}-autocast_{dtype}",

@@ -1,43 +1,24 @@
 """What the tests of model parallelism share: the whole model trained in one process, and engines
-that are compared with it, saved and refused."""
+that are compared with it."""
 
-import contextlib
-import copy
-import io
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import ds_kfac
 from tests import spread
-from tests.choices import STAGGERED, chosen
-from tests.deepspeed.modes import KFAC, STEPS, Mode
-from tests.deepspeed.runs import ReferenceStep, parameter_groups, reference_options, sized
-from tests.models import cross_entropy, make_batch
+from tests.choices import STAGGERED
+from tests.close import exact
+from tests.deepspeed.modes import STEPS, Mode
+from tests.deepspeed.ranked import of_ranks, on_rank_0
+from tests.deepspeed.runs import Losses, trained
+from tests.models import cross_entropy, make_net
 from tests.oracle import ReferenceKFAC
-from tests.spread import Variation, difference, within
-
-
-@dataclass
-class Whole:
-    """What one process found: weights at the end, factors by layer, kl-clip's last factor; and what
-    may differ.
-
-    Attributes:
-        bound: of the weights, relative to the training; see tests/spread.py.
-        nu_bound: of kl-clip's factor.
-    """
-
-    weights: dict[str, Tensor]
-    factors: dict[str, list[Tensor]]
-    nu: float
-    bound: float = 0.0
-    nu_bound: float = 0.0
-
+from tests.spread import difference, within
 
 SCALED = {
     "burn_in": {"steps": 0},
@@ -62,6 +43,8 @@ INVERSE = {
     "preconditioner": {"method": "inverse", "kl_clip": 1e-4},
     "damping": {"kind": "relative", "value": 0.3},
 }
+COMM_OPT = {"assignment": {"gradient_worker_fraction": 1.0}, "offload": {"device": "cpu"}}
+EVERY_TYPE = {"layers": {"types": ["Linear", "LayerNorm"]}}
 
 Refreshes = list[set[tuple[str, str]]]
 """Per step, (layer, "A" or "G")."""
@@ -72,6 +55,9 @@ class StaggeredKFAC(ReferenceKFAC):
 
     def __init__(self, *arguments, refreshes: Refreshes, **options) -> None:
         super().__init__(*arguments, **{**options, "refresh_interval": 1})
+        assert len(set(map(frozenset, refreshes))) > 1 and all(refreshes), (
+            f"nothing is staggered: {refreshes}"
+        )
         self.refreshes = refreshes
 
     def refresh(self, *, iterate: bool = False) -> None:
@@ -83,19 +69,15 @@ class StaggeredKFAC(ReferenceKFAC):
                     self.layers[name].bases[side] = basis
 
 
-def planned_refreshes(job, whole_name: Callable[[str], str] = str, steps: int = STEPS) -> Refreshes:
-    """Of all ranks and domains, after training; ``whole_name`` of a layer here is its name in the
-    whole model."""
-    mine: Refreshes = [set() for _ in range(steps)]
+def planned_refreshes(job, whole_name: Callable[[str], str]) -> Refreshes:
+    """Of all ranks and domains, after training. Collective."""
+    mine: Refreshes = [set() for _ in range(STEPS)]
     for kfac in job.preconditioners:
-        for step in range(steps):
+        for step in range(STEPS):
             for key in kfac.curvature.timetable.due(step).refresh:
-                mine[step] |= {
-                    (whole_name(name), key[-1]) for name in kfac.curvature.specs[key].layers
-                }
-    everyone = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return [set().union(*(of_rank[step] for of_rank in everyone)) for step in range(steps)]
+                layers = kfac.curvature.specs[key].layers
+                mine[step] |= {(whole_name(name), key[-1]) for name in layers}
+    return [set().union(*of_step) for of_step in zip(*of_ranks(mine), strict=True)]
 
 
 def whole_state(job) -> dict[str, Tensor]:
@@ -110,17 +92,7 @@ def whole_state(job) -> dict[str, Tensor]:
             for side, basis in (("A", state.A), ("G", state.G)):
                 if basis is not None:
                     mine[f"{names[name]} eigenvalues of {side}"] = basis.values.clone()
-    everyone = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return {key: value for of_rank in everyone for key, value in of_rank.items()}
-
-
-def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return (
-        bool(first)
-        and first.keys() == second.keys()
-        and all(torch.equal(v, second[k]) for k, v in first.items())
-    )
+    return {key: value for of_rank in of_ranks(mine) for key, value in of_rank.items()}
 
 
 def least_likely(prediction: Tensor, *ignored) -> Tensor:
@@ -128,193 +100,106 @@ def least_likely(prediction: Tensor, *ignored) -> Tensor:
     return cross_entropy(prediction, prediction.argmin(-1))
 
 
-def kfac_block(mode: Mode) -> dict:
-    return {**KFAC, **mode.kfac}
+@dataclass
+class Whole:
+    """Training in one process.
+
+    Attributes:
+        initial, weights: before and after.
+        bound: of the weights, relative to the training; see tests/spread.py.
+        nu: kl-clip's last factor.
+    """
+
+    initial: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    bound: float
+    nu: float
+    nu_bound: float
 
 
-def build(mode: Mode, model: nn.Module, accumulation: int = 1, world: int = 1, **arguments):
-    """An engine with K-FAC attached, silently."""
-    if "model_parameters" not in arguments:
-        arguments["model_parameters"] = parameter_groups(model, mode.groups)
-    config = mode.config(accumulation, world)
-    with contextlib.redirect_stdout(io.StringIO()), chosen(config["kfac"]) as block, sized(mode):
-        return ds_kfac.initialize(model=model, config={**config, "kfac": block}, **arguments)[0]
-
-
-Loss = Callable[[nn.Module, int, Variation], Tensor]
-"""Of the whole batch of a step, in a variation's order."""
-
-
-def whole_batch(rows: int, tokens: int = 3) -> Loss:
-    def loss(model: nn.Module, step: int, variation: Variation) -> Tensor:
-        x, y = variation.rows(*make_batch(step, rows, tokens))
-        return cross_entropy(model(x.to(next(model.parameters()).dtype)), y)
-
-    return loss
-
-
-def train_whole(mode: Mode, model: nn.Module, loss: Loss, **options) -> Whole:
-    """:func:`train_once`, and what its variations may differ by: on rank 0, for all, which share
-    its cores."""
-    found = [trained_whole(mode, model, loss, **options) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found)
-    return found[0]
-
-
-def trained_whole(mode: Mode, model: nn.Module, loss: Loss, **options) -> Whole:
-    runs: list[Whole] = []
-
-    def train(variation: Variation) -> dict[str, Tensor]:
-        runs.append(train_once(mode, model, loss, variation, **options))
-        return runs[-1].weights
-
-    initial = {name: p.detach().clone() for name, p in model.named_parameters()}
-    found = spread.expected(train, initial)
-    nu_spread = max(abs(run.nu - runs[0].nu) for run in runs)
-    return replace(runs[0], bound=found.bound, nu_bound=spread.FACTOR * nu_spread + spread.FLOOR)
-
-
-def train_once(
+def train_whole(
+    engine,
     mode: Mode,
-    model: nn.Module,
-    loss: Loss,
-    variation: Variation,
+    model: Callable[[], nn.Module],
+    losses: Losses,
     *,
-    gradient_scale: float = 1.0,
-    part: float = 1.0,
-    steps: int = STEPS,
-    refreshes: Refreshes | None = None,
-    kind: type[ReferenceKFAC] = ReferenceKFAC,
+    whole_name: Callable[[str], str] = str,
     **options,
 ) -> Whole:
-    """Train a copy of ``model`` with tests/oracle.py; in bf16 on a rounded copy, as
-    ``runs.reference`` does.
+    """Train the model in one process, as ``engine`` was trained. Collective.
 
     Args:
-        gradient_scale: by how much the engine's gradients are larger than this loss's.
-        part: which part of this loss a rank's backward pass differentiates. G is made of that.
-        refreshes: what is refreshed when, if not everything at once.
-        kind: of reference, if nothing is staggered.
-        options: of ReferenceKFAC, over those of the mode.
+        whole_name: of a layer of the engine, its name in the whole model.
+        options: of ``runs.trained``.
     """
-    model = copy.deepcopy(model).to(torch.get_default_dtype())
-    dtype = variation.dtype(torch.bfloat16 if mode.dtype == "bf16" else torch.float32)
-    work = model if dtype == torch.get_default_dtype() else copy.deepcopy(model).to(dtype)
-    for p in work.parameters():
-        p.grad_dtype = torch.get_default_dtype()
-    options = {**reference_options(kfac_block(mode)), **options}
-    if refreshes is None:
-        kfac = kind(work, **options)
-    else:
-        assert len(set(map(frozenset, refreshes))) > 1 and all(refreshes), (
-            f"nothing is staggered: {refreshes}"
-        )
-        kfac = StaggeredKFAC(work, refreshes=refreshes, **options)
-    frozen = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
-    step = ReferenceStep(mode, model, work, kfac)
-    for index in range(steps):
-        value = loss(work, index, variation)
-        if kfac.fisher == "monte_carlo":
-            kfac.sampled(least_likely(work.prediction))
-        (value * part).backward()
-        for p in work.parameters():
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad * (gradient_scale / part)
-        step(1.0)
-        with torch.no_grad():
-            for p, value in frozen:  # ReferenceStep decays everything
-                p.copy_(value)
-    return Whole(
-        {name: p.detach().clone() for name, p in model.named_parameters()}, kfac.factors, kfac.nu
-    )
+    if "plan" in mode.kfac:
+        refreshes = planned_refreshes(engine.kfac.job, whole_name)
+        options["kind"] = partial(StaggeredKFAC, refreshes=refreshes)
+
+    def action() -> Whole:
+        initial = {name: p.detach().clone() for name, p in make_net(model).named_parameters()}
+        nus: list[float] = []
+
+        def train(variation: spread.Variation) -> dict[str, Tensor]:
+            run = {"model": model, "losses": losses, "variation": variation, **options}
+            found, kfac = trained(mode, 1, 1, initial, **run)
+            nus.append(kfac.nu)
+            return found
+
+        found = spread.expected(train, initial)
+        nu_bound = spread.FACTOR * max(abs(nu - nus[0]) for nu in nus) + spread.FLOOR
+        return Whole(initial, found.weights, found.bound, nus[0], nu_bound)
+
+    return on_rank_0(action)
 
 
-def compared(
-    engine, mode: Mode, actual: dict[str, Tensor], expected: Whole, initial: dict, **more
-) -> dict:
-    """What this rank says of its weights and of one process's. The engine ends."""
-    kfac = engine.kfac
-    result = {
-        "difference": difference(actual, expected.weights, initial),
-        "bound": expected.bound,
-        "nu_bound": expected.nu_bound,
-        "nu": [1.0, 1.0] if mode.adam else [float(kfac.metrics.nu), expected.nu],
-        "norm": float(engine.get_global_grad_norm() or 0.0),
-        "domains": [
-            (own.engine_view.domain.name, len(own.layers)) for own in kfac.job.preconditioners
-        ],
-        "shared": kfac.preconditioner.observations.groups,
-        "report": kfac.report,
-        **more,
-    }
-    kfac.detach()
-    engine.destroy()
-    return result
-
-
-def check(where: str, result: dict) -> None:
-    """Of :func:`compared`."""
-    assert not within(where, result["difference"], result["bound"]), (where, result["difference"])
-    actual, expected = result["nu"]
-    assert not within("nu", abs(actual - expected), result["nu_bound"]), f"{where}: {result['nu']}"
-
-
-def clipped(results: list[dict]) -> bool:
-    """Whether kl-clip acted at all, or it would not be tested."""
-    return any(result["nu"][0] < 0.9 for result in results)
-
-
-def refusals(make: Callable, cases: dict[str, tuple]) -> dict[str, str]:
-    """Name -> why no engine was made of its arguments."""
-    messages = dict.fromkeys(cases, "")
-    for name, arguments in cases.items():
-        try:
-            make(*arguments)
-        except ValueError as error:
-            messages[name] = str(error)
-    return messages
+def assert_alike(engine, mode: Mode, actual: dict[str, Tensor], whole: Whole) -> None:
+    """This rank's weights, in names of the whole model, and kl-clip's factor. It acts where its
+    bound is small enough, or it would not be tested."""
+    off = difference(actual, whole.weights, whole.initial)
+    assert not within(mode.name, off, whole.bound), (mode.name, off, whole.bound)
+    if not mode.adam:
+        nu = float(engine.kfac.metrics.nu)
+        assert not within("nu", abs(nu - whole.nu), whole.nu_bound), (nu, whole.nu)
+        if mode.kfac_block["preconditioner"].get("kl_clip", 0) < 1e-4:
+            assert nu < 0.9, "kl-clip did not act, so it was not tested"
 
 
 def shared_folder() -> str:
     """One for all ranks. Collective."""
-    directory = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(directory)
-    return directory[0]
+    return on_rank_0(tempfile.mkdtemp)
 
 
-def saved_experts(make: Callable, train: Callable) -> dict:
-    """Whether the state of ``make(ep_size)`` came back, also at another ep_size, and the steps of
-    every domain."""
+def assert_experts_are_saved(make: Callable, train: Callable, name: str) -> None:
+    """The state of ``make(ep_size)`` comes back, also at another ep_size, and the steps of every
+    domain; ``name``: what stands before the number of an expert."""
     folder, first, second, other = shared_folder(), make(2), make(2), make(1)
     train(first, 3)
     first.save_checkpoint(folder, tag="t")
     second.load_checkpoint(folder, tag="t")
     other.kfac.load_state(folder, "t")
     state = whole_state(first.kfac.job)
-    return {
-        "keys": sorted(key for key in state if key.endswith("/A")),
-        "loaded": [same(state, whole_state(engine.kfac.job)) for engine in (second, other)],
-        "steps": [kfac.steps for kfac in second.kfac.job.preconditioners],
-    }
+    for engine in (second, other):
+        exact(whole_state(engine.kfac.job), state)
+    assert [kfac.steps for kfac in second.kfac.job.preconditioners] == [3, 3]
+    experts = {key.split(name)[1][0] for key in state if name in key and key.endswith("/A")}
+    assert experts == set("0123"), "in global numbers"
 
 
-def everything_on(engine, weights: Callable, train: Callable) -> dict[str, Tensor]:
-    """Weights after some steps, in names of the whole model."""
+def assert_ranks_agree(engine, weights: Callable, train: Callable) -> None:
+    """After some steps with everything on, what several ranks have is the same on all of them;
+    ``weights`` in names of the whole model."""
     before = weights(engine)
     train(engine, 8)
     after = weights(engine)
     assert not [name for name, value in after.items() if torch.equal(before[name], value)]
-    assert float(engine.kfac.metrics.summary.sum()) == 0, (
-        "not finite, not preconditioned or not decomposed"
-    )
+    assert float(engine.kfac.metrics.summary.sum()) == 0, "layers in trouble"
     assert engine.kfac.counters()["job/calls_numbers"] == 8
-    return after
+    for other in of_ranks(after):
+        for name in other.keys() & after.keys():
+            assert torch.equal(other[name], after[name]), name
 
 
-def same_everywhere(results: list[dict[str, Tensor]]) -> bool:
-    """What several ranks have is the same on all of them."""
-    pairs = [(one, other) for one in results for other in results]
-    return all(
-        torch.equal(one[name], other[name])
-        for one, other in pairs
-        for name in one.keys() & other.keys()
-    )
+def data_parallel_part(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """This rank's part of a whole batch."""
+    return tuple(t.chunk(dist.get_world_size())[dist.get_rank()] for t in tensors)

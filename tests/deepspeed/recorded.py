@@ -10,6 +10,9 @@ from tests.deepspeed.modes import BY_NAME
 from tests.models import Net
 from tests.tape import taped
 
+NEVER = 1_000_000
+"""Steps after which a run is steady that is launched as it is."""
+
 
 def compare(cases):
     with taped():
@@ -19,39 +22,36 @@ def compare(cases):
 def eventful(name: str):
     """Weights after a run with events, recorded and launched as it is; and the numbers of
     replays."""
-    recorded, plain = _eventful(name, steady=1), _eventful(name, steady=1_000_000)
-    weights = {name: (values, plain[0][name]) for name, values in recorded[0].items()}
-    return {"weights": weights, "recorded": recorded[1], "plain": plain[1]}
+    (recorded, replays), (plain, launched) = (_eventful(name, steady) for steady in (1, NEVER))
+    weights = {name: (values, plain[name]) for name, values in recorded.items()}
+    return {"weights": weights, "recorded": replays, "plain": launched}
 
 
 def _eventful(name: str, steady: int):
     mode = BY_NAME[name]
-    with taped(steady) as replays, tempfile.TemporaryDirectory() as folder:
-        engine = runs.build(mode, 1)
-        with runs.patched(mode):
-            runs.train(engine, 1, steps=12)
-            for first in (20, 21):  # a spike: DeepSpeed skips the step
-                x, y = next(iter(runs.micro_batches(first, 1)))
-                loss = engine(x.to(engine.device, engine.get_data_types()[0]), y)
-                engine.backward(loss * (float("inf") if first == 20 and "fp16" in name else 1.0))
-                engine.step()
-            assert engine.skipped_steps == ("fp16" in name)
-            engine.save_checkpoint(folder)
-            runs.train(engine, 1, steps=6, first=30)
-            engine.load_checkpoint(folder)
-            for group in engine.optimizer.param_groups:
-                if mode.adam:
-                    group["betas"] = (0.8, group["betas"][1])
-                else:
-                    group["lr"] *= 0.5
-            runs.train(engine, 1, steps=6, first=40)
-            before = runs.weights(engine)["first.bias"].clone()
-            # its column of the direction is not zero
-            engine.module.first.bias.requires_grad_(False)
-            runs.train(engine, 1, steps=4, first=50)
-            if mode.adam:  # SGD's momentum goes on
-                assert torch.equal(runs.weights(engine)["first.bias"], before)
+    with taped(steady) as replays, tempfile.TemporaryDirectory() as folder, runs.patched(mode):
+        engine = runs.build(mode)
+        runs.train(engine, 1, steps=12)
+        infinite = float("inf") if "fp16" in name else 1.0
+        for first, times in ((20, infinite), (21, 1.0)):  # a spike: DeepSpeed skips the step
+            runs.train(engine, 1, steps=1, first=first, times=times)
+        assert engine.skipped_steps == ("fp16" in name)
+        engine.save_checkpoint(folder)
+        runs.train(engine, 1, steps=6, first=30)
+        engine.load_checkpoint(folder)
+        for group in engine.optimizer.param_groups:
+            if mode.adam:
+                group["betas"] = (0.8, group["betas"][1])
+            else:
+                group["lr"] *= 0.5
+        runs.train(engine, 1, steps=6, first=40)
+        before = runs.weights(engine)["first.bias"].clone()
+        # its column of the direction is not zero
+        engine.module.first.bias.requires_grad_(False)
+        runs.train(engine, 1, steps=4, first=50)
         found = {name: values.clone() for name, values in runs.weights(engine).items()}
+        if mode.adam:  # SGD's momentum goes on
+            assert torch.equal(found["first.bias"], before)
         engine.destroy()
         return found, replays[0]
 
@@ -69,15 +69,14 @@ class Mixed(Net):
 def mixed(_):
     """Weights of a model of two dtypes, recorded and launched as it is."""
     found = []
-    for steady in (1, 1_000_000):
+    for steady in (1, NEVER):
         with taped(steady) as replays:
             torch.manual_seed(0)
-            engine = runs.build(BY_NAME["adam-z0-noclip"], 1, model=Mixed())
+            engine = runs.build(BY_NAME["adam-z0-noclip"], model=Mixed())
             if steady > 1:
                 engine.kfac.preconditioner.direction.recorded = None
             runs.train(engine, 1, steps=6)
             found.append((runs.weights(engine), replays[0]))
-            engine.destroy()
     (recorded, count), (plain, _) = found
     return {name: (values, plain[name]) for name, values in recorded.items()}, count
 
@@ -85,16 +84,18 @@ def mixed(_):
 def loaded(_):
     """Whether each moment is in the same memory after a load, and steps go on to be repeated."""
     with taped() as replays, tempfile.TemporaryDirectory() as folder:
-        engine = runs.build(BY_NAME["adam-z1"], 1)
+        engine = runs.build(BY_NAME["adam-z1"])
         runs.train(engine, 1, steps=4)
         engine.save_checkpoint(folder)
         groups = engine.kfac.preconditioner.direction.layer_groups
-        before = [x.data_ptr() for group in groups for x in vars(group.moments).values()]
+
+        def places() -> list[int]:
+            return [x.data_ptr() for group in groups for x in vars(group.moments).values()]
+
+        before = places()
         engine.load_checkpoint(folder)
         runs.train(engine, 1, steps=2)
-        after = [x.data_ptr() for group in groups for x in vars(group.moments).values()]
-        engine.destroy()
-        return [replays[0] == 5, before == after]
+        return [replays[0] == 5, before == places()]
 
 
 def kept(names: list[str]) -> dict[str, tuple[int, int]]:
@@ -103,10 +104,9 @@ def kept(names: list[str]) -> dict[str, tuple[int, int]]:
     found = {}
     for name in names:
         with taped():
-            engine = runs.build(BY_NAME[name], 1)
+            engine = runs.build(BY_NAME[name])
             runs.train(engine, 1, steps=4)
             kfac = engine.kfac.preconditioner
             places = [*kfac.direction.recorded.tensors.matrices.values()]
             found[name] = bytes_in(places), kfac.rule.facts.kept(kfac.plan, kfac.owned, "cpu")
-            engine.destroy()
     return found

@@ -8,6 +8,8 @@ import io
 import os
 import re
 import threading
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -76,10 +78,19 @@ def patched(mode: Mode):
         stage3_module.DeepSpeedCPUAdam = cpu_adam
 
 
-def build(mode: Mode, accumulation: int, *, model=None, seed: int = 0, **overrides):
-    """An engine with K-FAC attached, silently."""
-    world = dist.get_world_size()
-    config = {**mode.config(accumulation, world), **overrides}
+_engines: list = []
+"""Those of :func:`build` that nobody has destroyed yet."""
+
+
+def build(mode: Mode, accumulation: int = 1, *, model=None, seed: int = 0, given=None, **overrides):
+    """Return an engine with K-FAC attached, silently.
+
+    Args:
+        given: further arguments of ``ds_kfac.initialize``.
+        overrides: of the DeepSpeed config; None: without that key.
+    """
+    config = {**mode.config(accumulation), **overrides}
+    config = {k: v for k, v in config.items() if v is not None or k not in overrides}
     init = (
         deepspeed.zero.Init(config_dict_or_path=config)
         if mode.zero_init
@@ -88,13 +99,22 @@ def build(mode: Mode, accumulation: int, *, model=None, seed: int = 0, **overrid
     with patched(mode), init:
         model = make_net(seed=seed) if model is None else model
     groups = parameter_groups(model, mode.groups)
+    arguments = {"model_parameters": groups if mode.groups != "one" else groups[0]["params"]}
+    arguments |= given or {}
     with patched(mode), contextlib.redirect_stdout(io.StringIO()), chosen(config["kfac"]) as block:
-        engine, *_ = ds_kfac.initialize(
-            model=model,
-            model_parameters=groups if mode.groups != "one" else groups[0]["params"],
-            config={**config, "kfac": block},
-        )
+        engine, *_ = ds_kfac.initialize(model=model, config={**config, "kfac": block}, **arguments)
+    _engines.append(weakref.ref(engine))
     return engine
+
+
+def destroy_all() -> None:
+    """Destroy the engines that are still there."""
+    for engine in (engine() for engine in _engines):
+        if engine is not None and getattr(engine, "kfac", None) is not None:
+            engine.kfac.detach()
+        if engine is not None:
+            engine.destroy()
+    _engines.clear()
 
 
 def micro_batches(step: int, accumulation: int):
@@ -160,38 +180,72 @@ def unscaled() -> bool:
     return "loss_scale_config" in inspect.getsource(FP16_UnfusedOptimizer)
 
 
-def reference(
+Losses = Callable[[nn.Module, ReferenceKFAC, int, Variation], Iterator[torch.Tensor]]
+"""(model, oracle, step, variation) -> losses of a step's backward passes, each made when the last
+one has run."""
+
+
+def whole_batch(rows: int, ranks: int, tokens: int = 3) -> Losses:
+    """The mean over the batch of all ranks and micro-batches."""
+    of_rows = torch.arange(ranks).repeat_interleave(rows // ranks)
+
+    def losses(model, kfac, step, variation):
+        # whose example each is, and its place in the batch
+        x, y, kfac.ranks, kfac.places = variation.rows(
+            *make_batch(step, rows, tokens), of_rows, torch.arange(rows)
+        )
+        p = next(model.parameters())
+        kfac.batch = x.to(p.device, p.dtype), y.to(p.device)
+        yield cross_entropy(model(kfac.batch[0]), kfac.batch[1])
+
+    return losses
+
+
+def reference(mode: Mode, accumulation: int, world: int, initial: dict, **options) -> dict:
+    """Return the weights of :func:`trained`."""
+    return trained(mode, accumulation, world, initial, **options)[0]
+
+
+def trained(
     mode: Mode,
     accumulation: int,
     world: int,
     initial: dict,
+    *,
     steps: int = STEPS,
     kfac_config: dict | None = None,
     before_step=None,
-    model: type[nn.Module] = Net,
-    kind: type[ReferenceKFAC] = ReferenceKFAC,
+    model: Callable[[], nn.Module] = Net,
+    losses: Losses | None = None,
+    scale: float = 1.0,
+    kind: Callable[..., ReferenceKFAC] = ReferenceKFAC,
     variation: Variation = PLAIN,
-) -> dict:
-    """Weights after training ``initial`` with tests/oracle.py and the same optimizer on the
-    concatenated batch.
-
-    ``kfac_config`` takes the place of the mode's; ``before_step(kfac, step)`` may change the
-    settings of a step.
+    **options,
+) -> tuple[dict, ReferenceKFAC]:
+    """Weights after training ``initial`` with tests/oracle.py and the same optimizer; the oracle.
 
     In 16 bits the forward and backward run on a rounded copy, the optimizer on fp32 masters, as in
     DeepSpeed. On the device of the engines, whose 16-bit products and autocast rules are those that
     DeepSpeed gets.
+
+    Args:
+        kfac_config: in place of the mode's.
+        before_step: ``(kfac, step)``: it may change the settings of a step.
+        losses: None: of :func:`whole_batch`.
+        scale: by how much the engine's gradients are larger than those of the losses.
+        options: of the oracle, over those of the config.
     """
     device = torch.device(get_accelerator().current_device_name())
     dtype = variation.dtype(
         {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[mode.dtype]
     )
-    model = make_net(model).to(device)
-    model.load_state_dict(initial)
+    model = make_net(model).to(device, torch.get_default_dtype())
+    model.load_state_dict(initial, strict=False)
+    frozen = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
     work = model if dtype == torch.get_default_dtype() else copy.deepcopy(model).to(dtype)
     for p in work.parameters():
         p.grad_dtype = torch.get_default_dtype()
-    kfac = kind(work, **reference_options(kfac_config or mode.kfac_block))
+    kfac = kind(work, **{**reference_options(kfac_config or mode.kfac_block), **options})
     divisor = 2.0**8 if mode.dtype == "fp16" and mode.stage == 0 and unscaled() else 1.0
     rounding = Rounding16(mode, model, world, accumulation) if variation.rounded else None
     step = ReferenceStep(mode, model, work, kfac, rounding=rounding)
@@ -200,22 +254,27 @@ def reference(
         "dtype": getattr(torch, autocast_dtype or "bfloat16"),
         "enabled": autocast_dtype is not None,
     }
-    ranks = torch.arange(world).repeat_interleave(accumulation * MICRO_ROWS)
+    losses = losses or whole_batch(world * accumulation * MICRO_ROWS, world)
     for index in range(steps):
-        # whose example each is, and its place in the batch
-        x, y, kfac.ranks, kfac.places = variation.rows(
-            *make_batch(index, len(ranks)), ranks, torch.arange(len(ranks))
-        )
-        x, y = x.to(device, dtype), y.to(device)
-        with torch.autocast(device.type, **autocast):
-            loss = cross_entropy(work(x), y)
-        loss.backward()
+        passes = losses(work, kfac, index, variation)
+        while True:
+            with torch.autocast(device.type, **autocast):
+                loss = next(passes, None)
+            if loss is None:
+                break
+            loss.backward()
         if rounding:
-            rounding.gradients(work, x, y)
+            rounding.gradients(work, *kfac.batch)
+        if scale != 1.0:
+            for p in work.parameters():
+                p.grad = None if p.grad is None else p.grad * scale
         if before_step:
             before_step(kfac, index)
         step(divisor)
-    return {name: p.detach().clone().cpu() for name, p in model.named_parameters()}
+        with torch.no_grad():
+            for p, value in frozen:  # ReferenceStep decays everything
+                p.copy_(value)
+    return {name: p.detach().clone().cpu() for name, p in model.named_parameters()}, kfac
 
 
 def reference_options(kfac: dict) -> dict:
@@ -413,51 +472,43 @@ def expected(mode: Mode, accumulation: int, world: int, initial: dict, **options
     start = [(n, w.shape, float(w.double().sum()), float(w[-1:].sum())) for n, w in initial.items()]
     block = reference_options(options.get("kfac_config") or mode.kfac_block)
     others = {key: value for key, value in options.items() if key != "kfac_config"}
-    same = (
-        replace(mode, kfac={}).mathematics,
-        str(mode.optimizer),
-        str(block),
-        str(others),
-        accumulation,
-        world,
-    )
-    key = (*same, str(start))
+    same = replace(mode, kfac={}).mathematics, mode.optimizer, block, others, accumulation, world
+    key = str((same, start))
     if key not in _expected:
-        _expected[key] = _spread(mode, accumulation, world, initial, **options), options
+        run = partial(reference, mode, accumulation, world, initial, **options)
+        variations = spread.OTHERS if mode.dtype == "fp32" else spread.IN_16_BITS
+        found = spread.expected(lambda variation: run(variation=variation), initial, variations)
+        _expected[key] = found, options
     return _expected[key][0]
 
 
-def _spread(mode: Mode, accumulation: int, world: int, initial: dict, **options) -> Expected:
-    run = partial(reference, mode, accumulation, world, initial, **options)
-    others = spread.OTHERS if mode.dtype == "fp32" else spread.IN_16_BITS
-    return spread.expected(lambda variation: run(variation=variation), initial, others)
-
-
 def compare(cases) -> dict:
-    """[(mode name, accumulation)] -> {case: (difference, wrapper, nu < 1 at some step, counts,
-    moved)}."""
-    results = {}
-    world = dist.get_world_size()
-    for name, accumulation in cases:
-        mode = BY_NAME[name]
-        engine = build(mode, accumulation)
-        initial = weights(engine)
-        # one rank is enough: every rank has the same weights in the end
-        found = expected(mode, accumulation, world, initial) if dist.get_rank() == 0 else None
-        with patched(mode):
-            train(engine, accumulation)
-        kfac, final = engine.kfac.preconditioner, weights(engine)
-        results[name, accumulation] = {
-            "difference": difference(final, found.weights, initial) if found else 0.0,
-            "bound": found.bound if found else 1.0,
-            "wrapper": type(engine.optimizer).__name__,
-            "nu": 1.0 if kfac.metrics.nu is None else float(kfac.metrics.nu),
-            "counts": dict(kfac.metrics.counts),
-            "moved": kfac.exchange.plan.gather.total_numel,
-            "replays": getattr(getattr(kfac.direction, "recorded", None), "replays", 0),
-        }
-        engine.destroy()
-    return results
+    """[(mode name, accumulation)] -> {case: what came of it}."""
+    return {case: compared(*case) for case in cases}
+
+
+def compared(name: str, accumulation: int) -> dict:
+    """Train in a mode, and say how far the weights are from the reference's on rank 0; every rank
+    has the same in the end."""
+    mode = BY_NAME[name]
+    engine = build(mode, accumulation)
+    initial = weights(engine)
+    first = dist.get_rank() == 0
+    found = expected(mode, accumulation, dist.get_world_size(), initial) if first else None
+    with patched(mode):
+        train(engine, accumulation)
+    kfac, final = engine.kfac.preconditioner, weights(engine)
+    result = {
+        "difference": difference(final, found.weights, initial) if found else 0.0,
+        "bound": found.bound if found else 1.0,
+        "wrapper": type(engine.optimizer).__name__,
+        "nu": 1.0 if kfac.metrics.nu is None else float(kfac.metrics.nu),
+        "counts": dict(kfac.metrics.counts),
+        "moved": kfac.exchange.plan.gather.total_numel,
+        "replays": getattr(getattr(kfac.direction, "recorded", None), "replays", 0),
+    }
+    engine.destroy()
+    return result
 
 
 def held(model: nn.Module | None = None) -> dict[str, int]:

@@ -1,9 +1,6 @@
 """A, G and EKFAC's corrected eigenvalues of an engine are those of the library curvlinops (Dangel
 et al.)."""
 
-import functools
-from collections.abc import Callable
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -13,13 +10,20 @@ from curvlinops import EKFACLinearOperator, KFACLinearOperator
 from torch import Tensor, nn
 
 from tests import spread
-from tests.deepspeed.still import still_engine
+from tests.deepspeed.modes import Mode
+from tests.deepspeed.ranked import of_ranks
+from tests.deepspeed.runs import build
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch, make_net
-from tests.ranks import run_ranks
 from tests.spread import Variation, difference
 
-pytestmark = pytest.mark.distributed
-WORLD, ROWS = 2, 40
+ROWS, LAYERS = 40, ("first", "middle", "head")
+STILL = {"type": "SGD", "params": {"lr": 0.0}}
+KFAC = {
+    "factor": {"rows": "all", "update_interval": 1000},
+    "eigenbasis": {"refresh_interval": 1000},
+    "burn_in": {"steps": 0},
+    "preconditioner": {"eigenvalues": "corrected"},
+}
 
 
 class Mlp(nn.Module):
@@ -46,22 +50,13 @@ class Cnn(nn.Module):
         return self.head(torch.tanh(self.middle(torch.tanh(self.first(images)))).mean((2, 3)))
 
 
-LAYERS = ("first", "middle", "head")
-RUNS = [(Mlp, 0), (Mlp, 2), (Cnn, 2)]
-
-
 def data() -> tuple[Tensor, Tensor]:
     x, y = make_batch(0, ROWS, tokens=1)
     return x.flatten(0, 1), y.flatten()
 
 
-def engine_states(folders: list[str]) -> list[dict[str, Tensor]]:
-    """Where each run's engine saves."""
-    return [engine_state(*run, folder) for run, folder in zip(RUNS, folders, strict=True)]
-
-
 @patch("ds_kfac.directions.kfac_gradient.DECAY", 0.9999)
-def engine_state(kind: type[nn.Module], stage: int, folder: str) -> dict[str, Tensor]:
+def matrices_of_an_engine(kind: type[nn.Module], stage: int) -> dict[str, Tensor]:
     """Of an engine that captures the whole batch at its first step and then, at rate 0, sees it row
     by row.
 
@@ -69,52 +64,24 @@ def engine_state(kind: type[nn.Module], stage: int, folder: str) -> dict[str, Te
     R^2: that of the batch's gradient, then those of N single rows. Without the first, and over N,
     it is the mean over rows of R^2.
     """
-    kfac = {
-        "factor": {"rows": "all", "update_interval": 1000},
-        "eigenbasis": {"refresh_interval": 1000},
-        "burn_in": {"steps": 0},
-        "preconditioner": {"eigenvalues": "corrected"},
-    }
-    engine = still_engine(make_net(kind), stage=stage, micro_batch=ROWS // WORLD, kfac=kfac)
+    mode = Mode("still", stage, clip=0.0, kfac=KFAC, inner=STILL)
+    engine = build(mode, model=make_net(kind))
+    kfac, (x, y) = engine.kfac.preconditioner, data()
 
-    def step(x: Tensor, y: Tensor) -> None:
-        engine.backward(cross_entropy(engine(x), y))
+    def step(rows: slice) -> dict[str, Tensor]:
+        engine.backward(cross_entropy(engine(x[rows]), y[rows]))
         engine.step()
+        moments = {name: state.moments for name, state in kfac.state.items()}
+        return {name: own.second_OI.clone() for name, own in moments.items()}
 
-    x, y = data()
-    mine = slice(dist.get_rank() * ROWS // WORLD, (dist.get_rank() + 1) * ROWS // WORLD)
-    step(x[mine], y[mine])
-    engine.save_checkpoint(folder, "batch")
+    rank, part = dist.get_rank(), ROWS // dist.get_world_size()
+    batch = step(slice(rank * part, (rank + 1) * part))
     for row in range(ROWS):
-        step(x[row : row + 1], y[row : row + 1])  # on both ranks: the gradient is this row's
-    engine.save_checkpoint(folder, "rows")
-    dist.barrier()
-    engine.destroy()
-    batch, rows = (saved(Path(folder, tag, "kfac")) for tag in ("batch", "rows"))
-    found = {}
-    for name in LAYERS:
-        A, G = batch[f"{name}.A.factor.pt"], batch[f"{name}.G.factor.pt"]
-        found |= {f"{name} A": dense(A["packed"]), f"{name} G": dense(G["packed"])}
-        whole, single = (
-            files[f"{name}.layer.pt"]["moments"]["second_OI"] for files in (batch, rows)
-        )
-        found[f"{name} S"] = ((ROWS + 1) * single - whole) / ROWS**2
-    return found
-
-
-def saved(folder: Path) -> dict:
-    """File name -> its content, of the save that is named as the last one."""
-    files = (folder / (folder / "latest").read_text().strip()).glob("*.pt")
-    return {path.name: torch.load(path) for path in files}
-
-
-def dense(packed: Tensor) -> Tensor:
-    """A symmetric matrix of its lower triangle, row by row."""
-    side = int((2 * len(packed)) ** 0.5)
-    C = torch.zeros(side, side)
-    i, j = torch.tril_indices(side, side)
-    C[i, j] = C[j, i] = packed
-    return C
+        rows = step(slice(row, row + 1))  # on both ranks: the gradient is this row's
+    found = {f"{n} S": ((ROWS + 1) * rows[n] - batch[n]) / ROWS**2 for n in rows}
+    for key, factor in kfac.curvature.factors.items():
+        found[key.replace("/", " ")] = factor.side.blocks(factor.packed_P)[0][0]
+    return {name: value for of_rank in of_ranks(found) for name, value in of_rank.items()}
 
 
 def by_curvlinops(
@@ -123,21 +90,15 @@ def by_curvlinops(
     x, y = variation.rows(*data())
     model = kind()
     model.load_state_dict(start)
-    arguments = (
-        model,
-        nn.CrossEntropyLoss(),
-        list(model.parameters()),
-        [(x.to(variation.dtype(x.dtype)), y)],
-    )
+    batches = [(x.to(variation.dtype(x.dtype)), y)]
+    arguments = model, nn.CrossEntropyLoss(), list(model.parameters()), batches
     options = {
         "fisher_type": "empirical",
         "separate_weight_and_bias": False,
         "check_deterministic": False,
     }
-    kfac, ekfac = (
-        KFACLinearOperator(*arguments, **options),
-        EKFACLinearOperator(*arguments, **options),
-    )
+    kfac = KFACLinearOperator(*arguments, **options)
+    ekfac = EKFACLinearOperator(*arguments, **options)
     kfac.compute_kronecker_factors()
     ekfac.compute_eigenvalue_correction()
     factors, corrected = kfac.state_dict(), ekfac.state_dict()["corrected_eigenvalues"]
@@ -151,32 +112,17 @@ def by_curvlinops(
     return found
 
 
-@pytest.fixture(scope="module")
-def states(tmp_path_factory) -> list[dict[str, Tensor]]:
-    """Of each run."""
-    folders = [str(tmp_path_factory.mktemp("saves")) for _ in RUNS]
-    return run_ranks("tests.deepspeed.test_curvlinops:engine_states", world=WORLD, payload=folders)[
-        0
-    ]
-
-
-@pytest.fixture(scope="module")
-def curvlinops() -> Callable[[type[nn.Module], Variation], dict[str, Tensor]]:
-    starts = {
-        kind: {name: p.detach().clone() for name, p in make_net(kind).named_parameters()}
-        for kind, _ in RUNS
-    }
-    return functools.cache(lambda kind, variation: by_curvlinops(kind, starts[kind], variation))
-
-
-@pytest.mark.parametrize("kind", [Mlp, Cnn])
-@pytest.mark.parametrize("what", [f"{name} {which}" for name in LAYERS for which in "AGS"])
-def test_engines_have_curvlinops_matrices(states, curvlinops, kind, what):
-    own = [state for (of, _), state in zip(RUNS, states, strict=True) if of is kind]
-    zero = {what: torch.zeros_like(own[0][what])}
-    found = spread.expected(lambda variation: {what: curvlinops(kind, variation)[what]}, zero)
-    assert found.spread < 1e-2, "the bound must mean something"
-    for state in own:
-        assert not spread.within(
-            what, difference({what: state[what]}, found.weights, zero), found.bound
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("kind", "stage"), [(Mlp, 0), (Mlp, 2), (Cnn, 2)])
+def test_engines_have_curvlinops_matrices(kind, stage):
+    own = matrices_of_an_engine(kind, stage)
+    start = {name: p.detach().clone() for name, p in make_net(kind).named_parameters()}
+    for what, value in own.items():
+        zero = {what: torch.zeros_like(value)}
+        found = spread.expected(
+            lambda variation, what=what: {what: by_curvlinops(kind, start, variation)[what]}, zero
         )
+        assert found.spread < 1e-2, "the bound must mean something"
+        off = difference({what: value}, found.weights, zero)
+        assert not spread.within(what, off, found.bound)
+    assert own.keys() == {f"{name} {which}" for name in LAYERS for which in "AGS"}

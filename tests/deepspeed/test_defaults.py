@@ -3,17 +3,18 @@ tensors, and whether they are inference tensors. What K-FAC computes does not ch
 
 import ast
 import contextlib
-import io
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
 import ds_kfac
+from tests.close import exact
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, micro_batches, weights
+from tests.deepspeed.said import heard
 from tests.models import make_net
-from tests.ranks import run_ranks
 
 FLOATING = {"zeros", "ones", "empty", "full", "eye", "rand", "randn", "linspace"}
 """Functions that make tensors of the default dtype."""
@@ -40,25 +41,11 @@ def unsaid(source: str) -> list[str]:
 
 
 def test_every_new_tensor_says_its_dtype_and_its_device():
+    assert len(unsaid("torch.zeros(3, dtype=x)\ntorch.tensor(1.0)\ntorch.ones(3, device=x)")) == 3
     folder = Path(ds_kfac.__file__).parent
     files = {str(path.relative_to(folder)): path for path in folder.rglob("*.py")}
     wrong = {name: unsaid(path.read_text()) for name, path in files.items() if name not in APART}
     assert not {name: lines for name, lines in wrong.items() if lines}
-
-
-def test_a_call_that_says_nothing_is_found():
-    assert (
-        len(
-            unsaid(
-                "torch.zeros(3)\ntorch.zeros(3, dtype=x)\ntorch.tensor(1.0)\ntorch.ones(3, "
-                "device=x)"
-            )
-        )
-        == 4
-    )
-    assert not unsaid(
-        "torch.zeros(3, dtype=x, device=y)\ntorch.empty(2, **options)\ntorch.tensor([1], device=x)"
-    )
 
 
 @contextlib.contextmanager
@@ -71,66 +58,46 @@ def default_dtype(dtype: torch.dtype):
 
 
 CHANGES = {
-    "nothing": contextlib.nullcontext,
     "bfloat16": lambda: default_dtype(torch.bfloat16),
     "float64": lambda: default_dtype(torch.float64),
     "device": lambda: torch.device("meta"),
     "inference": contextlib.nullcontext,
 }
+MODES = ["z0", "z2", "adam-z0", "adam-z2", "adam-z3", "z2-bf16-corrected"]
 
 
-def worker(names: list[str]) -> dict:
-    found = {}
-    for name in names:
-        for change, changed in CHANGES.items():
-            model = make_net()
-            # DeepSpeed builds no engine of tensors on a device that holds none
-            with changed() if change != "device" else contextlib.nullcontext():
-                # at stage 0 DeepSpeed computes by what it clips in the default dtype, with any
-                # optimizer
-                clip = {} if BY_NAME[name].stage else {"gradient_clipping": 0.0}
-                engine = build(BY_NAME[name], 2, model=model, **clip)
-            engine.kfac.detach()
-            with changed(), contextlib.redirect_stderr(io.StringIO()):
-                kfac = ds_kfac.attach(engine)
-            for step in range(4):
-                for x, y in micro_batches(step, 2):
-                    x = x.to(engine.get_data_types()[0])
-                    with changed():
-                        engine.backward(engine(x, y))
-                        with torch.inference_mode(change == "inference"):
-                            engine.step()
-            factors = {
-                key: state.packed_P for key, state in kfac.preconditioner.curvature.factors.items()
-            }
+def trained(name: str, change: str = "") -> tuple[dict, tuple]:
+    """Weights and factors after some steps, and what is said."""
+    changed, model = CHANGES.get(change, contextlib.nullcontext), make_net()
+    # DeepSpeed builds no engine of tensors on a device that holds none
+    with changed() if change != "device" else contextlib.nullcontext():
+        # at stage 0 DeepSpeed computes by what it clips in the default dtype, with any optimizer
+        clip = {} if BY_NAME[name].stage else {"gradient_clipping": 0.0}
+        engine = build(BY_NAME[name], 2, model=model, **clip)
+    engine.kfac.detach()
+    with changed(), heard():
+        kfac = ds_kfac.attach(engine)
+    for step in range(4):
+        for x, y in micro_batches(step, 2):
+            x = x.to(engine.get_data_types()[0])
             with changed():
-                said = (
-                    kfac.explain("middle"),
-                    {key: float(value) for key, value in kfac.counters().items()},
-                )
-            found[name, change] = (
-                weights(engine) | factors,
-                said,
-                dict(kfac.preconditioner.proving.unfit),
-            )
-            engine.destroy()
-    return found
+                engine.backward(engine(x, y))
+                with torch.inference_mode(change == "inference"):
+                    engine.step()
+    assert not kfac.preconditioner.proving.unfit
+    with changed():
+        said = kfac.explain("middle"), {k: float(v) for k, v in kfac.counters().items()}
+    factors = kfac.preconditioner.curvature.factors.items()
+    return weights(engine) | {key: state.packed_P for key, state in factors}, said
 
 
-RUNS = ["z0", "z2", "adam-z0", "adam-z2", "adam-z3", "z2-bf16-corrected"]
+plain = cache(trained)
 
 
-@pytest.fixture(scope="module")
-def found() -> dict:
-    return run_ranks("tests.deepspeed.test_defaults:worker", world=1, payload=RUNS)[0]
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("change", [name for name in CHANGES if name != "nothing"])
-@pytest.mark.parametrize("mode", RUNS)
-def test_a_program_s_defaults_change_nothing(found, mode, change):
-    expected, said, _ = found[mode, "nothing"]
-    actual, text, unfit = found[mode, change]
-    assert actual.keys() == expected.keys() and text == said and not unfit
-    for name, value in expected.items():
-        assert actual[name].dtype == value.dtype and torch.equal(actual[name], value), name
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_program_s_defaults_change_nothing(mode, change):
+    (actual, text), (expected, said) = trained(mode, change), plain(mode)
+    assert text == said
+    exact(actual, expected)

@@ -1,7 +1,10 @@
 """The estimator against engines: bytes and calls by kind, step by step, and memory; all of it
-exactly."""
+exactly. And what engines count is what torch is asked for."""
 
-from functools import partial
+import re
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -21,17 +24,15 @@ from ds_kfac.estimate.trace import Trace
 from examples.gpt import GPT, GPTConfig
 from tests.choices import AT_ONCE, STAGGERED, chosen
 from tests.close import close
-from tests.covering import pairs, some
+from tests.covering import some
+from tests.deepspeed.features import merged
 from tests.deepspeed.modes import FP32_ACCUM, OFFLOAD, Mode
+from tests.deepspeed.ranked import of_ranks
 from tests.deepspeed.runs import build
-from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.ranks
 GPT_2 = GPTConfig(width=32, blocks=2, heads=2, context=16)
 ROWS = 2 * GPT_2.context
-SHARED = tuple(
-    (f"blocks.{block}.mlp.gate", f"blocks.{block}.mlp.up") for block in range(GPT_2.blocks)
-)
 STEPS = {"plain": 3, "update": 2, "refresh": 4}
 """Steps of these kinds with the intervals below, after the first one, in which shared inputs are
 found."""
@@ -45,10 +46,8 @@ class MoE(nn.Module):
         super().__init__()
         self.model = MixtureOfExperts(EXPERTS, bias=bias)
         for name, parameter in self.named_parameters():
-            if not parameter.is_meta and (
-                "proj" in name or "sinks" in name or name.endswith("gate.weight")
-            ):
-                # what torch leaves empty; and so that every expert gets tokens
+            empty = "proj" in name or "sinks" in name or name.endswith("gate.weight")
+            if empty and not parameter.is_meta:  # and so that every expert gets tokens
                 nn.init.normal_(parameter)
 
     def forward(self, tokens, targets):
@@ -60,13 +59,15 @@ MODELS = {
     "experts": lambda: MoE(False),
     "lying experts": lambda: MoE(True),
 }
-TOGETHER = {"gpt": SHARED} | dict.fromkeys(
-    ("experts", "lying experts"),
-    tuple(
-        tuple(f"model.layers.{block}.attention.{name}" for name in ("query", "key", "value"))
-        for block in range(EXPERTS.blocks)
-    ),
+QKV = ("query", "key", "value")
+OF_EXPERTS = tuple(
+    tuple(f"model.layers.{block}.attention.{name}" for name in QKV) for block in range(2)
 )
+TOGETHER = {
+    "gpt": tuple((f"blocks.{block}.mlp.gate", f"blocks.{block}.mlp.up") for block in range(2)),
+    "experts": OF_EXPERTS,
+    "lying experts": OF_EXPERTS,
+}
 """Layers that share their input; those of a stack share A anyway."""
 KFAC = {
     "factor": {"update_interval": 2, "fisher": "empirical"},
@@ -74,175 +75,157 @@ KFAC = {
     "burn_in": {"steps": 0},
     "plan": AT_ONCE,
 }
-BF16 = {"communication": {"dtype": "bf16"}}
-ESTIMATED_NODE = partial(patch.object, assembly, "_costs", lambda device: BUILTIN["cpu"])
-"""As estimated, whatever cores the ranks share here."""
+WIRE = {"communication": {"dtype": "bf16"}}
 INVERSE = {"preconditioner": {"method": "inverse"}, "damping": {"kind": "relative"}}
+TIKHONOV = {**INVERSE, "damping": {"kind": "tikhonov"}}
+NO_G = {"factor": {"fisher": "activations_only"}}
+BLOCKS = {"factor": {"dense_max": 20}}
+EVERY_TYPE = {"layers": {"types": ["Linear", "LayerNorm"]}}
 
 
-def case(
-    stage: int,
-    dtype: str = "fp32",
-    *,
-    adam=False,
-    zero=None,
-    extra=None,
-    groups="one",
-    model="gpt",
-    **blocks,
-) -> Mode:
-    own = {
-        key: {**KFAC.get(key, {}), **value} if isinstance(value, dict) else value
-        for key, value in blocks.items()
-    }
-    return Mode(
-        model,
-        stage,
-        dtype,
-        adam=adam,
-        kfac={**KFAC, **own},
-        zero=zero or {},
-        extra=extra or {},
-        groups=groups,
-    )
+def case(stage: int, dtype: str = "fp32", *blocks: dict, model="gpt", **options) -> Mode:
+    return Mode(model, stage, dtype, kfac=merged(KFAC, *blocks), **options)
 
 
-def cases(world: int) -> dict[str, Mode]:
-    """Of ranks x workers or stages x what travels, every pair of two."""
-    found = {}
-    forms = {"": {}, ", bf16 wire": BF16, ", inverse": INVERSE}
-    for workers in (1, 2, 4)[: world.bit_length()]:
-        for name, blocks in forms.items():
-            fraction = {"assignment": {"gradient_worker_fraction": workers / world}}
-            found[f"{workers} workers{name}"] = case(0, **fraction, **blocks)
-    for stage in (1, 2, 3):
-        for name in ("", ", bf16 wire"):
-            found[f"stage {stage}{name}"] = case(stage, **forms[name])
-    chosen = {
-        2: (
-            "1 workers, bf16 wire",
-            "2 workers",
-            "2 workers, inverse",
-            "stage 1, bf16 wire",
-            "stage 2",
-            "stage 3",
+def workers(part: float) -> dict:
+    return {"assignment": {"gradient_worker_fraction": part}}
+
+
+CASES = {
+    # of ranks x workers or stages x what travels, every pair of two
+    2: {
+        "1 worker, bf16 wire": case(0, "fp32", workers(0.5), WIRE),
+        "2 workers": case(0, "fp32", workers(1.0)),
+        "2 workers, inverse": case(0, "fp32", workers(1.0), INVERSE),
+        "stage 1, bf16 wire": case(1, "fp32", WIRE),
+        "stage 2": case(2),
+        "stage 3": case(3),
+        **{f"stage {stage}, bf16": case(stage, "bf16") for stage in (0, 1, 2, 3)},
+        "experts, KFACAdamW, stage 2": case(2, "fp32", NO_G, adam=True, model="experts"),
+        "lying experts, KFACAdamW, stage 3": case(
+            3, "bf16", NO_G, adam=True, model="lying experts"
         ),
-        4: (
-            "1 workers",
-            "1 workers, inverse",
-            "2 workers, bf16 wire",
-            "4 workers",
-            "4 workers, bf16 wire",
-            "4 workers, inverse",
-            "stage 1",
-            "stage 2, bf16 wire",
-            "stage 3, bf16 wire",
-        ),
-        8: ("2 workers, bf16 wire", "stage 2", "stage 3, bf16 wire"),
-    }
-    found = {name: found[name] for name in chosen[world]}
-    if world == 8:
-        return found
-    if world == 2:
-        found |= {f"stage {stage}, bf16": case(stage, "bf16") for stage in (0, 1, 2, 3)}
-        alone = {"factor": {"fisher": "activations_only"}}
-        return found | {
-            "experts, KFACAdamW, stage 2": case(2, adam=True, model="experts", **alone),
-            "lying experts, KFACAdamW, stage 3, bf16": case(
-                3, "bf16", adam=True, model="lying experts", **alone
-            ),
-            "experts, stage 2, bf16": case(2, "bf16", model="experts"),
-            "lying experts, stage 0": case(0, model="lying experts"),
-            "corrected": case(0, preconditioner={"eigenvalues": "corrected"}),
-            "adaptive": case(2, adaptive=1e-9),
-            "BF16_Optimizer": case(1, "bf16", extra=FP32_ACCUM),
-            "offload": case(2, zero=OFFLOAD),
-            "inverse, every layer type": case(
-                3, **INVERSE, layers={"types": ["Linear", "LayerNorm"]}
-            ),
-            "blocks": case(0, factor={"dense_max": 20}),
-        }
-    return found | {
+        "experts, stage 2, bf16": case(2, "bf16", model="experts"),
+        "lying experts, stage 0": case(0, model="lying experts"),
+        "corrected": case(0, "fp32", {"preconditioner": {"eigenvalues": "corrected"}}),
+        "adaptive": case(2, "fp32", {"adaptive": 1e-9}),
+        "BF16_Optimizer": case(1, "bf16", extra=FP32_ACCUM),
+        "offload": case(2, zero=OFFLOAD),
+        "inverse, every layer type": case(3, "fp32", INVERSE, EVERY_TYPE),
+        "blocks": case(0, "fp32", BLOCKS),
+    },
+    4: {
+        "1 worker": case(0, "fp32", workers(0.25)),
+        "1 worker, inverse": case(0, "fp32", workers(0.25), INVERSE),
+        "2 workers, bf16 wire": case(0, "fp32", workers(0.5), WIRE),
+        "4 workers": case(0, "fp32", workers(1.0)),
+        "4 workers, bf16 wire": case(0, "fp32", workers(1.0), WIRE),
+        "4 workers, inverse": case(0, "fp32", workers(1.0), INVERSE),
+        "stage 1": case(1),
+        "stage 2, bf16 wire": case(2, "fp32", WIRE),
+        "stage 3, bf16 wire": case(3, "fp32", WIRE),
         "KFACAdamW, clipped": case(2, adam=True),
-        "KFACAdamW, stage 0": case(0, adam=True, assignment={"gradient_worker_fraction": 0.5}),
+        "KFACAdamW, stage 0": case(0, "fp32", workers(0.5), adam=True),
         "round robin": case(1, zero={"round_robin_gradients": True}),
-        "inverse, tikhonov, bf16 wire": case(
-            0, **{**INVERSE, **BF16, "damping": {"kind": "tikhonov"}}
-        ),
-        "inverse, stage 2": case(2, **INVERSE),
-        "inverse, no G, blocks": case(
-            0, **INVERSE, factor={"dense_max": 20, "fisher": "activations_only"}
-        ),
-        "every layer type": case(3, layers={"types": ["Linear", "LayerNorm"]}),
-    }
+        "inverse, tikhonov, bf16 wire": case(0, "fp32", TIKHONOV, WIRE),
+        "inverse, stage 2": case(2, "fp32", INVERSE),
+        "inverse, no G, blocks": case(0, "fp32", INVERSE, BLOCKS, NO_G),
+        "every layer type": case(3, "fp32", EVERY_TYPE),
+    },
+}
 
 
-class Buffers:
-    """Bytes of what all-to-alls send and receive, by the first kind that they carry."""
+NAMES = (
+    "all_to_all_single",
+    "all_reduce",
+    "broadcast",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_gather",
+    "all_gather_object",
+    "barrier",
+    "reduce",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+)
 
-    def __init__(self, channel) -> None:
-        self.seen: dict[str, list[tuple[int, int]]] = {}
-        self.plain, channel.all_to_all = channel.all_to_all, self.all_to_all
 
-    def all_to_all(self, sent, outgoing, incoming, carries):
-        received, handle = self.plain(sent, outgoing, incoming, carries)
-        self.seen.setdefault(next(iter(carries)), []).append((sent.nbytes, received.nbytes))
-        return received, handle
+@contextmanager
+def asked_of_torch(group):
+    """Counts what torch.distributed is asked for in a process group; "bytes" are those that
+    all-to-alls send to other ranks."""
+    counts: Counter = Counter()
+
+    def counted(name, plain):
+        def call(*args, **kwargs):
+            if kwargs.get("group") is group:
+                counts[name] += 1
+                if name == "all_to_all_single":
+                    splits, sent = kwargs["input_split_sizes"], kwargs["input"]
+                    away = sum(splits) - splits[dist.get_rank()]
+                    counts["bytes"] += away * sent.element_size()
+            return plain(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in NAMES:
+            made = counted(name, getattr(dist, name))
+            stack.enter_context(patch.object(dist, name, made))
+        yield counts
+
+
+ROWS_OF_PAGE = {
+    "1 worker": "MEM-OPT",
+    "2 workers, bf16 wire": "HYBRID",
+    "4 workers": "COMM-OPT",
+    "stage 3, bf16 wire": "ZeRO-3",
+}
+"""Of the cases on 4 ranks, how a row of the table in docs/notes/scaling.md begins."""
+PAGE = Path(__file__).parents[2] / "docs/notes/scaling.md"
+
+
+def exchanges(row: str) -> list[int]:
+    """All-to-alls of a step in which nothing is due, of one that updates factors, and of one that
+    refreshes them, as the page says."""
+    counts = re.search(rf"^\| {row}.* \| (\d) / (\d) / (\d) \|", PAGE.read_text(), re.MULTILINE)
+    return [int(count) for count in counts.groups()]
+
+
+def elements_elsewhere(engine) -> int:
+    """ZeRO-1/2, from DeepSpeed's own numbers alone: gradient elements of layers that do not lie on
+    their owner."""
+    optimizer, kfac = engine.optimizer, engine.kfac.preconditioner
+    names = {id(p): n for n, p in engine.module.named_parameters()}
+    workers = kfac.plan.assignment.workers
+    owners = {name: workers[layer.name][0] for layer in kfac.layers for name in layer.parameters}
+    elsewhere = 0
+    for params, size in zip(optimizer.bit16_groups, optimizer.partition_size, strict=True):
+        ranks = torch.arange(sum(p.numel() for p in params)) // size
+        for p, where in zip(params, ranks.split([p.numel() for p in params]), strict=True):
+            if names[id(p)] in owners:
+                elsewhere += int((where != owners[names[id(p)]]).sum())
+    return elsewhere
+
+
+def make_engine(mode: Mode):
+    """As estimated, whatever cores the ranks share here."""
+    torch.manual_seed(0)
+    with patch.object(assembly, "_costs", lambda device: BUILTIN["cpu"]):
+        return build(mode, model=MODELS[mode.name]())
 
 
 def run(engine) -> None:
-    dtype = torch.randint(
-        256, (2, GPT_2.context), generator=torch.Generator().manual_seed(dist.get_rank())
-    )
-    engine.backward(engine(dtype, dtype.roll(-1, 1)))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    tokens = torch.randint(256, (2, GPT_2.context), generator=generator)
+    engine.backward(engine(tokens, tokens.roll(-1, 1)))
     engine.step()
 
 
-def measured(mode: Mode) -> dict:
-    engine = build(mode, 1, model=MODELS[mode.name]())
-    kfac = engine.kfac.preconditioner
-    channel, buffers, found = kfac.channel, Buffers(kfac.channel), {}
-    for step in range(max(STEPS.values()) + 1):
-        before = [counter.copy() for counter in (channel.sent, channel.received, channel.calls)]
-        buffers.seen.clear()
-        run(engine)
-        for kind in (kind for kind, when in STEPS.items() if when == step):
-            after = (channel.sent, channel.received, channel.calls)
-            found[kind] = [
-                {k: now[k] - then[k] for k in KINDS}
-                for now, then in zip(after, before, strict=True)
-            ]
-        if step == STEPS["refresh"]:
-            found["buffers"] = dict(buffers.seen)
-    factors, reducer = kfac.curvature.factors.values(), kfac.curvature.reducer
-    found["memory"] = {
-        "factors": sum(own.packed_P.nbytes + own.updates.nbytes for own in factors),
-        "history": sum(bytes_in(own) - own.packed_P.nbytes - own.updates.nbytes for own in factors),
-        "state": sum(nbytes_of(kfac)),
-        "adam": nbytes_of(kfac)[1],
-        "sums": sum(
-            4 * slot.numel
-            for slot in reducer.plan.of(frozenset(kfac.curvature.specs), 0)[0]
-            if kfac.rank in {slot.owner, *slot.contributors}
-        ),
-    }
-    found["shards"] = [
-        (s.param, s.start, s.numel, s.rank) for s in sorted(kfac.layout.shards.shards)
-    ]
-    found["places"] = [(s.group, s.offset) for s in sorted(kfac.layout.shards.shards)]
-    engine.destroy()
-    return found
-
-
-def worker(names) -> dict:
-    torch.manual_seed(0)
-    every = cases(dist.get_world_size())
-    with ESTIMATED_NODE():
-        return {name: measured(every[name]) for name in names}
-
-
 def expected(mode: Mode, world: int) -> Estimate:
-    ds_config = mode.config(1, world)
+    ds_config = mode.config(1)
     with torch.device("meta"):
         model, example = MODELS[mode.name](), torch.zeros(2, GPT_2.context, dtype=torch.long)
     traced = Trace.of(model, (example,) if mode.name == "gpt" else (example, example))
@@ -253,133 +236,122 @@ def expected(mode: Mode, world: int) -> Estimate:
         return Estimate(subject, BUILTIN["cpu"], world, ROWS)
 
 
-def test_every_pair_of_settings_is_estimated():
-    def settings(world, name):
-        place, _, form = name.partition(", ")
-        return {"world": str(world), "place": place, "form": form}
-
-    possible = [
-        settings(world, f"{place}{form}")
-        for world in (2, 4)
-        for place in (
-            *(f"{workers} workers" for workers in (1, 2, 4) if workers <= world),
-            "stage 1",
-            "stage 2",
-            "stage 3",
-        )
-        for form in ("", ", bf16 wire", *([", inverse"] if "workers" in place else []))
-    ]
-    chosen = [settings(world, name) for world in (2, 4) for name in cases(world)]
-    assert set().union(*map(pairs, possible)) <= set().union(*map(pairs, chosen))
+def traffic(channel) -> dict[str, list[int]]:
+    """Kind -> bytes sent, bytes received, calls, until now."""
+    counters = channel.sent, channel.received, channel.calls
+    return {kind: [counter[kind] for counter in counters] for kind in KINDS}
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_bytes_calls_memory_and_shards_are_those_of_an_engine(world):
-    names = list(cases(world))
-    results = run_ranks("tests.deepspeed.test_estimate:worker", world=world, payload=names)
-    for name, mode in cases(world).items():
-        found = expected(mode, world)
-        for rank in range(world):
-            result = results[rank][name]
-            for kind in STEPS:
-                step, (sent, received, calls) = getattr(found, kind), result[kind]
-                assert sent == {k: step.sent(k)[rank] for k in KINDS}, (name, kind, rank)
-                assert received == {k: step.sent(k, axis=0)[rank] for k in KINDS}, (
-                    name,
-                    kind,
-                    rank,
-                )
-                assert list(calls.values()) == list(step.calls) and sum(step.calls) <= 4, (
-                    name,
-                    kind,
-                )
-            memory = {kind: int(found.memory[kind][rank]) for kind in found.memory}
-            assert_memory(name, memory, result)
-            order = sorted(found.shards.shards)
-            assert result["shards"] == [(s.param, s.start, s.numel, s.rank) for s in order], name
-            if mode.stage < 3:
-                assert result["places"] == [(s.group, s.offset) for s in order], name
+def since(before: dict, after: dict) -> dict[str, list[int]]:
+    return {k: [b - a for a, b in zip(before[k], after[k], strict=True)] for k in after}
 
 
-def assert_memory(name: str, memory: dict, result: dict) -> None:
-    measured = result["memory"]
+def planned(step, rank: int) -> dict[str, list[float]]:
+    calls = zip(KINDS, step.calls, strict=True)
+    return {k: [step.sent(k)[rank], step.sent(k, axis=0)[rank], n] for k, n in calls}
+
+
+ROWS_OF_CASES = [(name, world) for world, cases in CASES.items() for name in cases]
+
+
+@pytest.mark.parametrize(("name", "world"), ROWS_OF_CASES)
+def test_bytes_calls_memory_and_shards_are_those_of_an_engine(name, world):
+    mode, rank = CASES[world][name], dist.get_rank()
+    engine, found = make_engine(mode), expected(mode, world)
+    kfac = engine.kfac.preconditioner
+    channel = kfac.channel
+    plain, buffers = channel.all_to_all, {}
+
+    def all_to_all(sent, outgoing, incoming, carries):
+        received, handle = plain(sent, outgoing, incoming, carries)
+        buffers.setdefault(next(iter(carries)), []).append(sent.nbytes + received.nbytes)
+        return received, handle
+
+    channel.all_to_all = all_to_all
+    kinds, all_to_alls = {step: kind for kind, step in STEPS.items()}, []
+    for step in range(max(STEPS.values()) + 1):
+        before, calls, sent = traffic(channel), Counter(channel.calls), Counter(channel.sent)
+        buffers.clear()
+        with asked_of_torch(channel.group) as asked:
+            run(engine)
+        calls, sent = Counter(channel.calls) - calls, Counter(channel.sent) - sent
+        proof = 2 * (step in (0, 4))  # captured steps 1 and 3: rows, and what came of them
+        assert asked["all_reduce"] == calls.pop("proof", 0) == proof, step
+        assert asked["all_gather_object"] <= (step == 0), "once: layers that share their input"
+        assert asked["all_to_all_single"] == sum(calls.values()) <= 4, "sums, bases, there, back"
+        assert asked.keys() <= {"all_reduce", "all_gather_object", "all_to_all_single", "bytes"}
+        sent.pop("proof", 0)
+        aligned = asked["bytes"] - sum(sent.values())
+        assert 0 <= aligned <= 16 * 5 * world * 2, (step, "alignment alone")
+        all_to_alls.append(sum(calls.values()))
+        if step in kinds:
+            estimate = getattr(found, kinds[step])
+            assert since(before, traffic(channel)) == planned(estimate, rank), kinds[step]
+    if world == 4 and name in ROWS_OF_PAGE:
+        assert [all_to_alls[step] for step in STEPS.values()] == exchanges(ROWS_OF_PAGE[name])
+    if mode.stage in (1, 2) and mode.dtype == "fp32" and not mode.zero:
+        assert kfac.exchange.plan.gather.total_numel == elements_elsewhere(engine)
+    memory = {kind: int(nbytes[rank]) for kind, nbytes in found.memory.items()}
+    factors = kfac.curvature.factors.values()
+    of_factors = sum(own.packed_P.nbytes + own.updates.nbytes for own in factors)
+    assert memory["factors"] == of_factors
+    assert memory["history"] == sum(map(bytes_in, factors)) - of_factors
     state = sum(memory[kind] for kind in ("factors", "history", "eigenbases", "moments"))
-    assert memory["factors"] == measured["factors"] and memory["history"] == measured["history"], (
-        name
-    )
-    assert state == measured["state"], name
-    assert memory["sums"] == measured["sums"], name
-    if measured["adam"]:
-        assert memory["moments"] == measured["adam"], name
-    buffers = dict(result["buffers"])
-    held = [sent + received for sent, received in buffers.pop("factors")]
+    assert state == sum(nbytes_of(kfac))
+    assert not nbytes_of(kfac)[1] or memory["moments"] == nbytes_of(kfac)[1]
+    slots = kfac.curvature.reducer.plan.of(frozenset(kfac.curvature.specs), 0)[0]
+    own = [slot for slot in slots if rank in {slot.owner, *slot.contributors}]
+    assert memory["sums"] == sum(4 * slot.numel for slot in own)
+    held, rest = buffers.pop("factors"), [n for sizes in buffers.values() for n in sizes]
     together = [sum(held[start : start + IN_FLIGHT]) for start in range(len(held))]
-    rest = [sent + received for calls in buffers.values() for sent, received in calls]
-    assert memory["messages"] == max(together + rest), name
+    assert memory["messages"] == max(together + rest)
+
+    def places(shards) -> list[tuple]:
+        fields = ["param", "start", "numel", "rank"] + ["group", "offset"] * (mode.stage < 3)
+        return [tuple(getattr(s, name) for name in fields) for s in sorted(shards.shards.shards)]
+
+    assert places(kfac.layout) == places(found)
+
+
+GPT_12 = GPTConfig(width=64, blocks=12, heads=2, context=16)
+
+
+@pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 2), (2, 2), (3, 2), (0, 4), (3, 4)])
+def test_ranks_hold_equal_parts_of_the_state_and_most_gradients_stay(stage, world):
+    torch.manual_seed(0)
+    engine = build(case(stage, "fp32", workers(1 / world)), model=GPT(GPT_12))
+    run(engine)
+    kfac = engine.kfac.preconditioner
+    state = nbytes_of(kfac)[0]
+    assert kfac.owned and state <= 1.15 / world * sum(of_ranks(state))
+    moved, gradient = kfac.exchange.plan.gather.total_numel, sum(x.numel for x in kfac.layers)
+    assert stage not in (1, 2) or moved < 0.05 * gradient
 
 
 PERIOD, SETTLED = 4, 8
 """Refreshes spread over so many steps, from the first one on; steps until they go round."""
+SPREAD = {
+    "stage 0": case(0, "fp32", workers(0.5)),
+    "stage 0, all workers": case(0, "fp32", workers(1.0)),
+    "stage 1": case(1),
+    "stage 2": case(2, "fp32", WIRE),
+    "stage 3": case(3),
+    "stage 0, inverse": case(0, "fp32", workers(1.0), INVERSE),
+}
+ROWS_OF_SPREAD = [(name, world) for world in (2, 4) for name in some(SPREAD, world)]
 
 
-def spread_cases(world: int) -> dict[str, Mode]:
-    basis = {"refresh_interval": PERIOD}
-    spread = partial(case, plan=STAGGERED)
-    return {
-        "stage 0": spread(0, eigenbasis=basis, assignment={"gradient_worker_fraction": 1 / world}),
-        "stage 0, all workers": spread(
-            0, eigenbasis=basis, assignment={"gradient_worker_fraction": 1.0}
-        ),
-        "stage 1": spread(1, eigenbasis=basis),
-        "stage 2": spread(2, eigenbasis=basis, **BF16),
-        "stage 3": spread(3, eigenbasis=basis),
-        "stage 0, inverse": spread(
-            0, eigenbasis=basis, assignment={"gradient_worker_fraction": 1.0}, **INVERSE
-        ),
-    }
-
-
-def spread_worker(names) -> dict:
-    torch.manual_seed(0)
-    every, found = spread_cases(dist.get_world_size()), {}
-    for name in names:
-        with ESTIMATED_NODE():
-            engine = build(every[name], 1, model=GPT(GPT_2))
-        channel = engine.kfac.preconditioner.channel
-        for _ in range(SETTLED):
-            run(engine)
-        before = {
-            kind: (channel.sent[kind], channel.received[kind], channel.calls[kind])
-            for kind in KINDS
-        }
-        for _ in range(PERIOD):
-            run(engine)
-        after = {
-            kind: (channel.sent[kind], channel.received[kind], channel.calls[kind])
-            for kind in KINDS
-        }
-        found[name] = {
-            kind: [b - a for a, b in zip(before[kind], after[kind], strict=True)] for kind in KINDS
-        }
-        engine.destroy()
-    return found
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_the_mean_of_spread_steps_is_that_of_a_run(world):
-    names = some(spread_cases(world), world)
-    results = run_ranks("tests.deepspeed.test_estimate:spread_worker", world=world, payload=names)
-    for name in names:
-        mode = spread_cases(world)[name]
-        mean = expected(mode, world).mean
-        for rank in range(world):
-            for kind, calls in zip(KINDS, mean.calls, strict=True):
-                planned = [mean.sent(kind)[rank], mean.sent(kind, axis=0)[rank], calls]
-                actual = results[rank][name][kind]
-                close(
-                    [PERIOD * value for value in planned],
-                    list(actual),
-                    sums=PERIOD,
-                    scale=max(1, *actual),
-                    what=f"{name} {kind} {rank}",
-                )
+@pytest.mark.parametrize(("name", "world"), ROWS_OF_SPREAD)
+def test_the_mean_of_spread_steps_is_that_of_a_run(name, world):
+    basis = {"eigenbasis": {"refresh_interval": PERIOD}, "plan": {**STAGGERED}}
+    mode = Mode("gpt", SPREAD[name].stage, kfac={**SPREAD[name].kfac, **basis})
+    engine = make_engine(mode)
+    for _ in range(SETTLED):
+        run(engine)
+    before = traffic(engine.kfac.preconditioner.channel)
+    for _ in range(PERIOD):
+        run(engine)
+    found = since(before, traffic(engine.kfac.preconditioner.channel))
+    for kind, values in planned(expected(mode, world).mean, dist.get_rank()).items():
+        times, actual = [PERIOD * float(value) for value in values], [float(x) for x in found[kind]]
+        close(times, actual, sums=PERIOD, scale=max(1, *actual), what=kind)

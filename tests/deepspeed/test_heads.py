@@ -1,24 +1,26 @@
 """Programs whose layers see one input and get gradients of different rows, or a gradient that is
 not of rows alone."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ds_kfac.step import proving
 from tests.close import close
 from tests.deepspeed.modes import Mode
+from tests.deepspeed.ranked import of_ranks
 from tests.deepspeed.runs import build
 from tests.models import cross_entropy
-from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.distributed
 EVERY_STEP = {
     "factor": {"update_interval": 1},
     "eigenbasis": {"refresh_interval": 1},
     "burn_in": {"steps": 0},
 }
-STILL = {"type": "SGD", "params": {"lr": 1e-30}}
+STILL = Mode("still", 0, kfac=EVERY_STEP, inner={"type": "SGD", "params": {"lr": 1e-30}})
 WIDTH, ROWS = 12, 8
 
 
@@ -48,75 +50,47 @@ TASK = {
     "weight": lambda step, micro, rank: (micro % 2,),
     "weight by step": lambda step, micro, rank: (0, 1) if not step else (step % 2,),
 }
+"""Which heads have a loss; or one of a weight that is not zero."""
 
 
-def worker(cases) -> dict:
-    found, rank = {}, dist.get_rank()
-    for who in cases:
-        engine = build(Mode("z0", 0, kfac=EVERY_STEP), 2, model=Heads(), optimizer=STILL)
-        kfac = engine.kfac.preconditioner
-        expected: dict[str, list] = {"one": [], "other": [], "either": []}
-        for step in range(3):
-            for micro in range(2):
-                x, y = batch(step, micro, rank)
-                tasks = TASK[who](step, micro, rank)
-                losses = [cross_entropy(head, y) for head in engine(x)]
-                if "weight" in who:
-                    engine.backward(
-                        sum(float(at in tasks) * loss for at, loss in enumerate(losses))
-                    )
-                else:
-                    engine.backward(sum(losses[at] for at in tasks))
-                engine.step()
-            for name, heads in (("one", {0}), ("other", {1}), ("either", {0, 1})):
-                with torch.no_grad():
-                    rows = [
-                        torch.tanh(engine.module.trunk(batch(step, micro, r)[0]))
-                        for micro in range(2)
-                        for r in range(2)
-                        if not heads.isdisjoint(TASK[who](step, micro, r))
-                    ]
-                expected[name] += rows
-        A = {}
-        for name, layer in ((layer.name, layer) for layer in kfac.layers):
-            state = kfac.curvature.factors.get(kfac.sharing.inputs.key(layer))
-            if name in expected and state is not None:
-                A[name] = layer.A.blocks(state.packed_P)[0][0]
-        means = {
-            name: torch.cat(rows).T @ torch.cat(rows) / len(torch.cat(rows))
-            for name, rows in expected.items()
-        }
-        updates = {
-            key: float(factor.updates)
-            for key, factor in kfac.curvature.factors.items()
-            if key.endswith("/A")
-        }
-        found[who] = A, means, kfac.observations.groups, updates
-        engine.destroy()
-    return found
+def factors_of(engine) -> dict:
+    """A's name -> itself, on whichever rank it is, and its updates. Collective."""
+    own = engine.kfac.preconditioner.curvature.factors.items()
+    own = {k: (f.side.blocks(f.packed_P)[0][0], float(f.updates)) for k, f in own if "/A" in k}
+    return {key: value for of_rank in of_ranks(own) for key, value in of_rank.items()}
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict]:
-    return run_ranks("tests.deepspeed.test_heads:worker", world=2, payload=[*TASK])
-
-
-@pytest.mark.parametrize("who", ["micro-batch", "rank", "weight"])
-def test_each_head_has_the_rows_that_its_gradient_is_of(found, who):
-    A = found[0][who][0] | found[1][who][0]
-    for name in ("one", "other"):
-        close(A[name], found[0][who][1][name], sums=3 * 4 * ROWS)
-
-
-@pytest.mark.parametrize("who", ["step", "weight by step"])
-def test_a_common_A_has_the_rows_of_whichever_layer_has_a_gradient(found, who):
-    """After a step in which both had one, each gets one in turn."""
-    for rank in found:
-        assert rank[who][2] == (("one", "other"),)
-    updates = found[0][who][3] | found[1][who][3]
-    assert updates == {"trunk/A": 3, "one/A": 3}
-    A = found[0][who][0] | found[1][who][0]
-    close(A["one"], found[0][who][1]["either"], sums=3 * 4 * ROWS)
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("who", TASK)
+def test_each_A_has_the_rows_of_the_heads_that_have_a_gradient(who):
+    """One of both heads those of either, if each gets one in turn after a step in which both had
+    one."""
+    engine = build(STILL, 2, model=Heads())
+    rows: dict[str, list] = {"one": [], "other": [], "either": []}
+    for step in range(3):
+        for micro in range(2):
+            x, y = batch(step, micro, dist.get_rank())
+            tasks = TASK[who](step, micro, dist.get_rank())
+            losses = [cross_entropy(head, y) for head in engine(x)]
+            if "weight" in who:
+                engine.backward(sum(float(at in tasks) * loss for at, loss in enumerate(losses)))
+            else:
+                engine.backward(sum(losses[at] for at in tasks))
+            engine.step()
+            for rank in range(2):
+                inputs = torch.tanh(engine.module.trunk(batch(step, micro, rank)[0])).detach()
+                for name, heads in (("one", {0}), ("other", {1}), ("either", {0, 1})):
+                    if heads & set(TASK[who](step, micro, rank)):
+                        rows[name].append(inputs)
+    found = factors_of(engine)
+    expected = {"one": "one", "other": "other"}
+    if "step" in who:
+        assert engine.kfac.preconditioner.observations.groups == (("one", "other"),)
+        assert {key: updates for key, (_, updates) in found.items()} == {"trunk/A": 3, "one/A": 3}
+        expected = {"one": "either"}
+    for name, which in expected.items():
+        x = torch.cat(rows[which])
+        close(found[f"{name}/A"][0], x.T @ x / len(x), sums=3 * 4 * ROWS, what=name)
 
 
 class Towers(nn.Module):
@@ -133,53 +107,34 @@ class Towers(nn.Module):
         return cross_entropy(text @ image.T, torch.arange(len(x)))
 
 
-def towers_worker(_) -> dict:
-    engine = build(Mode("z0", 0, kfac=EVERY_STEP), 1, model=Towers(), optimizer=STILL)
-    kfac = engine.kfac.preconditioner
+@pytest.mark.ranks(1)
+def test_a_mask_of_texts_leaves_out_no_patches():
+    """They have a gradient, so that the mask, which fits them, leaves none of them out."""
+    engine = build(STILL, model=Towers())
     torch.manual_seed(1)
     x, pixels = torch.randn(2, 4, 5, 6)
     mask = (torch.arange(5) < torch.tensor([5, 2, 3, 4])[:, None]).long()
-    for _step in range(3):
+    for _ in range(3):
         engine.backward(engine(x, mask, pixels))
         engine.step()  # a layer that does not fit is an error
-    A = {}
-    for name in ("words", "patches"):
-        factor = kfac.curvature.factors[f"{name}/A"]
-        A[name] = factor.side.blocks(factor.packed_P)[0][0], float(factor.updates)
-    words, patches = x[mask.bool()], pixels.flatten(0, 1)
-    expected = {"words": words.T @ words / len(words), "patches": patches.T @ patches / 20}
-    return {"A": A, "expected": expected}
+    found = factors_of(engine)
+    for name, rows in (("words", x[mask.bool()]), ("patches", pixels.flatten(0, 1))):
+        A, updates = found[f"{name}/A"]
+        close(A, rows.T @ rows / len(rows), sums=20)
+        assert updates == 3
 
 
-def test_a_mask_of_texts_leaves_out_no_patches():
-    """They have a gradient, so that the mask, which fits them, leaves none of them out."""
-    found = run_ranks("tests.deepspeed.test_heads:towers_worker", world=1)[0]
-    assert [found["A"][name][1] for name in ("words", "patches")] == [3, 3]
-    for name, expected in found["expected"].items():
-        close(found["A"][name][0], expected, sums=20)
-
-
-def penalty_worker(_) -> dict:
-    from ds_kfac.step import proving
-
-    proving.RAISES = False
-    engine = build(Mode("z0", 0, kfac=EVERY_STEP), 1, model=Heads(), optimizer=STILL)
-    kfac, unfit = engine.kfac.preconditioner, []
-    for step in range(3):
-        x, y = batch(step, 0, 0)
-        loss = sum(cross_entropy(head, y) for head in engine(x))
-        if step:  # its weight grows from zero
-            loss = loss + step * engine.module.one.weight.square().sum()
-        engine.backward(loss)
-        engine.step()
-        unfit.append(set(kfac.proving.unfit))
-    return unfit
-
-
+@pytest.mark.ranks(1)
 def test_a_layer_whose_gradient_is_later_not_of_its_rows_is_found_at_the_next_proof():
     """Captured steps 1 and 3 prove. The other head has its A in common with it."""
-    assert run_ranks("tests.deepspeed.test_heads:penalty_worker", world=1)[0] == [
-        set(),
-        set(),
-        {"one", "other"},
-    ]
+    with patch.object(proving, "RAISES", False):
+        engine = build(STILL, model=Heads())
+        for step in range(3):
+            x, y = batch(step, 0, 0)
+            loss = sum(cross_entropy(head, y) for head in engine(x))
+            if step:  # its weight grows from zero
+                loss = loss + step * engine.module.one.weight.square().sum()
+            engine.backward(loss)
+            engine.step()
+            unfit = set(engine.kfac.preconditioner.proving.unfit)
+            assert unfit == ({"one", "other"} if step == 2 else set()), step

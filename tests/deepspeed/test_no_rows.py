@@ -1,17 +1,18 @@
 """A layer whose product no hook sees: it leaves the share at the first captured step, and is
 counted."""
 
+from unittest.mock import patch
+
 import pytest
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from ds_kfac.step import proving
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, train
 from tests.deepspeed.said import heard
 from tests.models import Net, cross_entropy
-from tests.ranks import run_ranks
-
-pytestmark = pytest.mark.distributed
 
 
 class Hidden(Function):
@@ -36,8 +37,7 @@ class FusedHead(Net):
         self.head = nn.Linear(19, 5, bias=False)
 
     def forward(self, x, y=None):
-        z = self.norm(self.silu(self.first(x)))
-        z = self.middle(z).tanh()
+        z = self.middle(self.norm(self.silu(self.first(x)))).tanh()
         z = Hidden.apply(z, self.head.weight) if self.fused else self.head(z)
         return z if y is None else cross_entropy(z, y)
 
@@ -59,62 +59,34 @@ class Twice(FusedHead):
         return super().forward(x, y)
 
 
-def muted_worker(cases: dict[str, type[FusedHead]]) -> dict:
-    """What is on standard error where a framework has set DeepSpeed's logger to its own level."""
-    from ds_kfac.step import proving
-
-    proving.RAISES, found = False, {}
-    for case, model in cases.items():
-        engine = build(BY_NAME["adam-z2"], 1, model=model())
-        with heard("ERROR") as said:  # as transformers' Trainer has it with log_level="error"
-            train(engine, 1, steps=3)
-        found[case] = "\n".join(said)
-        engine.destroy()
-    return found
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("model", [FusedHead, Twice])
+def test_a_layer_without_rows_is_said_whatever_frameworks_mute(model):
+    """As transformers' Trainer has it with log_level="error"."""
+    with patch.object(proving, "RAISES", False), heard("ERROR") as said:
+        train(build(BY_NAME["adam-z2"], model=model()), 1, steps=3)
+    assert "\n".join(said).count("head: no rows were seen") == 1
 
 
-def test_a_layer_without_rows_is_said_whatever_frameworks_mute():
-    cases = {"nobody calls it": FusedHead, "called for a metric": Twice}
-    found = run_ranks("tests.deepspeed.test_no_rows:muted_worker", world=1, payload=cases)[0]
-    for case, text in found.items():
-        assert text.count("head: no rows were seen") == 1, (case, text)
-
-
-def worker(cases: list[tuple[str, bool]]) -> dict:
-    from ds_kfac.step import proving
-
-    proving.RAISES, found = False, {}
-    for name, late in cases:
-        engine = build(BY_NAME[name], 1, model=Late() if late else FusedHead())
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [("z2", FusedHead), ("adam-z2", FusedHead), ("adam-z3", FusedHead), ("adam-z2", Late)],
+)
+def test_a_head_without_rows_leaves_the_share_and_is_counted(name, model):
+    with patch.object(proving, "RAISES", False):
+        engine = build(BY_NAME[name], model=model())
         before = engine.kfac.report
         with heard() as early:
             train(engine, 1, steps=1)
         with heard() as others:
             train(engine, 1, steps=9, first=1)
-        said = [line for line in (*early, *others) if "no rows were seen" in line]
-        added = engine.kfac.report.removeprefix(before)
-        found[name, late] = (
-            len(early),
-            said,
-            added,
-            engine.kfac.counters()["unpreconditioned_layers"],
-        )
-        engine.destroy()
-    return found
-
-
-def test_a_head_without_rows_leaves_the_share_and_is_counted():
-    cases = [("z2", False), ("adam-z2", False), ("adam-z3", False), ("adam-z2", True)]
-    results = run_ranks("tests.deepspeed.test_no_rows:worker", world=2, payload=cases)
+    said = [line for line in (*early, *others) if "no rows were seen" in line]
+    first = dist.get_rank() == 0
+    assert bool(early) == (len(said) == 1) == first, "in the first step, by one rank"
+    assert engine.kfac.counters()["unpreconditioned_layers"] == (model is FusedHead)
+    added = engine.kfac.report.removeprefix(before)
+    assert added.count("head: no rows were seen") == 1
     whole, seen = 13 * 17 + 17 * 19 + 19 * 5, 13 * 17 + 17 * 19
-    for rank, found in enumerate(results):
-        for (name, late), (first, said, added, counted) in found.items():
-            assert bool(first) == (len(said) == 1) == (rank == 0), (
-                "it is said in the first step, by one rank"
-            )
-            assert counted == (0 if late else 1), (name, late)
-            assert added.count("head: no rows were seen") == 1, (name, late, added)
-            assert (
-                f"With curvature are {seen / whole:.0%} of the trained matrix parameters, not 100%"
-                in added
-            )
+    share = f"With curvature are {seen / whole:.0%} of the trained matrix parameters, not 100%"
+    assert share in added

@@ -1,20 +1,18 @@
-"""When factors are captured and refreshed one by one (staggered, adaptive), every engine mode
-still trains like tests/oracle.py with the same factors due; and how much less is done."""
-
-from functools import partial
+"""When factors are captured and refreshed one by one (staggered, adaptive), an engine still trains
+like tests/oracle.py with the same factors due. Whose turn it is, is tested in tests/schedule."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.choices import STAGGERED
+from tests.deepspeed.features import DAMPINGS, merged
 from tests.deepspeed.modes import BY_NAME, KFAC
+from tests.deepspeed.ranked import of_ranks
 from tests.deepspeed.runs import build, expected, train, weights
 from tests.oracle import ReferenceKFAC, _eigh
-from tests.ranks import run_ranks
 from tests.spread import difference, within
 
-pytestmark = pytest.mark.distributed
 STEPS = 14
 
 
@@ -48,123 +46,48 @@ class Timed(ReferenceKFAC):
         self.steps += 1
 
 
-CASES = {  # such random batches differ by more than 0.1
-    "staggered": {"eigenbasis": {"refresh_interval": 4}, "plan": STAGGERED},
-    "at once": {"eigenbasis": {"refresh_interval": 4}},
-    "adaptive": {"eigenbasis": {"refresh_interval": 2}, "adaptive": 0.9},
-    "everything": {
-        "eigenbasis": {"refresh_interval": 4},
-        "plan": STAGGERED,
-        "adaptive": 0.9,
-        "offload": {"device": "cpu"},
-    },
-    "inverses, everything": {
-        "eigenbasis": {"refresh_interval": 4},
-        "plan": STAGGERED,
-        "adaptive": 0.9,
-        "offload": {"device": "cpu"},
-        "preconditioner": {"method": "inverse", "kl_clip": 0.0005},
-        "damping": {"kind": "relative", "value": 0.3},
-    },
+RULE = {
+    "factor": {"rows": "all", "update_interval": 2, "decay": 0.8},
+    "eigenbasis": {"refresh_interval": 4},
+    "burn_in": {"steps": 0},
 }
-MODES = ("z0", "z2", "z3")
-SOME = {"at once": ["z2"], "everything": ["z0", "z3"], "inverses, everything": ["z2", "z3"]}
-"""Cases of which no more is asked than that they train like the reference."""
+SPREAD, ADAPTIVE = {"plan": STAGGERED}, {"adaptive": 0.9}  # such batches differ by more than 0.1
+OFFLOADED = {**SPREAD, **ADAPTIVE, "offload": {"device": "cpu"}}
+INVERSES = merged(
+    OFFLOADED, {"preconditioner": {"method": "inverse", "kl_clip": 5e-4}}, DAMPINGS["relative"]
+)
+CASES = [
+    *(("staggered", mode, SPREAD) for mode in ("z0", "z2", "z3")),
+    *(("adaptive", mode, ADAPTIVE) for mode in ("z0", "z2", "z3")),
+    *(("everything", mode, OFFLOADED) for mode in ("z0", "z3")),
+    *(("everything, inverses", mode, INVERSES) for mode in ("z2", "z3")),
+]
 
 
-def block(name: str) -> dict:
-    case = CASES[name]
-    return {
-        **KFAC,
-        **case,
-        "factor": {"rows": "all", "update_interval": 2, "decay": 0.8},
-        "eigenbasis": {**KFAC["eigenbasis"], **case["eigenbasis"]},
-        "burn_in": {"steps": 0},
-    }
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("name", "mode", "blocks"), CASES)
+def test_an_engine_trains_like_the_reference_with_the_same_factors_due(name, mode, blocks):
+    mode, block = BY_NAME[mode], merged(KFAC, RULE, blocks)
+    engine = build(mode, kfac=block)
+    initial, kfac, script = weights(engine), engine.kfac.preconditioner, []
+    for step in range(STEPS):
+        decay, clocks = kfac.config.factor.decay.at(step), kfac.curvature.timetable.clocks
+        captures = {key: decay ** clocks[key].interval for key in sorted(kfac.due.capture)}
+        script.append((captures, sorted(kfac.due.refresh)))
+        train(engine, 1, 1, first=step)
+    assert of_ranks(script) == [script, script]
+    at_once = [len(refreshes) for _, refreshes in script[1:]]
+    assert max(at_once) < len(kfac.curvature.specs) or name == "adaptive", "staggered"
+    thinned = any(weight < 0.8 for captures, _ in script for weight in captures.values())
+    assert thinned == (name != "staggered"), "decays for the gap"
+    skipped = engine.kfac.counters()["captures_skipped"]
+    assert (skipped > 0) == (name != "staggered")
+    final = weights(engine)
+    if dist.get_rank() == 0:
 
+        def as_scripted(oracle: Timed, step: int) -> None:
+            oracle.captures, oracle.refreshes = script[step]
 
-def as_scripted(script: list, kfac: Timed, step: int) -> None:
-    kfac.captures, kfac.refreshes = script[step]
-
-
-def worker(_) -> dict:
-    results = {}
-    for name in CASES:
-        for mode in SOME.get(name, MODES):
-            kfac_block = block(name)
-            engine = build(BY_NAME[mode], 1, kfac=kfac_block)
-            initial = weights(engine)
-            kfac, script = engine.kfac.preconditioner, []
-            for step in range(STEPS):
-                due, decay = kfac.due, kfac.config.factor.decay.at(step)
-                clocks = kfac.curvature.timetable.clocks
-                captures = {key: decay ** clocks[key].interval for key in sorted(due.capture)}
-                script.append((captures, due.refresh))
-                train(engine, 1, 1, first=step)
-            found = None
-            if dist.get_rank() == 0:
-                read = partial(as_scripted, script)
-                options = {
-                    "steps": STEPS,
-                    "kfac_config": kfac_block,
-                    "before_step": read,
-                    "kind": Timed,
-                }
-                found = expected(BY_NAME[mode], 1, 2, initial, **options)
-            after = weights(engine)
-            results[name, mode] = {
-                "difference": difference(after, found.weights, initial) if found else 0.0,
-                "bound": found.bound if found else 1.0,
-                "script": [
-                    (sorted(captures.items()), sorted(refreshes)) for captures, refreshes in script
-                ],
-                "factors": len(kfac.curvature.specs),
-                "counters": engine.kfac.counters(),
-            }
-            engine.destroy()
-    return results
-
-
-@pytest.fixture(scope="module")
-def results():
-    return run_ranks("tests.deepspeed.test_refresh:worker", world=2)
-
-
-def test_every_mode_trains_like_the_reference_with_the_same_factors_due(results):
-    cases = results[0].items()
-    wrong = [
-        line
-        for case, result in cases
-        for line in within(str(case), result["difference"], result["bound"])
-    ]
-    assert not wrong, "\n".join(wrong)
-    assert [r["script"] for r in results[0].values()] == [r["script"] for r in results[1].values()]
-
-
-def test_staggering_spreads_the_same_work(results):
-    at_once = results[0]["at once", "z2"]["script"]
-    for mode in MODES:
-        script, factors = (
-            results[0]["staggered", mode]["script"],
-            results[0]["staggered", mode]["factors"],
-        )
-        refreshed = [len(refreshes) for _, refreshes in script]
-        assert refreshed[0] == factors, "the first batch is for all"
-        for start in range(4, STEPS - 4):
-            assert sum(refreshed[start : start + 4]) == factors, "each once in an interval"
-        assert max(refreshed[1:]) < factors, "not all at once"
-        assert max(len(refreshes) for _, refreshes in at_once[1:]) == factors
-
-
-def test_the_adaptive_rule_captures_less(results):
-    for mode in MODES:
-        adaptive, plain = (results[0][name, mode] for name in ("adaptive", "staggered"))
-        captured = sum(len(captures) for captures, _ in adaptive["script"])
-        assert captured == adaptive["counters"]["captures"]
-        assert adaptive["counters"]["captures_skipped"] > 0 == plain["counters"]["captures_skipped"]
-        assert captured < adaptive["factors"] * (STEPS // 2)
-        sent, sent_plain = (of["counters"]["sent_bytes_factors"] for of in (adaptive, plain))
-        assert sent < sent_plain
-        assert any(weight < 0.8 for captures, _ in adaptive["script"] for _, weight in captures), (
-            "decays for the gap"
-        )
+        options = {"steps": STEPS, "kfac_config": block, "before_step": as_scripted, "kind": Timed}
+        found = expected(mode, 1, 2, initial, **options)
+        assert not within(name, difference(final, found.weights, initial), found.bound)

@@ -9,9 +9,7 @@ from tests.close import close
 from tests.deepspeed.modes import Mode
 from tests.deepspeed.runs import build, micro_batches
 from tests.models import CLASSES, cross_entropy
-from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.distributed
 ROWS, STEPS = 7, 3
 CLIP = 0.05
 """A part of these gradients' norms."""
@@ -28,51 +26,30 @@ class Table(nn.Module):
         return cross_entropy(self.head(torch.tanh(self.up(self.table(x)))), y)
 
 
-def worker(clips: list[float]) -> dict:
-    found = {}
-    for clip in clips:
-        for sparse in (False, True):
-            mode = Mode("z0", 0, clip=clip)
-            optimizer = {"type": "SGD", "params": {"lr": 1.0, "momentum": 0.9}}
-            engine = build(mode, 2, model=Table(sparse=sparse), optimizer=optimizer)
-            weights = []
-            for step in range(STEPS):
-                for x, y in micro_batches(step, 2):
-                    # some several times, the last one never
-                    rows = (10 * x[..., 0]).long() % (ROWS - 1)
-                    engine.backward(engine(rows, y))
-                    engine.step()
-                weights.append(
-                    {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-                )
-            attachment = engine.kfac
-            found[clip, sparse] = (
-                weights,
-                dict(attachment.preconditioner.proving.unfit),
-                attachment.report,
-            )
-            engine.destroy()
+def trained(sparse: bool, clip: float) -> list[dict[str, torch.Tensor]]:
+    """Weights after each step."""
+    sgd = {"type": "SGD", "params": {"lr": 1.0, "momentum": 0.9}}
+    engine = build(Mode("z0", 0, clip=clip, inner=sgd), 2, model=Table(sparse=sparse))
+    found = []
+    for step in range(STEPS):
+        for x, y in micro_batches(step, 2):
+            rows = (10 * x[..., 0]).long() % (ROWS - 1)  # some several times, the last one never
+            engine.backward(engine(rows, y))
+            engine.step()
+        found.append({name: p.detach().clone() for name, p in engine.module.named_parameters()})
+    assert not engine.kfac.preconditioner.proving.unfit, "how much others were clipped is known"
+    said = "it does not clip sparse gradients" in engine.kfac.report
+    assert said == bool(sparse and clip)
     return found
 
 
+@pytest.mark.ranks(2)
 def test_a_sparse_gradient_trains_as_the_dense_one_and_is_not_clipped():
-    clips = [0.0, CLIP]
-    for found in run_ranks("tests.deepspeed.test_sparse_gradients:worker", world=2, payload=clips):
-        for clip in clips:
-            (sparse, unfit, report), (dense, *_) = found[clip, True], found[clip, False]
-            assert not unfit, "it is known by how much the others were clipped"
-            assert ("it does not clip sparse gradients" in report) == bool(clip)
-            steps = STEPS if clip == 0 else 1  # what is not clipped goes another way afterwards
-            for name, weight in dense[steps - 1].items():
-                if clip and name == "table.weight":
-                    weight = found[0.0, True][0][0][name]
-                # three steps, each 1 / damping as sensitive as its factors
-                close(
-                    sparse[steps - 1][name],
-                    weight,
-                    sums=STEPS * 100,
-                    condition=100,
-                    what=f"{clip} {name}",
-                )
-        tables = [found[clip, False][0][0]["table.weight"] for clip in clips]
-        assert (tables[0] - tables[1]).abs().max() > 1e-2, "dense ones are clipped"
+    plain, clipped = trained(False, 0.0), trained(False, CLIP)
+    tables = [steps[0]["table.weight"] for steps in (plain, clipped)]
+    assert (tables[0] - tables[1]).abs().max() > 1e-2, "dense ones are clipped"
+    # what is not clipped goes another way afterwards
+    expected = {**clipped[0], "table.weight": tables[0]}
+    # three steps, each 1 / damping as sensitive as its factors
+    for actual, wanted in ((trained(True, 0.0)[-1], plain[-1]), (trained(True, CLIP)[0], expected)):
+        close(actual, wanted, sums=STEPS * 100, condition=100)

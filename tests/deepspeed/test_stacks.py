@@ -1,7 +1,8 @@
 """Experts stacked in one parameter are stepped as the same experts in modules of their own, in
-every engine mode."""
+every engine mode; and so is a head that is cut into parts."""
 
 from dataclasses import replace
+from functools import cache
 from unittest.mock import patch
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 from ds_kfac.config import keys as kfac_config
+from ds_kfac.model import blocks
 from tests.close import exact
-from tests.deepspeed import expert_stacks
 from tests.deepspeed.expert_stacks import (
     BIASED,
+    CLASSES,
     Apart,
     Dispatched,
     Grouped,
@@ -20,13 +22,16 @@ from tests.deepspeed.expert_stacks import (
     Picked,
     Upright,
     as_stacks,
+    batch,
     make,
 )
-from tests.deepspeed.modes import BY_NAME
+from tests.deepspeed.modes import BY_NAME, Mode
+from tests.deepspeed.parallel import shared_folder
+from tests.deepspeed.ranked import of_ranks
 from tests.deepspeed.runs import build, patched, weights
-from tests.ranks import run_ranks
 from tests.spread import FACTOR, FLOOR, Variation, difference, within
 
+pytestmark = pytest.mark.ranks
 ROWS, STEPS = 48, 4
 SIZE = 0.1
 """Of steps: with those of other tests a batch is soon fitted, and its gradient is what rounding
@@ -51,7 +56,6 @@ MODES = {
     "adam-z3-bf16-accum32": Upright,
     "adam-z2-fp16": Upright,
 }
-
 ACCUMULATED = {"z2", "adam-z3", "adam-z2-fp16"}
 """In two micro-batches."""
 ALONE = ("z1", "z2", "z3-bf16", "adam-z0", "adam-z2-bf16", "adam-z3-offload")
@@ -59,8 +63,8 @@ ALONE = ("z1", "z2", "z3-bf16", "adam-z0", "adam-z2-bf16", "adam-z3-offload")
 
 
 def trained(
-    mode,
-    kind,
+    mode: Mode,
+    kind: type,
     *,
     bias: bool,
     share: bool = False,
@@ -82,123 +86,94 @@ def trained(
     parts = 1 + (mode.name in ACCUMULATED)
     share = share or mode.adam  # small as they are, each expert has its own A then
     with patch.object(kfac_config, "SHARES", share):
-        engine = build(
-            mode,
-            parts,
-            model=make(kind, bias=bias),
-            kfac=block,
-            train_micro_batch_size_per_gpu=ROWS,
-        )
-    dtype = engine.get_data_types()[0]
+        model = make(kind, bias=bias)
+        engine = build(mode, parts, model=model, kfac=block, train_micro_batch_size_per_gpu=ROWS)
     generator = torch.Generator().manual_seed(7 + dist.get_rank())
     initial = weights(engine)
     with patched(mode):
         for _ in range(STEPS * parts):
-            x = torch.randn(ROWS, expert_stacks.WIDTH, generator=generator).to(dtype)
-            y = torch.randint(expert_stacks.CLASSES, (ROWS,), generator=generator)
-            x, y = Variation(order=order).rows(x, y)
-            engine.backward(engine(x, y))
+            x, y = Variation(order=order).rows(*batch(ROWS, generator))
+            engine.backward(engine(x.to(engine.get_data_types()[0]), y))
             engine.step()
     return engine, initial, weights(engine)
 
 
-def variations(mode) -> list[dict]:
-    """Engines that differ by rounding: in two orders of rows, as one of five was twenty times as
-    close as the others. Which results travel, in 16 bits, depends on how parameters are cut: all of
-    them or none bound that."""
-    return [{"order": 1}, {"order": 2}] + [{"results": torch.float32}] * (mode.dtype != "fp32")
-
-
-def worker(names) -> dict:
-    """Mode -> (difference from experts apart, what that may be, layers without rows, updates of
-    factors)."""
-    found, spreads = {}, {}
-    for name in names:
-        mode, kind = BY_NAME[name], MODES[name]
-        bias = kind in BIASED
-
-        def apart(mode=mode, bias=bias, **variation):
-            engine, initial, final = trained(mode, Apart, bias=bias, **variation)
-            engine.destroy()
-            return initial, final
-
-        initial, plain = apart()
-        alike = mode.mathematics, bias, mode.dtype != "fp32" and mode.stage  # which results travel
-        if alike not in spreads:
-            spreads[alike] = max(
-                difference(apart(**other)[1], plain, initial) for other in variations(mode)
-            )
-        engine, initial, actual = trained(mode, kind, bias=bias)
-        kfac = engine.kfac.preconditioner
-        own = [layer.name for layer in kfac.layers if layer.product and layer.shares]
-        assert not own, own  # an A for each expert, as modules have
-        found[name] = (
-            difference(actual, as_stacks(plain, kind), initial),
-            FACTOR * spreads[alike] + FLOOR,
-            sorted(kfac.proving.unfit),
-            kfac.metrics.counts["factor_updates"],
-        )
+def spread_of(mode: Mode, **options) -> tuple[dict, float]:
+    """Weights of an engine, and how far others are that differ by rounding: in two orders of rows,
+    as one of five was twenty times as close as the others. Which results travel, in 16 bits,
+    depends on how parameters are cut: all of them or none bound that."""
+    variations = [{}, {"order": 1}, {"order": 2}]
+    variations += [{"results": torch.float32}] * (mode.dtype != "fp32")
+    finals = []
+    for variation in variations:
+        engine, initial, final = trained(mode, Apart, **{**options, **variation})
+        finals.append(final)
         engine.destroy()
-    return found
+    return finals[0], max(difference(other, finals[0], initial) for other in finals[1:])
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("world", [1, 2])
-def test_stacked_experts_step_as_experts_apart(world):
-    found = run_ranks(
-        "tests.deepspeed.test_stacks:worker",
-        world=world,
-        payload=list(ALONE if world == 1 else MODES),
-        timeout=600,
-    )[0]
-    problems = []
-    for name, (error, bound, silent, updates) in found.items():
-        assert silent == [] and updates == STEPS, name
-        problems += within(name, error, bound)
-    assert not problems, problems
+@cache
+def spread_of_experts(name: str, bias: bool) -> tuple[dict, float]:
+    return spread_of(BY_NAME[name], bias=bias)
 
 
-def test_one_rank_has_every_kind_of_stack_and_every_rule():
-    def rules(names):
-        return {(mode.adam, mode.dtype) for mode in map(BY_NAME.get, names)}
-
-    assert {MODES[name] for name in ALONE} == set(MODES.values()) and rules(ALONE) | {
-        (True, "fp16")
-    } == rules(MODES)
+STACKED = [(name, world) for world in (1, 2) for name in (MODES if world == 2 else ALONE)]
 
 
-def saved_worker(folder: str) -> dict:
-    """Mode -> weights after four steps, of which two follow a checkpoint that another engine
-    loaded, and without one; layers of which nothing was loaded."""
-    found = {}
-    for name in ("adam-z2", "adam-z3", "z2"):
-        mode, finals = BY_NAME[name], []
-        for resumed in (False, True):
-            engine = build(mode, 1, model=make(Upright), train_micro_batch_size_per_gpu=ROWS)
-            generator = torch.Generator().manual_seed(7 + dist.get_rank())
-            for step in range(STEPS):
-                x = torch.randn(ROWS, expert_stacks.WIDTH, generator=generator)
-                y = torch.randint(expert_stacks.CLASSES, (ROWS,), generator=generator)
-                if step == STEPS // 2 and not resumed:
-                    engine.save_checkpoint(f"{folder}/{name}", tag="tag")
-                if step == STEPS // 2 and resumed:
-                    engine.destroy()
-                    engine = build(
-                        mode, 1, model=make(Upright, seed=1), train_micro_batch_size_per_gpu=ROWS
-                    )
-                    engine.load_checkpoint(f"{folder}/{name}", tag="tag")
-                engine.backward(engine(x, y))
-                engine.step()
-            finals.append(weights(engine))
-            engine.destroy()
-        found[name] = finals
-    return found
+@pytest.mark.parametrize(("name", "world"), STACKED)
+def test_stacked_experts_step_as_experts_apart(name, world):
+    mode, kind = BY_NAME[name], MODES[name]
+    bias = kind in BIASED
+    plain, spread = spread_of_experts(name, bias)
+    engine, initial, actual = trained(mode, kind, bias=bias)
+    kfac = engine.kfac.preconditioner
+    shared = [layer.name for layer in kfac.layers if layer.product and layer.shares]
+    assert not shared, "an A for each expert, as modules have"
+    assert not kfac.proving.unfit and kfac.metrics.counts["factor_updates"] == STEPS
+    off = difference(actual, as_stacks(plain, kind), initial)
+    assert not within(name, off, FACTOR * spread + FLOOR)
 
 
-@pytest.mark.distributed
-def test_stacks_resume_exactly(tmp_path):
-    for found in run_ranks(
-        "tests.deepspeed.test_stacks:saved_worker", world=2, payload=str(tmp_path)
-    ):
-        for name, (straight, resumed) in found.items():
-            exact(resumed, straight, what=name)
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["adam-z2", "adam-z3", "z2"])
+def test_stacks_resume_exactly(name):
+    mode, folder = BY_NAME[name], shared_folder()
+    straight, resumed = (
+        build(mode, model=make(Upright, seed=seed), train_micro_batch_size_per_gpu=ROWS)
+        for seed in (0, 1)
+    )
+    generator = torch.Generator().manual_seed(7 + dist.get_rank())
+    for step in range(STEPS):
+        if step == STEPS // 2:
+            straight.save_checkpoint(folder, tag="tag")
+            resumed.load_checkpoint(folder, tag="tag")
+        x, y = batch(ROWS, generator)
+        for engine in (straight, resumed)[: 1 + (step >= STEPS // 2)]:
+            engine.backward(engine(x, y))
+            engine.step()
+    exact(weights(resumed), weights(straight))
+
+
+CUT = ("adam-z0", "adam-z1", "adam-z2-round_robin", "adam-z3-offload", "adam-z2-bf16", "adam-z3")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", CUT)
+def test_a_head_in_parts_steps_as_a_whole_one(name):
+    """The head, [5, 12] with a bias, is the only layer that keeps Adam's direction. Without G, as
+    by default: then its rows are stepped one by one. In 16 bits the results of parts travel, and
+    are rounded, where those of a whole head need not."""
+    mode = BY_NAME[name]
+    factor = {**mode.kfac_block["factor"], "fisher": "activations_only"}
+    mode = replace(mode, kfac={**mode.kfac, "factor": factor}, orthogonal=True)
+    options = {"bias": True, "share": True, "results": torch.float32}
+    whole, spread = spread_of(mode, **options)
+    with patch.multiple(blocks, LARGEST=60, PART=13):
+        engine, initial, actual = trained(mode, Apart, **options)
+    kfac = engine.kfac.preconditioner
+    parts = [layer.name for layer in kfac.layers if "head" in layer.name]
+    assert parts == [f"head.{index}" for index in range(CLASSES)] and not kfac.proving.unfit
+    workers = kfac.plan.assignment.workers
+    assert {rank for part in parts for rank in workers[part]} == {0, 1}
+    assert of_ranks(parts) == [parts, parts]
+    assert not within(name, difference(actual, whole, initial), FACTOR * spread + FLOOR)
