@@ -9,6 +9,7 @@ farthest of these runs says what rounding alone may do.
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -60,19 +61,15 @@ def rounded_oracle() -> Iterator[None]:
     mode, step, adam = Rounded(), oracle.ReferenceKFAC.step, oracle.ReferenceKFAC.adam
     moments, orthogonalized = oracle._Use.moments, oracle._orthogonalized
 
-    def under(function):
+    def within(function, context):
         def run(*given, **named):
-            with mode:
+            with context():
                 return function(*given, **named)
 
         return run
 
-    def without(function):
-        def run(*given, **named):
-            with torch.utils._python_dispatch._disable_current_modes():
-                return function(*given, **named)
-
-        return run
+    rounded = partial(within, context=lambda: mode)
+    exact = partial(within, context=torch.utils._python_dispatch._disable_current_modes)
 
     def halved(*given):
         mode.half = True
@@ -82,9 +79,9 @@ def rounded_oracle() -> Iterator[None]:
             mode.half = False
 
     with (
-        patch.object(oracle.ReferenceKFAC, "step", under(step)),
-        patch.object(oracle.ReferenceKFAC, "adam", under(adam)),
-        patch.object(oracle._Use, "moments", without(moments)),
+        patch.object(oracle.ReferenceKFAC, "step", rounded(step)),
+        patch.object(oracle.ReferenceKFAC, "adam", rounded(adam)),
+        patch.object(oracle._Use, "moments", exact(moments)),
         patch.object(oracle, "_orthogonalized", halved),
     ):
         yield
@@ -107,10 +104,8 @@ def compare(cases) -> dict:
     precision = choose(None, torch.device(get_accelerator().current_device_name()))
     for name, accumulation in cases:
         mode = BY_NAME[name]
-        block = {
-            **mode.kfac_block,
-            "preconditioner": {**mode.kfac_block["preconditioner"], "precision": None},
-        }
+        preconditioner = {**mode.kfac_block["preconditioner"], "precision": None}
+        block = {**mode.kfac_block, "preconditioner": preconditioner}
         engine = runs.build(mode, accumulation, kfac=block)
         initial = runs.weights(engine)
         found = runs.expected(mode, accumulation, world, initial)

@@ -5,23 +5,14 @@ Results are compared on the CPU, so that on the GPU there are copies and the ops
 """
 
 import sys
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from ds_kfac.ops.dispatch import BACKENDS
-from tests.ops.calls import Sizes, calls_of
-from tests.ops.targets import copy, problems
+from tests.ops.calls import Sizes, calls_of, copied, problems
 
 SIZES = Sizes((1, 129), (1, 63, 129, 576), (1, 63, 129, 300), ((1, 1), (63, 129), (257, 600)))
 """Odd ones, and one that has several tiles and whole descriptors."""
-
-
-def move(value: Any, device: str) -> Any:
-    """Tensors in a structure, with their strides."""
-    return tree_map_only(Tensor, lambda x: copy(x, device), value)
 
 
 def run(backend: str, device: str = "cuda") -> tuple[int, list[str]]:
@@ -29,13 +20,10 @@ def run(backend: str, device: str = "cuda") -> tuple[int, list[str]]:
     count, wrong = 0, []
     for op, function in BACKENDS[backend].load().items():
         for call in calls_of(op, "cpu", SIZES):
-            arguments = move(call.arguments, device)
-            returned = function(*arguments, **move(call.options, device))
+            arguments, options = copied((call.arguments, call.options), device=device)
+            results = copied((function(*arguments, **options), arguments), device="cpu")
             count += 1
-            wrong += [
-                f"{op}: {text}"
-                for text in problems(call, move(returned, "cpu"), move(arguments, "cpu"))
-            ]
+            wrong += [f"{op}: {text}" for text in problems(call, *results)]
     return count, wrong
 
 

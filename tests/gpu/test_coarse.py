@@ -67,11 +67,5 @@ def test_every_engine_mode_is_within_the_bound_of_the_default_precision():
     with ThreadPoolExecutor(len(hands)) as pool:
         for found in pool.map(lambda cases: run_alone(TARGET, device="cuda", payload=cases), hands):
             results |= found
-    for (name, accumulation), result in sorted(results.items()):
-        print(
-            f"{name} accumulation {accumulation}: {result['difference']:.2e} of "
-            f"{result['bound']:.2e}, fp32's "
-            f"{result['fp32 bound']:.2e}, {result['precision']}"
-        )
     for case, result in results.items():
         check(case, result)

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from ds_kfac.ops.build import find_nvcc
+from ds_kfac.ops.dispatch import BACKENDS, Backend
 from tests.gpu.sanitized import run
+from tests.ranks import ROOT
 
-ROOT = Path(__file__).parents[2]
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 
 
@@ -34,13 +35,8 @@ def test_sanitizer_finds_nothing(tool, backend):
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
         "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }
-    options = {
-        "cwd": ROOT,
-        "env": environment,
-        "text": True,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.STDOUT,
-    }
+    options = {"cwd": ROOT, "env": environment, "text": True, "stdout": subprocess.PIPE}
+    options["stderr"] = subprocess.STDOUT
     # compiles, so that the tool does not look at that
     first = subprocess.run(plain, timeout=300, **options)
     assert first.returncode == 0, first.stdout[-4000:]
@@ -57,9 +53,6 @@ def test_sanitizer_finds_nothing(tool, backend):
 def test_the_script_calls_every_op_and_sees_its_faults(monkeypatch):
     count, wrong = run("torch", "cpu")
     assert count > 50 and not wrong
-    from ds_kfac.ops.dispatch import BACKENDS, Backend
-
-    monkeypatch.setitem(
-        BACKENDS, "broken", Backend("cpu", lambda: {"adam_step_": lambda *_, **__: None})
-    )
+    broken = Backend("cpu", lambda: {"adam_step_": lambda *_, **__: None})
+    monkeypatch.setitem(BACKENDS, "broken", broken)
     assert run("broken", "cpu")[1]
