@@ -23,13 +23,7 @@ def run(folder, script: str, config: dict, *arguments: str) -> str:
     command = [sys.executable, "first_run.py", "--config", "config.json", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
