@@ -17,23 +17,15 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("stage", "lora"), CASES)
-def test_rows_of_questions_and_answers_count_and_no_padding(runs, stage, lora):
-    straight, _ = runs[stage, lora]
+def test_every_step_is_preconditioned_by_rows_that_are_no_padding_and_a_run_resumes(
+    runs, stage, lora
+):
+    straight, resumed = runs[stage, lora]
     assert len(straight["seen"]) == STEPS
     for rows, tokens in straight["seen"]:
         assert rows == tokens >= 64
-
-
-@pytest.mark.parametrize(("stage", "lora"), CASES)
-def test_every_step_is_preconditioned_and_logged(runs, stage, lora):
-    straight, _ = runs[stage, lora]
     assert straight["unfit"] == ([] if lora else ["lm_head"])
     assert straight["kfac steps"] == STEPS and straight["adam_ratio"] == 8
     assert straight["factor updates"][-1] == STEPS and len(straight["rewards"]) == STEPS
     assert 0 < max(straight["rewards"]) < 1
-
-
-@pytest.mark.parametrize(("stage", "lora"), CASES)
-def test_a_run_goes_on_from_a_checkpoint_with_the_same_digits(runs, stage, lora):
-    straight, resumed = runs[stage, lora]
     assert resumed["digest"] == straight["digest"] and resumed["kfac steps"] == STEPS

@@ -239,7 +239,7 @@ def average_calls(device: str, sizes: Sizes) -> Iterator[Call]:
     sums = [10 * normal(device, numel, seed=numel + 1) for numel in numels]
     counts = [torch.tensor(0.5 + index, device=device) for index in range(len(numels))]
     updates = [torch.tensor(float(index), device=device) for index in range(len(numels))]
-    decays = [(0.95, 0.0, 0.5, 0.4, 0.99)[index % 5] for index in range(len(numels))]
+    decays = [(0.95, 0.9, 0.9, 0.9, 0.4)[index % 5] for index in range(len(numels))]
     counts[1].zero_()
     sums[2][-1] = math.inf
     sums[3][0] = NAN

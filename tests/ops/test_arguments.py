@@ -35,100 +35,43 @@ def ops(request) -> Mapping[str, Callable]:
 
 TORCH_CHECKS = ("syrk_accumulate_", "symmetric_pack_into_")
 """Ops of which torch, too, refuses what the others refuse."""
-SIX, TWELVE, ROWS, SQUARE = torch.zeros(6), torch.zeros(12), torch.zeros(4, 3), torch.zeros(3, 3)
-ONE, FLAG, MATRIX = torch.ones(()), torch.tensor([True]), torch.zeros(1, 2, 2)
-VECTOR, HIGHER = torch.zeros(1), torch.zeros(1, 3, 2)
+SIX, ROWS, FOUR, FIVE = (torch.zeros(shape) for shape in (6, (4, 3), (4, 4), (4, 5)))
+ONE, VECTOR, FLAG = torch.ones(()), torch.zeros(1), torch.tensor([True])
+MATRIX, HIGHER, TWO = torch.zeros(1, 2, 2), torch.zeros(1, 3, 2), torch.zeros(2)
 ADAM = {"betas": (0.9, 0.95), "eps": 0.1}
-WRONG: dict[str, tuple[str, tuple, dict, str]] = {
-    "a sum without the bias": (
-        "syrk_accumulate_",
-        (SIX, ROWS),
-        {"bias": True},
-        r"of shape \(10,\) for rows of 3 and a bias, got torch.float32 \(6,\)",
-    ),
-    "too few flags of rows": (
-        "syrk_accumulate_",
-        (SIX, ROWS),
-        {"kept": torch.ones(3, dtype=torch.bool)},
-        r"kept must be bool of shape \(4,\), one for each row, got torch.bool \(3,\)",
-    ),
-    "flags that are numbers": (
-        "syrk_accumulate_",
-        (SIX, ROWS),
-        {"kept": torch.ones(4)},
-        r"kept must be bool of shape \(4,\), one for each row, got torch.float32 \(4,\)",
-    ),
-    "flags in a column": (
-        "block_syrk_accumulate_",
-        (SIX, torch.zeros(4, 4)),
-        {"block": 2, "kept": torch.ones(4, 1, dtype=torch.bool)},
-        r"block_syrk_accumulate_: kept must be bool of shape \(4,\)",
-    ),
-    "half a block": (
-        "block_syrk_accumulate_",
-        (torch.zeros(9), torch.zeros(4, 5)),
-        {"block": 2},
-        "rows of 5 in blocks of 2",
-    ),
-    "not square": (
-        "symmetric_pack_into_",
-        (torch.zeros(3), [0], [torch.zeros(2, 3)]),
-        {},
-        r"square matri.*, got .*\(2, 3\)",
-    ),
-    "beyond the end": (
-        "symmetric_unpack_from",
-        (SIX, [1], [3]),
-        {},
-        "a triangle of side 3 at 1 is outside of 6 elements",
-    ),
-    "before the start": (
-        "symmetric_unpack_from",
-        (SIX, [-1], [3]),
-        {},
-        "a triangle of side 3 at -1 is outside",
-    ),
-    "a shorter sum": (
-        "ema_update_",
-        ([SIX], [torch.zeros(5)], [ONE], [ONE], [0.9]),
-        {},
-        r"averages of \[6\] elements, sums of \[5\]",
-    ),
-    "two counts": (
-        "ema_update_",
-        ([SIX], [SIX], [torch.zeros(2)], [ONE], [0.9]),
-        {},
-        r"scalars, got torch.float32 \(2,\)",
-    ),
-    "higher moments": (
-        "adam_step_",
-        (MATRIX, MATRIX, HIGHER, MATRIX, VECTOR, FLAG),
-        ADAM,
-        r"adam_step_: .* do not fit, got torch.float32 \(1, 2, 2\)",
-    ),
-    "two flags": (
-        "adam_step_",
-        (MATRIX, MATRIX, MATRIX, MATRIX, VECTOR, FLAG.repeat(2)),
-        ADAM,
-        r"adam_step_: .* do not fit, got .* torch.bool \(2,\)",
-    ),
-    "two sizes": (
-        "finish_direction_",
-        (MATRIX, MATRIX, VECTOR, torch.zeros(2), VECTOR, VECTOR, FLAG),
-        {},
-        r"finish_direction_: .* do not fit, got .* torch.float32 \(2,\)",
-    ),
-    "a higher result": (
-        "finish_direction_",
-        (HIGHER, MATRIX, VECTOR, None, VECTOR, VECTOR, FLAG),
-        {},
-        r"the result does not fit, got torch.float32 \(1, 3, 2\)",
-    ),
-}
+
+
+def wrong_calls():
+    """What is wrong -> op, arguments, options, and what the message has to say."""
+    few, column = (torch.ones(shape, dtype=torch.bool) for shape in (3, (4, 1)))
+    syrk, blocks, ema = "syrk_accumulate_", "block_syrk_accumulate_", "ema_update_"
+    kept, unfit = r"kept must be bool of shape \(4,\), one for each row, got ", "do not fit, got "
+    flags = FLAG.repeat(2)
+    return {
+        "a sum without the bias": (syrk, (SIX, ROWS), {"bias": True}, r"\(10,\) .* a bias, got"),
+        "few flags": (syrk, (SIX, ROWS), {"kept": few}, kept + r"torch.bool \(3,\)"),
+        "numbers as flags": (syrk, (SIX, ROWS), {"kept": torch.ones(4)}, kept + "torch.float32"),
+        "a column of flags": (blocks, (SIX, FOUR), {"block": 2, "kept": column}, kept),
+        "half a block": (blocks, (SIX, FIVE), {"block": 2}, "rows of 5 in blocks of 2"),
+        "not square": ("symmetric_pack_into_", (SIX, [0], [ROWS[:2]]), {}, r"square .*\(2, 3\)"),
+        "beyond the end": ("symmetric_unpack_from", (SIX, [1], [3]), {}, "3 at 1 is outside of 6"),
+        "before the start": ("symmetric_unpack_from", (SIX, [-1], [3]), {}, "3 at -1 is outside"),
+        "a shorter sum": (ema, ([SIX], [FIVE[0]], [ONE], [ONE], [0.9]), {}, r"\[6\] .* \[5\]"),
+        "two counts": (ema, ([SIX], [SIX], [TWO], [ONE], [0.9]), {}, r"scalars, got .* \(2,\)"),
+        "higher moments": ("adam_step_", (*[MATRIX] * 3, HIGHER, VECTOR, FLAG), ADAM, unfit),
+        "two flags": ("adam_step_", (*[MATRIX] * 4, VECTOR, flags), ADAM, unfit),
+        "two sizes": ("finish_direction_", (*[MATRIX] * 2, *[VECTOR, TWO] * 2, FLAG), {}, unfit),
+        "a higher result": (
+            "finish_direction_",
+            (HIGHER, MATRIX, VECTOR, None, VECTOR, VECTOR, FLAG),
+            {},
+            r"the result does not fit, got torch.float32 \(1, 3, 2\)",
+        ),
+    }
 
 
 def test_wrong_arguments_are_named(ops):
-    for case, (op, arguments, options, message) in WRONG.items():
+    for case, (op, arguments, options, message) in wrong_calls().items():
         if op in ops:
             with pytest.raises(ValueError, match=message) as raised:
                 ops[op](*arguments, **options)
@@ -151,40 +94,38 @@ def adam_given(first: torch.Tensor, dtype: torch.dtype = torch.float32) -> tuple
     return torch.zeros_like(x), x, first.to(dtype), second, counts, flags
 
 
-VECTORS = *[torch.ones(2)] * 4, torch.tensor([True, False])
-Arguments = tuple
-UNUSUAL: dict[str, tuple[str, Callable[[], Arguments], dict]] = {
+def averages(sums: list[torch.Tensor], dtype: torch.dtype = torch.float32) -> tuple:
+    """Of one factor."""
+    ones = [torch.ones(())]
+    return [normal(6).to(dtype)], sums, ones, [torch.ones(())], [0.9]
+
+
+def finish_given(out: torch.Tensor, x: torch.Tensor, norm: torch.Tensor) -> tuple:
+    """Of two matrices."""
+    return out, x, norm, *[torch.ones(2)] * 3, torch.tensor([True, False])
+
+
+TENSORS = {"betas": (torch.tensor(0.9), 0.95), "eps": 0.1}
+UNUSUAL: dict[str, tuple[str, Callable[[], tuple], dict]] = {
     "rows in fp64": ("syrk_accumulate_", lambda: (torch.zeros(6), normal(4, 3).double()), {}),
     "a sum with gaps": ("syrk_accumulate_", lambda: (torch.zeros(12)[::2], normal(4, 3)), {}),
     "in columns": ("symmetric_pack_into_", lambda: (torch.zeros(6), [0], [normal(3, 3).T]), {}),
     "to fp64": ("symmetric_pack_into_", lambda: (doubles(1)[0], [0], [normal(3, 3)]), {}),
     "from fp64": ("symmetric_unpack_from", lambda: (doubles(1)[0], [0], [3]), {}),
-    "averages in fp64": (
-        "ema_update_",
-        lambda: (doubles(1), doubles(1), [torch.ones(())], [torch.ones(())], [0.9]),
-        {},
-    ),
-    "a sum with gaps, averaged": (
-        "ema_update_",
-        lambda: ([normal(6)], [normal(12)[::2]], [torch.ones(())], [torch.ones(())], [0.9]),
-        {},
-    ),
+    "averages in fp64": ("ema_update_", lambda: averages(doubles(1), torch.float64), {}),
+    "sums with gaps": ("ema_update_", lambda: averages([normal(12)[::2]]), {}),
     "no elements": ("adam_step_", lambda: adam_given(normal(2, 0, 3)), ADAM),
     "moments with gaps": ("adam_step_", lambda: adam_given(strided(2, 3, 4)), ADAM),
     "Adam in fp64": ("adam_step_", lambda: adam_given(normal(2, 3, 4), torch.float64), ADAM),
-    "betas in memory": (
-        "adam_step_",
-        lambda: adam_given(normal(2, 3, 4)),
-        {"betas": (torch.tensor(0.9), 0.95), "eps": 0.1},
-    ),
+    "betas in memory": ("adam_step_", lambda: adam_given(normal(2, 3, 4)), TENSORS),
     "a result in columns": (
         "finish_direction_",
-        lambda: (strided(2, 4, 3).mT, normal(2, 3, 4), *VECTORS),
+        lambda: finish_given(strided(2, 4, 3).mT, normal(2, 3, 4), torch.ones(2)),
         {},
     ),
-    "a vector in fp64": (
+    "a norm in fp64": (
         "finish_direction_",
-        lambda: (*[normal(2, 3, 4)] * 2, VECTORS[0].double(), *VECTORS[1:]),
+        lambda: finish_given(normal(2, 3, 4), normal(2, 3, 4), torch.ones(2).double()),
         {},
     ),
 }
@@ -207,4 +148,4 @@ def test_what_a_backend_is_not_made_for_is_refused_before_a_write_and_done_by_to
 
 def test_a_cuda_op_refuses_tensors_of_another_device():
     with pytest.raises(NotMadeFor, match=r"one cuda device, got \['cpu'\]"):
-        CudaOps(emulated()._library).symmetric_pack_into_(torch.zeros(6), [0], [SQUARE])
+        CudaOps(emulated()._library).symmetric_pack_into_(torch.zeros(6), [0], [torch.zeros(3, 3)])

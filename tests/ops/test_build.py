@@ -3,9 +3,6 @@
 import fcntl
 import shutil
 import stat
-import subprocess
-import sys
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -140,13 +137,3 @@ def test_architectures_are_those_of_torch_s_variable():
     for wrong in ("7.5", "Ampere", "8.0;90"):
         with pytest.raises(BuildError, match=r"expected capabilities from 8.0 on"):
             wanted(wrong)
-
-
-def test_a_source_distribution_has_the_sources(tmp_path):
-    root = Path(__file__).parents[2]
-    base = ["-q", "egg_info", "--egg-base", str(tmp_path), "sdist", "-d", str(tmp_path)]
-    command = [sys.executable, "setup.py", *base]
-    subprocess.run(command, cwd=root, check=True, capture_output=True)
-    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
-        names = {name.split("/", 1)[-1] for name in archive.getnames()}
-    assert {str(file.relative_to(root)) for file in (root / "csrc").rglob("*.c*")} <= names
