@@ -81,7 +81,7 @@ def test_what_is_wrong_fails_or_cannot_run_is_said_and_not_the_end(run, monkeypa
     assert status == 1 and problems["symmetric_pack_into_", "full"] == text
     assert problems["not made", ""] == text
     for told in (f"full | **wrong**: {text} |", "broken | **wrong**", "not absent: it is on holi"):
-        assert page.count(told) == 1, told
+        assert told in page, told
     fine = {row["implementation"] for row in rows if row["median_ms"]}
     assert "torch" in fine and not fine & {"broken", "full", "absent"}
 

@@ -4,13 +4,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import deepspeed
 import pytest
 
 from ds_kfac.diagnostics import preflight
+from tests.programs import python
 from tests.ranks import ROOT
 
 NOTEBOOK = ROOT / "examples/quickstart.ipynb"
@@ -39,11 +39,8 @@ OURS = (*LAUNCHERS, "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID")
 
 
 def run(folder: Path, code: str, *arguments: str) -> subprocess.CompletedProcess:
-    kept = {name: value for name, value in os.environ.items() if name not in OURS}
-    kept |= {"PYTHONPATH": str(ROOT), "TORCH_EXTENSIONS_DIR": str(folder / "built")}
-    command, streams = [sys.executable, "-c", code, *arguments], {"capture_output": True}
-    done = subprocess.run(command, cwd=folder, env=kept, text=True, timeout=600, **streams)
-    assert done.returncode == 0, done.stderr
+    empty = {"TORCH_EXTENSIONS_DIR": str(folder / "built")}
+    done = python("-c", code, *arguments, folder=folder, path=str(ROOT), without=OURS, **empty)
     assert done.stderr.count(SAYS) == 1, "once, also with a second engine"
     assert not list((folder / "built").rglob("*")), "nothing is compiled"
     return done

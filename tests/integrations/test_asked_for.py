@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.programs import python
+from tests.programs import python
 from tests.ranks import ROOT, free_port
 
 ASKED = "K-FAC was asked for, but this program has trained without it"

@@ -9,7 +9,7 @@ import pytest
 
 from ds_kfac.__main__ import main
 from ds_kfac.integrations.launcher import wants_help
-from tests.integrations.programs import python
+from tests.programs import python
 from tests.ranks import ROOT
 
 HEAVY = {"torch", "deepspeed", "transformers"}

@@ -15,7 +15,7 @@ from ds_kfac.factors.convert import convert
 from ds_kfac.factors.files import Factors
 from ds_kfac.factors.fitting import fit
 from tests.close import close, exact, near
-from tests.integrations.programs import python
+from tests.programs import python
 from tests.ranks import ROOT
 
 LENGTH, DOCUMENTS, BATCH = 12, 16, 4

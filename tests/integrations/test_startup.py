@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ds_kfac.engine.entry import asked_for
-from tests.integrations.programs import python
+from tests.programs import python
 from tests.ranks import ROOT, free_port
 
 PROBED = "import importlib.util; assert importlib.util.find_spec('deepspeed')\n"

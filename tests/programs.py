@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 OURS = ("DS_KFAC", "RANK", "LOCAL_RANK")
@@ -15,11 +16,12 @@ def python(
     executable: str = sys.executable,
     path: str = "",
     status: int | None = 0,
+    without: Sequence[str] = OURS,
     **variables: str,
 ) -> subprocess.CompletedProcess:
-    """Run Python in a folder with PYTHONPATH ``path`` and more variables. It ends with ``status``,
-    unless that is None."""
-    kept = {key: value for key, value in os.environ.items() if key not in OURS}
+    """Run Python in a folder with PYTHONPATH ``path`` and more variables, ``without`` some of this
+    process. It ends with ``status``, unless that is None."""
+    kept = {key: value for key, value in os.environ.items() if key not in without}
     done = subprocess.run(
         [executable, *arguments],
         cwd=folder,
