@@ -138,12 +138,3 @@ def poisoned(monkeypatch):
 
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, poisoning(getattr(torch, name)))
-
-
-@pytest.fixture(params=["specification", "functional"])
-def ops(request):
-    """The op vocabulary, by its specification and by what runs."""
-    from ds_kfac.ops import functional
-    from tests.ops import specification
-
-    return {"specification": specification, "functional": functional}[request.param]

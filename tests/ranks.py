@@ -52,6 +52,26 @@ def free_port() -> int:
             return port
 
 
+def start_ranks(target: str, *, world: int, payload, folder: Path) -> list:
+    """Fork the ranks; their logs and results will be in ``folder``. Returns their processes."""
+    port = str(free_port())
+    (folder / "payload").write_bytes(pickle.dumps(payload))
+    processes = []
+    for rank in range(world):
+        environment = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            STORE: f"file://{folder}/store?rank={rank}&world_size={world}",
+        }
+        processes.append(SERVER.Process(target=_worker, args=(target, folder, environment)))
+        processes[-1].start()
+    return processes
+
+
 def run_ranks(
     target: str, *, world: int, payload=None, timeout: float = 300, after: float = 0.0
 ) -> list:
@@ -63,21 +83,8 @@ def run_ranks(
     """
     __tracebackhide__ = True  # of a failure only the ranks' output says something
     with tempfile.TemporaryDirectory() as name:
-        folder, port = Path(name), str(free_port())
-        (folder / "payload").write_bytes(pickle.dumps(payload))
-        processes = []
-        for rank in range(world):
-            environment = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "LOCAL_SIZE": str(world),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                STORE: f"file://{folder}/store?rank={rank}&world_size={world}",
-            }
-            processes.append(SERVER.Process(target=_worker, args=(target, folder, environment)))
-            processes[-1].start()
+        folder = Path(name)
+        processes = start_ranks(target, world=world, payload=payload, folder=folder)
         deadline = time.monotonic() + timeout
         results = [folder / f"result{rank}" for rank in range(world)]
         while time.monotonic() < deadline and any(process.is_alive() for process in processes):

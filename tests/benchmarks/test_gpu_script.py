@@ -23,13 +23,9 @@ def call(tmp_path, *arguments: str, program="echo $*", **more: str) -> tuple[int
     python.write_text(f"#!/bin/bash\n{program}\n")
     python.chmod(0o755)
     own = {"PYTHON": str(python), "OUT": str(tmp_path / "out"), "SAVES": str(tmp_path / "saves")}
-    done = subprocess.run(
-        ["bash", str(ROOT / "benchmarks/gpu.sh"), *arguments],
-        env=os.environ | own | {"DATA": "here"} | more,
-        text=True,
-        capture_output=True,
-        timeout=100,
-    )
+    command = ["bash", str(ROOT / "benchmarks/gpu.sh"), *arguments]
+    environment = os.environ | own | {"DATA": "here"} | more
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=100)
     return done.returncode, done.stdout
 
 
@@ -38,9 +34,8 @@ def test_a_call_runs_its_program_within_its_time_and_keeps_its_log(tmp_path, nam
     status, said = call(tmp_path, name, "--", "--more")
     assert status == 0 and CALLS[name] in said and "--more" in said
     line = next(line for line in said.splitlines() if CALLS[name] in line)
-    seconds = float(
-        line.partition("--seconds-in-all " if name == "kernels" else "--seconds ")[2].split()[0]
-    )
+    option = "--seconds-in-all " if name == "kernels" else "--seconds "
+    seconds = float(line.partition(option)[2].split()[0])
     assert name == "kernels" or 400 < seconds <= 450
     assert f"--out {tmp_path}/out/{name}" in line
     assert CALLS[name] in (tmp_path / "out" / name / "log.txt").read_text()

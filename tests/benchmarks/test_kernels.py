@@ -4,7 +4,6 @@ import csv
 import math
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,15 +17,11 @@ from benchmarks.kernels.timing import Clock, Roofline
 from ds_kfac.ops import functional
 from ds_kfac.ops.dispatch import Backend
 from tests.close import near
+from tests.ranks import ROOT
 
 TINY = Model("tiny", ((7, 33), (33, 65)), 2)
-TIMED = (
-    "syrk_accumulate_",
-    "symmetric_pack_into_",
-    "symmetric_unpack_from",
-    "ema_update_",
-    "adam_step_",
-)
+TIMED = ("syrk_accumulate_", "symmetric_pack_into_", "symmetric_unpack_from")
+TIMED += ("ema_update_", "adam_step_")
 SETTINGS = Settings("cpu", rows=16, blocks=2, max_dim=64, dtype=torch.float32)
 
 
@@ -38,18 +33,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(Clock, "roofline", lambda *_: roofline)
 
     def command(*options):
-        arguments = [
-            "--device",
-            "cpu",
-            "--models",
-            "tiny",
-            "--rows",
-            "16",
-            "--blocks",
-            "2",
-            "--max-dim",
-            "64",
-        ]
+        arguments = "--device cpu --models tiny --rows 16 --blocks 2 --max-dim 64".split()
         status = kernels.main([*arguments, "--seconds", "0", "--out", str(tmp_path), *options])
         with (tmp_path / "cpu.csv").open() as file:
             return status, list(csv.DictReader(file)), (tmp_path / "cpu.md").read_text()
@@ -70,34 +54,36 @@ def test_every_op_has_a_speed_and_a_baseline(run, tmp_path):
         rate = int(row["bytes"]) / median / 1e6
         near(float(row["gb_per_s"]), rate, rate / 100, "three digits are written")
         bound = max(int(row["bytes"]), int(row["flops"])) / 1e10
-        near(
-            float(row["of_roofline"]),
-            bound / median * 1e3,
-            bound / median * 10,
-            "three digits are written",
-        )
+        allowed = bound / median * 10
+        near(float(row["of_roofline"]), 100 * allowed, allowed, "three digits are written")
     assert (tmp_path / "cpu.png").stat().st_size > 1000
     for fact in ("machine: ", f"torch: {torch.__version__}", "commit: "):
         assert fact in page
 
 
-def test_a_wrong_implementation_has_no_speed_and_fails_the_command(run, monkeypatch):
-    broken = Backend("cpu", lambda: {"adam_step_": lambda *_, **__: None})
-    monkeypatch.setitem(kernels.BACKENDS, "broken", broken)
-    status, rows, page = run("--ops", "adam_step_")
-    assert status == 1
-    wrong = [row for row in rows if row["implementation"] == "broken"]
-    assert len(wrong) == 1 and all(row["median_ms"] == row["gb_per_s"] == "" for row in wrong)
-    assert page.count("broken | **wrong**") == 1
-    assert all(row["median_ms"] for row in rows if row["implementation"] == "torch")
+def test_what_is_wrong_fails_or_cannot_run_is_said_and_not_the_end(run, monkeypatch):
+    def no_memory(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
-
-def test_a_backend_that_cannot_run_says_why(run, monkeypatch):
-    def load():
+    def away():
         raise RuntimeError("it is on holiday")
 
-    monkeypatch.setitem(kernels.BACKENDS, "absent", Backend("cpu", load))
-    assert "- not absent: it is on holiday" in run("--ops", "ema_update_")[2]
+    def offer(name, load):
+        monkeypatch.setitem(kernels.BACKENDS, name, Backend("cpu", load))
+
+    offer("broken", lambda: {"symmetric_pack_into_": lambda *_, **__: None})
+    offer("full", lambda: {"symmetric_pack_into_": no_memory})
+    offer("absent", away)
+    monkeypatch.setattr(kernels, "adam_step", no_memory)
+    status, rows, page = run("--ops", "symmetric_pack_into_", "adam_step_")
+    text = "OutOfMemoryError: CUDA out of memory"
+    problems = {(row["op"], row["implementation"]): row["problem"] for row in rows}
+    assert status == 1 and problems["symmetric_pack_into_", "full"] == text
+    assert problems["not made", ""] == text
+    for told in (f"full | **wrong**: {text} |", "broken | **wrong**", "not absent: it is on holi"):
+        assert told in page, told
+    fine = {row["implementation"] for row in rows if row["median_ms"]}
+    assert "torch" in fine and not fine & {"broken", "full", "absent"}
 
 
 def made(makers):
@@ -150,9 +136,7 @@ def test_costs_are_the_least_that_is_needed():
 
 def test_it_needs_no_deepspeed():
     code = "import sys; sys.modules['deepspeed'] = None; import benchmarks.kernels.__main__"
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
-    assert done.returncode == 0, done.stderr
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 @pytest.fixture
@@ -165,9 +149,9 @@ def small_solvers(monkeypatch):
 def test_solvers_are_timed_with_the_ops(run, small_solvers):
     status, rows, page = run("--ops", *kernels_solvers.SOLVERS)
     assert status == 0 and {row["op"] for row in rows} == set(kernels_solvers.SOLVERS)
-    assert {(row["op"], row["implementation"]) for row in rows if row["kind"] == "op"} == {
-        (op, name) for name, ops in kernels_solvers.IMPLEMENTATIONS.items() for op in ops
-    }
+    timed = {(row["op"], row["implementation"]) for row in rows if row["kind"] == "op"}
+    offered = kernels_solvers.IMPLEMENTATIONS.items()
+    assert timed == {(op, name) for name, ops in offered for op in ops}
     assert "| `iteration` | 5 x 17 | fp32 |" in page
 
 
@@ -204,28 +188,6 @@ def test_rows_are_in_the_file_before_the_run_ends(run, tmp_path, monkeypatch):
         run("--ops", "adam_step_")
 
 
-def test_what_fails_is_a_row_and_not_the_end(run, monkeypatch):
-    def no_memory(*_, **__):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setitem(
-        kernels.BACKENDS, "full", Backend("cpu", lambda: {"symmetric_pack_into_": no_memory})
-    )
-    monkeypatch.setattr(kernels, "adam_step", no_memory)
-    status, rows, page = run("--ops", "symmetric_pack_into_", "adam_step_")
-    problems = {
-        (row["op"], row["implementation"]): row["problem"] for row in rows if row["problem"]
-    }
-    text = "OutOfMemoryError: CUDA out of memory"
-    assert status == 1 and problems == {
-        ("symmetric_pack_into_", "full"): text,
-        ("not made", ""): text,
-    }
-    assert (
-        sum(bool(row["median_ms"]) for row in rows) == 4 and f"| full | **wrong**: {text} |" in page
-    )
-
-
 def test_newton_schulz_is_checked_and_timed_beside_the_published_steps(run, monkeypatch):
     monkeypatch.setattr(newton_schulz, "SHAPES", ((1, 32, 33), (2, 20, 64)))
     status, rows, _ = run("--ops", "newton schulz")
@@ -253,17 +215,12 @@ def test_a_call_goes_on_where_the_last_one_had_no_time_left(run, capsys):
 def test_a_slow_call_is_timed_twice(monkeypatch):
     clock, seconds = Clock("cpu"), {"fast": 1e-3, "slow": 3.0}
     monkeypatch.setattr(clock, "once", lambda name, queueing=0.0: seconds[name])
-    functions = {name: name for name in seconds}
-    assert {name: times.calls for name, times in clock.compare(functions, 0.0).items()} == {
-        "fast": 2,
-        "slow": 2,
-    }
-    seconds["slow"] = 0.4
     monkeypatch.setattr(clock, "queueing", lambda name: 0.0)
-    assert {name: times.calls for name, times in clock.compare(functions, 0.0).items()} == {
-        "fast": 5,
-        "slow": 5,
-    }
+    functions = {name: name for name in seconds}
+    for slow, calls in ((3.0, 2), (0.4, 5)):
+        seconds["slow"] = slow
+        times = clock.compare(functions, 0.0)
+        assert times["fast"].calls == times["slow"].calls == calls
 
 
 def test_configurations_of_sm_90_are_near_the_fastest_that_were_measured():
@@ -272,8 +229,7 @@ def test_configurations_of_sm_90_are_near_the_fastest_that_were_measured():
     from ds_kfac.ops.triton.syrk import CHOSEN
 
     ms: dict[int, dict[str, float]] = {}
-    root = Path(__file__).parents[2]
-    with (root / "benchmarks/results/gpu/sweep_syrk_sm_90_bfloat16.csv").open() as file:
+    with (ROOT / "benchmarks/results/gpu/sweep_syrk_sm_90_bfloat16.csv").open() as file:
         for row in csv.DictReader(file):
             side = int(row["size"].rpartition(" ")[2])
             ms.setdefault(side, {})[row["implementation"]] = float(row["median_ms"])

@@ -15,24 +15,25 @@ from tests.ranks import ROOT, free_port, run_ranks
 def command(out, *more: str) -> str:
     own = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     program = [sys.executable, "benchmarks/step.py", "--model", "tiny", "--periods", "1"]
+    program += ["--start-seconds", "0", "--out", str(out), *more]
+    environment = os.environ | own | {"MASTER_PORT": str(free_port())}
     done = subprocess.run(
-        [*program, "--start-seconds", "0", "--out", str(out), *more],
-        cwd=ROOT,
-        env=os.environ | own | {"MASTER_PORT": str(free_port())},
-        text=True,
-        capture_output=True,
-        timeout=900,
+        program, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=900
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
+
+
+def rows_of(out) -> dict[tuple[str, str], dict[str, str]]:
+    with (out / "step.csv").open() as file:
+        return {(row["method"], row["what"]): row for row in csv.DictReader(file)}
 
 
 @pytest.mark.distributed
 def test_each_kind_of_step_is_timed_and_traced_and_the_next_call_skips_what_is_there(tmp_path):
     said = command(tmp_path, "--methods", "AdamW", "KFACAdamW", "--trace")
     assert said.endswith("goes on: nothing\n")
-    with (tmp_path / "step.csv").open() as file:
-        rows = {(row["method"], row["what"]): row for row in csv.DictReader(file)}
+    rows = rows_of(tmp_path)
     counts = {
         what: int(row["count"]) for (method, what), row in rows.items() if method == "KFACAdamW"
     }
@@ -54,8 +55,7 @@ def work(out: str) -> None:
 @pytest.mark.distributed
 def test_two_ranks_say_what_they_send(tmp_path):
     run_ranks("tests.benchmarks.test_step:work", world=2, payload=str(tmp_path), timeout=900)
-    with (tmp_path / "step.csv").open() as file:
-        rows = {(row["method"], row["what"]): row for row in csv.DictReader(file)}
+    rows = rows_of(tmp_path)
     plain = rows["K-FAC into AdamW", "preconditioning only"]
     update = rows["K-FAC into AdamW", "factor update"]
     assert plain["ranks"] == "2" and 0 < float(plain["sent_mb"]) < float(update["sent_mb"])

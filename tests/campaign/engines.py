@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from tests.campaign.harness import NothingTried
-from tests.deepspeed.modes import KFAC_ADAMW, MICRO_ROWS, Mode
-from tests.deepspeed.runs import build, patched, weights
+from tests.deepspeed.modes import KFAC_ADAMW, Mode
+from tests.deepspeed.runs import build, patched
 
 LR = 0.02
 # every step counts, every other one decomposes: a fault meets a capture and a refresh
@@ -20,45 +20,21 @@ KFAC = {
     "eigenbasis": {"refresh_interval": 2},
     "burn_in": {"steps": 0},
 }
-PLAIN = {"kfac": {"enabled": False}}
 
 
-def mode_of(
-    stage: int, optimizer: str, dtype: str = "fp32", clip: float = 0.5, **extra: Any
-) -> Mode:
-    return Mode(
-        f"z{stage}",
-        stage,
-        dtype,
-        clip=clip,
-        adam=optimizer == "KFACAdamW",
-        orthogonal=optimizer == "KFACAdamW",
-        extra=extra,
-    )
+def mode_of(stage: int, optimizer: str, dtype="fp32", clip=0.5, **extra: Any) -> Mode:
+    adam = optimizer == "KFACAdamW"
+    return Mode(f"z{stage}", stage, dtype, clip=clip, adam=adam, orthogonal=adam, extra=extra)
 
 
-def engine_of(
-    mode: Mode,
-    optimizer: str,
-    *,
-    plain: bool = False,
-    model=None,
-    accumulation: int = 1,
-    **over: Any,
-):
+def engine_of(mode: Mode, optimizer: str, *, plain=False, model=None, accumulation=1, **over: Any):
     """With K-FAC; ``plain``: DeepSpeed alone with the optimizer that comes nearest."""
-    block = (
-        KFAC_ADAMW[mode.precision]["params"]
-        if optimizer in ("KFACAdamW", "AdamW")
-        else {"lr": LR, "momentum": 0.9}
-    )
+    params = {"lr": LR, "momentum": 0.9}
+    if optimizer in ("KFACAdamW", "AdamW"):
+        params = dict(KFAC_ADAMW[mode.precision]["params"])
     kind = "AdamW" if plain and optimizer == "KFACAdamW" else optimizer
-    kfac = {**KFAC, **over.pop("kfac", {})}
-    over = {
-        "optimizer": {"type": kind, "params": dict(block)},
-        **(PLAIN if plain else {"kfac": kfac}),
-        **over,
-    }
+    kfac = {"enabled": False} if plain else {**KFAC, **over.pop("kfac", {})}
+    over = {"optimizer": {"type": kind, "params": params}, **over, "kfac": kfac}
     with patched(mode):
         return build(mode, accumulation, model=model, **over)
 
@@ -67,15 +43,14 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
     """All in dataclasses, sequences and mappings."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif is_dataclass(value) and not isinstance(value, type):
-        for part in fields(value):
-            yield from tensors(getattr(value, part.name))
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from tensors(part)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from tensors(part)
+        return
+    parts = value.values() if isinstance(value, dict) else value
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = [getattr(value, part.name) for part in fields(value)]
+    elif not isinstance(value, (list, tuple, dict)):
+        return
+    for part in parts:
+        yield from tensors(part)
 
 
 def state_is_finite(engine) -> bool:
@@ -111,11 +86,8 @@ def listening() -> Iterator[list[str]]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    handler.addFilter(
-        lambda record: (
-            "ds_kfac" in record.getMessage() and "loaded K-FAC" not in record.getMessage()
-        )
-    )
+    handler.addFilter(lambda record: "ds_kfac" in record.getMessage())
+    handler.addFilter(lambda record: "loaded K-FAC" not in record.getMessage())
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel("WARNING")
@@ -124,6 +96,3 @@ def listening() -> Iterator[list[str]]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-
-
-__all__ = ["MICRO_ROWS", "weights"]

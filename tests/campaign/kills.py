@@ -1,5 +1,4 @@
-"""Jobs whose ranks are killed (SIGKILL) at random moments of a step, a refresh or a save, and
-started again.
+"""Jobs whose ranks are killed at random moments of a step, a refresh or a save, and started again.
 
 A job trains on, life after life: resume from the last checkpoint, train, save every other step,
 until a rank is killed. Every loss of every life is compared with that of the same step of a run
@@ -25,9 +24,12 @@ from statistics import median
 from typing import Any
 
 from tests.campaign import harness
-from tests.campaign.death import kill_after
 from tests.campaign.harness import HANG, LOST, LOUD, SILENT, SURVIVED, Case
+from tests.ranks import start_ranks
 
+KILLED = -signal.SIGALRM
+"""The exit code of a rank that the kernel's own timer has killed, whatever the rank was doing: to
+the microsecond, and nothing of it runs any more then."""
 PHASES = ("step", "refresh", "save")
 PLACES = {b"E": "elsewhere", b"K": "in K-FAC's step", b"S": "in a save"}
 """What a rank may be doing, by the byte that it notes."""
@@ -36,11 +38,8 @@ ENOUGH = 10
 STEPS, EVERY, WORLD = 60, 2, 2
 PATIENCE = 60.0
 """Seconds without any progress after which a life hangs."""
-KFAC = {
-    "factor": {"update_interval": 1},
-    "eigenbasis": {"refresh_interval": 3},
-    "burn_in": {"steps": 0},
-}
+KFAC = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 3}}
+KFAC |= {"burn_in": {"steps": 0}}
 DEADLINE = float("inf")
 """Monotonic seconds after which nobody is killed any more."""
 MODES = {
@@ -73,20 +72,24 @@ class Life:
     delay: float = 0.0
 
 
-def cases(*, kills: int = 20, overwriting: int = 20) -> list[Case]:
-    alone = {"target": "tests.campaign.kills:run_job", "alone": True, "accepts": (SURVIVED,)}
-    found = [
-        Case("kills", f"{kills} kills: {name}", payload=Job(*mode, kills, False, seed), **alone)
-        for seed, (name, mode) in enumerate(MODES.items())
-    ]
-    torn = {**alone, "accepts": (SURVIVED, LOUD)}
-    job = Job("adam-z3", KFAC, overwriting, True, len(MODES))
+def cases(kills: int = 20) -> list[Case]:
+    jobs = {f"{kills} kills: {name}": (*mode, kills, False) for name, mode in MODES.items()}
+    jobs[f"{kills} kills: z3, KFACAdamW, one tag overwritten"] = ("adam-z3", KFAC, kills, True)
     return [
-        *found,
         Case(
-            "kills", f"{overwriting} kills: z3, KFACAdamW, one tag overwritten", payload=job, **torn
-        ),
+            "kills",
+            name,
+            "tests.campaign.kills:run_job",
+            Job(*job, seed),
+            accepts=(SURVIVED, LOUD) if job[-1] else (SURVIVED,),  # only a torn tag may be refused
+            alone=True,
+        )
+        for seed, (name, job) in enumerate(jobs.items())
     ]
+
+
+WAITS = {"step": (2, 3), "refresh": (1, 2), "save": (1, 2)}
+"""Phase -> the first of a life that may be hit, counted from 0, and of how many."""
 
 
 def run_job(job: Job) -> tuple[Counter, str]:
@@ -94,76 +97,55 @@ def run_job(job: Job) -> tuple[Counter, str]:
 
     What a kill has left is judged by the life after it.
     """
-    folder, dice = (
-        Path(tempfile.mkdtemp(prefix="campaign-kills", dir=harness.ROOM)),
-        random.Random(job.seed),
-    )
-    saves, before, backup = (folder / name for name in ("saves", "before", "backup"))
-    outcomes: Counter = Counter()
-    places: Counter = Counter()
-    notes: list[str] = []
-    phases = ("save",) if job.overwrite else PHASES  # only a save can tear a tag
-    try:
+    dice = random.Random(job.seed)
+    outcomes, places, notes = Counter(), Counter(), list[str]()
+    with tempfile.TemporaryDirectory(prefix="campaign-kills", dir=harness.ROOM) as name:
+        folder = Path(name)
+        saves, before, backup = (folder / name for name in ("saves", "before", "backup"))
         undisturbed = _live(Life(job), folder / "reference", folder / "reference-saves")
-        if undisturbed["errors"] or not undisturbed["ended"]:
-            return Counter({harness.CRASH: 1}), f"undisturbed: {undisturbed['errors'] or 'hang'}"
-        expected, seconds = undisturbed["losses"], undisturbed["seconds"]
-        if never := sorted(set(phases) - seconds.keys()):
-            return Counter(
-                {harness.CRASH: 1}
-            ), f"undisturbed: there was no {' and no '.join(never)}"
-        # the last life, if it was, and the last step that it had saved
+        phases = ("save",) if job.overwrite else PHASES  # only a save can tear a tag
+        never = set(phases) - undisturbed["seconds"].keys()
+        if undisturbed["errors"] or not undisturbed["ended"] or never:
+            note = f"undisturbed: {undisturbed['errors'] or 'hang'}; there was no {never}"
+            return Counter({harness.CRASH: 1}), note
+        # the last life, if it was killed, and the last step that it had saved
         killed: tuple[Life, int] | None = None
         for number in range(3 * job.kills):
-            if sum(outcomes.values()) == job.kills:
+            judged = outcomes.total()
+            if judged == job.kills:
                 break
             if time.monotonic() > DEADLINE:
-                notes.append(f"out of time after {sum(outcomes.values())} of {job.kills} kills")
+                notes.append(f"out of time after {judged} of {job.kills} kills")
                 break
-            phase, last = (
-                phases[number % len(phases)],
-                sum(outcomes.values()) + bool(killed) == job.kills,
-            )
-            wait = {
-                "step": 2 + dice.randrange(3),
-                "refresh": 1 + dice.randrange(2),
-                "save": 1 + dice.randrange(2),
-            }
-            life = Life(
-                job, dice.randrange(WORLD), phase, wait[phase], dice.random() * seconds[phase]
-            )
+            phase = phases[number % len(phases)]
+            first, count = WAITS[phase]
+            delay = dice.random() * undisturbed["seconds"][phase]
+            life = Life(job, dice.randrange(WORLD), phase, first + dice.randrange(count), delay)
+            last = judged + bool(killed) == job.kills
             _copy(saves, before)
-            outcome_of_life = _live(
-                Life(job) if last else life, folder / f"life{number}", saves, look_only=last
-            )
-            if outcome_of_life["killed"]:
-                places[outcome_of_life["place"]] += 1
-            outcome, note = _judge(outcome_of_life, expected, killed[1] if killed else 0)
+            lived = _live(Life(job) if last else life, folder / f"life{number}", saves, last)
+            if lived["killed"]:
+                places[lived["place"]] += 1
+            saved = killed[1] if killed else 0
+            outcome, note = _judge(lived, undisturbed["losses"], saved)
             if killed or outcome != SURVIVED:
-                # only a torn tag may be refused
                 if outcome in (LOUD, LOST) and not (killed and job.overwrite):
                     outcome = LOST if killed else harness.CRASH
                 outcomes[outcome] += 1
+            _copy(before if lived["begun"] else backup, backup)
             if outcome != SURVIVED:
                 what = f"{killed[0].phase} of rank {killed[0].victim} killed" if killed else "start"
                 notes.append(f"{what}: {outcome}: {note}")
-            _copy(before if outcome_of_life["begun"] else backup, backup)
-            if outcome != SURVIVED:
                 _copy(backup, saves)
                 killed = None
                 continue
-            killed = (
-                (life, max(outcome_of_life["saved"], outcome_of_life["begun"][0]))
-                if outcome_of_life["killed"]
-                else None
-            )
-            if outcome_of_life["ended"]:  # through before its time came: from the start again
+            saved = max(lived["saved"], lived["begun"][0])
+            killed = (life, saved) if lived["killed"] else None
+            if lived["ended"]:  # through before its time came: from the start again
                 shutil.rmtree(saves, ignore_errors=True)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     counts = ", ".join(f"{count} {place}" for place, count in sorted(places.items()))
     notes = [f"killed: {counts}", *notes[-3:]]
-    if problem := _too_few(job, sum(outcomes.values()), places):
+    if problem := _too_few(job, outcomes.total(), places):
         outcomes[harness.CRASH] += 1
         notes.insert(0, problem)
     return outcomes, "; ".join(notes)
@@ -186,66 +168,61 @@ def _copy(source: Path, target: Path) -> None:
             shutil.copytree(source, target)
 
 
-def _judge(outcome_of_life: dict, expected: dict, saved: int) -> tuple[str, str]:
+def _judge(lived: dict, expected: dict, saved: int) -> tuple[str, str]:
     """A life, by what it began with, its losses and how the other ranks took a kill."""
-    if outcome_of_life["hung"]:
+    begun = lived["begun"]
+    if lived["hung"]:
         return HANG, "a rank waits for ever"
-    if outcome_of_life["errors"] and not outcome_of_life["killed"]:
-        return LOUD, outcome_of_life["errors"][0]
-    if len(set(outcome_of_life["begun"])) > 1:
-        return SILENT, f"ranks start at steps {outcome_of_life['begun']}"
-    if outcome_of_life["begun"] and outcome_of_life["begun"][0] < saved:
-        return LOST, f"starts at step {outcome_of_life['begun'][0]}, step {saved} was saved"
-    wrong = _differing(outcome_of_life, expected)
-    return (SURVIVED, "") if wrong is None else (SILENT, wrong)
-
-
-def _differing(outcome_of_life: dict, expected: dict) -> str | None:
-    for step, losses in outcome_of_life["losses"].items():
+    if lived["errors"] and not lived["killed"]:
+        return LOUD, lived["errors"][0]
+    if len(set(begun)) > 1:
+        return SILENT, f"ranks start at steps {begun}"
+    if begun and begun[0] < saved:
+        return LOST, f"starts at step {begun[0]}, step {saved} was saved"
+    for step, losses in lived["losses"].items():
         if set(losses) - set(expected.get(step, losses)):
-            return f"loss of step {step} is {losses}, undisturbed {expected[step]}"
-    return None
+            return SILENT, f"loss of step {step} is {losses}, undisturbed {expected[step]}"
+    return SURVIVED, ""
 
 
-def _live(life: Life, folder: Path, saves: Path, *, look_only: bool = False) -> dict[str, Any]:
+def _live(life: Life, folder: Path, saves: Path, look_only: bool = False) -> dict[str, Any]:
     """One start of the job's ranks until they end or die. ``look_only``: three steps, no save."""
     folder.mkdir(parents=True)
     saves.mkdir(parents=True, exist_ok=True)
-    ranks = harness.start(work, WORLD, folder, (life, saves, look_only))
-    killed, hung, last, size = False, False, time.monotonic(), -1
+    payload = life, saves, look_only, folder
+    ranks = start_ranks("tests.campaign.kills:work", world=WORLD, payload=payload, folder=folder)
+    hung, last, size = False, time.monotonic(), -1
     while any(p.is_alive() for p in ranks):
         now, written = time.monotonic(), sum(path.stat().st_size for path in folder.glob("log*"))
         if written != size:
             size, last = written, now
-        if not killed and any(p.exitcode == -signal.SIGKILL for p in ranks):
-            killed, last = True, now
-        if (
-            any(p.exitcode for p in ranks) and now - last > harness.GRACE * 5
-        ) or now - last > PATIENCE:
+        patience = harness.GRACE * 5 if any(p.exitcode for p in ranks) else PATIENCE
+        if now - last > patience:
             hung = True
             break
         time.sleep(0.01)
-    killed = killed or any(p.exitcode == -signal.SIGKILL for p in ranks)
-    ended = all(p.exitcode == 0 for p in ranks)
-    harness.end(ranks)
+    codes = [p.exitcode for p in ranks]
+    for process in ranks:
+        process.kill()
+        process.join()
     lines = [json.loads(text) for r in range(WORLD) for text in _lines(folder / f"said{r}")]
     losses: dict[int, list[str]] = {}
+    seconds: dict[str, list[float]] = {}
     for one in lines:
         if "loss" in one:
             losses.setdefault(one["step"], []).append(one["loss"])
+        if "phase" in one:
+            seconds.setdefault(one["phase"], []).append(one["took"])
     return {
-        "killed": killed,
+        "killed": KILLED in codes,
         "hung": hung,
-        "ended": ended,
+        "ended": codes == [0] * WORLD,
         "losses": losses,
         "place": _place(folder / f"where{life.victim}"),
         "begun": [one["begun"] for one in lines if "begun" in one],
         "saved": max([one["saved"] for one in lines if "saved" in one], default=0),
         "errors": [one["error"] for one in lines if "error" in one],
-        "seconds": {
-            phase: median(one["took"] for one in lines if one.get("phase") == phase)
-            for phase in {one["phase"] for one in lines if "phase" in one}
-        },
+        "seconds": {phase: median(took) for phase, took in seconds.items()},
     }
 
 
@@ -261,9 +238,10 @@ def _lines(path: Path) -> list[str]:
     return [line for line in text.split("\n")[:-1] if line]  # the last may be half written
 
 
-def work(folder: Path, rank: int, campaign: int, given: tuple[Life, Path, bool]) -> None:
+def work(payload: tuple[Life, Path, bool, Path]) -> None:
     """A life of one rank."""
-    life, saves, look_only = given
+    life, saves, look_only, folder = payload
+    rank = int(os.environ["RANK"])
     said = (folder / f"said{rank}").open("a", buffering=1)
 
     def say(**facts: Any) -> None:
@@ -288,6 +266,7 @@ def _train(life: Life, saves: Path, look_only: bool, rank: int, where: Path, say
             engine.load_checkpoint(str(saves))
     say(begun=engine.global_steps)
     file = os.open(where, os.O_WRONLY | os.O_CREAT)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
     @contextlib.contextmanager
     def noting(place: bytes) -> Iterator[None]:
@@ -307,7 +286,7 @@ def _train(life: Life, saves: Path, look_only: bool, rank: int, where: Path, say
     def begin(phase: str) -> float:
         counts[phase] += 1
         if rank == life.victim and phase == life.phase and counts[phase] == life.wait + 1:
-            kill_after(life.delay)
+            signal.setitimer(signal.ITIMER_REAL, max(1e-6, life.delay))
         return time.perf_counter()
 
     last = min(STEPS, engine.global_steps + 3) if look_only else STEPS

@@ -30,33 +30,20 @@ SETTINGS: dict[str, dict[str, str]] = {
     "MKL compatible": {"MKL_CBWR": "COMPATIBLE"},
     "MKL avx2": {"MKL_CBWR": "AVX2", "MKL_DEBUG_CPU_TYPE": "5"},
     "oneDNN sse41": {"ONEDNN_MAX_CPU_ISA": "SSE41"},
-    "everything default": {
-        "ATEN_CPU_CAPABILITY": "default",
-        "MKL_CBWR": "COMPATIBLE",
-        "ONEDNN_MAX_CPU_ISA": "SSE41",
-    },
     "2 threads": {"OMP_NUM_THREADS": "2"},
     "shuffled 1": {"SHUFFLED_SUMS": "1"},
     "shuffled 2": {"SHUFFLED_SUMS": "2"},
 }
-SHORT = (
-    "tests/update/test_moments.py",
-    "tests/directions",
-    "tests/model/test_rows.py",
-)
+SETTINGS["everything default"] = {
+    name: value
+    for setting in ("ATen default", "MKL compatible", "oneDNN sse41")
+    for name, value in SETTINGS[setting].items()
+}
+SHORT = ("tests/directions", "tests/update/test_moments.py", "tests/model/test_rows.py")
 """Products, sums, eigenvectors and orthogonal factors in seconds: what is run where no tests are
 named."""
-MODES = (
-    "z0",
-    "z2",
-    "z3",
-    "z2-bf16",
-    "z2-fp16",
-    "adam-z1",
-    "adam-z2-all_reduce",
-    "adam-z2-bf16",
-    "adam-z0-fp16",
-)
+MODES = ("z0", "z2", "z3", "z2-bf16", "z2-fp16", "adam-z1", "adam-z2-all_reduce", "adam-z2-bf16")
+MODES += ("adam-z0-fp16",)
 GROUPS = ("corrected", "adam", "batched", "")
 """Of tests/deepspeed/features.py, by a word of their names; the first that fits."""
 
@@ -71,8 +58,7 @@ class Failures:
         if report.failed:
             self.names.append(report.nodeid)
 
-    def pytest_collectreport(self, report: Any) -> None:
-        self.pytest_runtest_logreport(report)
+    pytest_collectreport = pytest_runtest_logreport
 
 
 def run_tests(selection: list[str]) -> tuple[dict[str, float], list[str]]:
@@ -98,16 +84,13 @@ def run_engines() -> dict[str, float]:
     def note(group: str, value: float, bound: float) -> None:
         found[group] = max(found.get(group, 0.0), value / bound)
 
+    def results(target: str, payload: Any = None) -> Any:
+        return run_ranks(f"tests.deepspeed.{target}", world=2, payload=payload)[0].items()
+
     pairs = {name: mode for name, mode, world in rows() if world == 2}
-    worker = "tests.deepspeed.features:worker"
-    for (name, _), (error, bound) in run_ranks(worker, world=2, payload=[*pairs.items()])[
-        0
-    ].items():
+    for (name, _), (error, bound) in results("features:worker", [*pairs.items()]):
         note("features " + next(word for word in GROUPS if word in name), error, bound)
-    cases = [(name, 4) for name in MODES]
-    for (name, _), result in run_ranks("tests.deepspeed.runs:compare", world=2, payload=cases)[
-        0
-    ].items():
+    for (name, _), result in results("runs:compare", [(name, 4) for name in MODES]):
         kind = next((dtype for dtype in ("bf16", "fp16") if dtype in name), "fp32")
         note(f"modes {kind}", result["difference"], result["bound"])
     return found
@@ -117,16 +100,13 @@ def report(
     name: str, ratios: dict[str, float], failed: list[str], plain: dict[str, float]
 ) -> tuple[str, bool]:
     """One line about a setting, lines about what is wrong in it, and whether anything is."""
-    worst = max(ratios, key=ratios.get) if ratios else None
-    changed = sum(ratio != plain.get(test) for test, ratio in ratios.items())
-    largest = f"{ratios[worst]:.3f} {worst}" if worst else "nothing was compared"
+    ordered = sorted(ratios.items(), key=lambda pair: -pair[1])
+    changed = sum(ratio != plain.get(test) for test, ratio in ordered)
+    largest = f"{ordered[0][1]:.3f} {ordered[0][0]}" if ordered else "nothing was compared"
     lines = [f"{name:20} {len(ratios)} compared, {changed} differently; largest {largest}"]
     lines += [f"    failed: {test}" for test in failed]
-    over = {test: ratio for test, ratio in ratios.items() if not ratio <= LIMIT}
-    lines += [
-        f"    over {LIMIT}: {ratio:.3f} {test}"
-        for test, ratio in sorted(over.items(), key=lambda p: -p[1])
-    ]
+    over = [(test, ratio) for test, ratio in ordered if not ratio <= LIMIT]
+    lines += [f"    over {LIMIT}: {ratio:.3f} {test}" for test, ratio in over]
     return "\n".join(lines), bool(failed or over or not ratios)
 
 
@@ -134,14 +114,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.campaign.processors", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--only", nargs="+", help="words of settings' names")
-    parser.add_argument(
-        "--engines", action="store_true", help="whole engines too, against tests/oracle.py"
-    )
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "selection", nargs="*", help="of tests, as pytest takes it, after --; default: a short one"
-    )
+    add = parser.add_argument
+    add("--only", nargs="+", default=[""], help="words of settings' names")
+    add("--engines", action="store_true", help="whole engines too, against tests/oracle.py")
+    add("--here", action="store_true", help=argparse.SUPPRESS)
+    add("selection", nargs="*", help="of tests, as pytest takes it, after --; default: a short one")
     options = parser.parse_args(argv)
     selection = options.selection or list(SHORT)
     if options.here:
@@ -149,29 +126,21 @@ def main(argv: list[str] | None = None) -> int:
         engines = run_engines() if options.engines else {}
         print(json.dumps([{**ratios, **engines}, failed]))
         return 0
+    command = [sys.executable, "-m", "tests.campaign.processors", "--here"]
+    command += ["--engines"] * options.engines + ["--", *selection]
     plain: dict[str, float] = {}
     wrong = False
     for name, setting in SETTINGS.items():
-        if options.only and not any(word in name for word in options.only):
+        if not any(word in name for word in options.only):
             continue
         environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"} | setting
-        command = [
-            sys.executable,
-            "-m",
-            "tests.campaign.processors",
-            "--here",
-            *["--engines"] * options.engines,
-        ]
-        done = subprocess.run(
-            [*command, "--", *selection], env=environment, capture_output=True, text=True
-        )
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
-            print(f"{name}: failed\n{done.stdout[-2000:]}{done.stderr[-2000:]}", flush=True)
-            wrong = True
-            continue
-        ratios, failed = json.loads(done.stdout.splitlines()[-1])
-        plain = plain or ratios
-        text, bad = report(name, ratios, failed, plain)
+            text, bad = f"{name}: failed\n{done.stdout[-2000:]}{done.stderr[-2000:]}", True
+        else:
+            ratios, failed = json.loads(done.stdout.splitlines()[-1])
+            plain = plain or ratios
+            text, bad = report(name, ratios, failed, plain)
         wrong |= bad
         print(text, flush=True)
     return int(wrong)

@@ -53,60 +53,58 @@ def batch(step: int):
     return x, y
 
 
-def step_of(engine, step: int) -> float:
-    x, y = batch(step)
-    loss = engine(x, y)
+def step_of(engine, loss) -> None:
     engine.backward(loss)
     engine.step()
-    return float(loss.detach())
 
 
-def steps_with(
-    make: Make, disturb: Callable[[Any, int], Any], disturbed: bool = True, model=None, **over: Any
-):
-    """Ordinary steps; before every one from the third on, ``disturb(engine, step)``."""
-    engine = make(model, **over)
-    for step in range(STEPS):
-        if disturbed and step > 2:
-            disturb(engine, step)
-        step_of(engine, step)
+def steps_with(engine, loss_of=None, disturb=None, steps=range(STEPS)):
+    """Steps by ``loss_of(step)``, by default the engine's own; before every one from the third on,
+    ``disturb(step)``."""
+    for step in steps:
+        if disturb and step > 2:
+            disturb(step)
+        step_of(engine, loss_of(step) if loss_of else engine(*batch(step)))
     return engine
 
 
 @program("backward without step, gradients dropped")
 def _(make, disturbed):
-    def dropped(engine, step):
+    engine = make()
+
+    def dropped(step):
         if step == 5:
             engine.backward(engine(*batch(50)))
             engine.zero_grad()
             engine.optimizer.zero_grad()
 
-    return steps_with(make, dropped)
+    return steps_with(engine, disturb=dropped)
 
 
 @program("empty batch on one rank")
 def _(make, disturbed):
     engine = make()
-    for step in range(STEPS):
+
+    def loss_of(step):
         x, y = batch(step)
         if step > 2 and dist.get_rank() == 1:
             x, y = x[:0], y[:0]
         z = engine(x)
-        losses = nn.functional.cross_entropy(z.flatten(0, -2), y.flatten(), reduction="sum")
-        engine.backward(losses / 12)
-        engine.step()
-    return engine
+        return nn.functional.cross_entropy(z.flatten(0, -2), y.flatten(), reduction="sum") / 12
+
+    return steps_with(engine, loss_of)
 
 
 @program("batches of other sizes, one row, odd lengths")
 def _(make, disturbed):
     engine = make()
-    for step in range(STEPS):
+
+    def loss_of(step):
         x, y = batch(step)
         rows, length = 1 + step % 4, 1 + (step + dist.get_rank()) % 3
-        engine.backward(engine(x[:rows, :length], y[:rows, :length]))
-        engine.step()
-    return engine
+        return engine(x[:rows, :length], y[:rows, :length])
+
+    return steps_with(engine, loss_of)
 
 
 class Conditional(Net):
@@ -142,32 +140,27 @@ class Frozen(Net):
 def _(make, disturbed):
     model = Conditional()
 
-    def change(engine, step):
+    def change(step):
         model.used = dist.get_rank() == 0
 
-    return steps_with(make, change, model=model)
+    return steps_with(make(model), disturb=change)
 
 
 @program("a frozen tower before trained layers")
 def _(make, disturbed):
-    return steps_with(make, lambda engine, step: None, model=Frozen())
+    return steps_with(make(Frozen()))
 
 
 @program("load_checkpoint in the middle, of the same engine", exact=True)
 def _(make, disturbed):
-    engine = make()
-    for step in range(4):
-        step_of(engine, step)
+    engine = steps_with(make(), steps=range(4))
     with shared_folder() as folder:
         engine.save_checkpoint(str(folder))
         if disturbed:
-            for step in range(4, 7):
-                step_of(engine, step)
+            steps_with(engine, steps=range(4, 7))
             engine(*batch(60))  # and in the middle of a step
             engine.load_checkpoint(str(folder))
-    for step in range(4, STEPS):
-        step_of(engine, step)
-    return engine
+    return steps_with(engine, steps=range(4, STEPS))
 
 
 class Interrupted(Exception):
@@ -182,78 +175,70 @@ def interrupt(*_: Any) -> None:
 @program("an error in the optimizer's step, then load_checkpoint", exact=True, stages=(0, 2))
 def _(make, disturbed):
     """K-FAC has changed its state by then, and no weight has moved."""
-    engine = make()
-    for step in range(4):
-        step_of(engine, step)
+    engine = steps_with(make(), steps=range(4))
     with shared_folder() as folder:
         engine.save_checkpoint(str(folder))
         if disturbed:
             inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
             hook = inner.register_step_pre_hook(interrupt)
             try:
-                step_of(engine, 4)
+                step_of(engine, engine(*batch(4)))
                 raise NothingTried("the hook of the optimizer's step did not run")
             except Interrupted:
                 hook.remove()
             engine.zero_grad()
             engine.load_checkpoint(str(folder))
-    for step in range(4, STEPS):
-        step_of(engine, step)
-    return engine
+    return steps_with(engine, steps=range(4, STEPS))
 
 
 @program("save_checkpoint between micro-batches", exact=True)
 def _(make, disturbed):
     engine = make(accumulation=2)
     with shared_folder() as folder:
-        for step in range(2 * STEPS):
-            step_of(engine, step)
-            if disturbed and step % 2 == 0:
+
+        def save(step):
+            if disturbed and step % 2 == 1:
                 engine.save_checkpoint(str(folder), tag="tag")
-    return engine
+
+        return steps_with(engine, disturb=save, steps=range(2 * STEPS))
 
 
 @program("state_dict saved and loaded", exact=True, stages=(0, 2))
 def _(make, disturbed):
-    def save(engine, step):
+    engine = make()
+
+    def save(step):
         file = io.BytesIO()
         torch.save(engine.module.state_dict(), file)
         file.seek(0)
         engine.module.load_state_dict(torch.load(file))
 
-    return steps_with(make, save, disturbed)
+    return steps_with(engine, disturb=save if disturbed else None)
 
 
 @program("detach in the middle of a step", refused=True, stages=(0, 2))
 def _(make, disturbed):
-    def leave(engine, step):
+    engine = make()
+
+    def leave(step):
         if step == 5 and hasattr(engine, "kfac"):
             engine.backward(engine(*batch(50)))
             engine.kfac.detach()
             engine.step()
 
-    engine = make()
-    for step in range(STEPS):
-        leave(engine, step)
-        step_of(engine, step)
-    return engine
+    return steps_with(engine, disturb=leave)
 
 
 @program("model called past the engine", stages=(0, 2))
 def _(make, disturbed):
     engine = make()
-    for step in range(STEPS):
-        engine.backward(engine.module(*batch(step)))
-        engine.step()
-    return engine
+    return steps_with(engine, lambda step: engine.module(*batch(step)))
 
 
 @program("part of the model in eval mode")
 def _(make, disturbed):
-    def part(engine, step):
-        engine.module.middle.train(step % 2 == 0)
-
-    return steps_with(make, part)
+    engine = make()
+    return steps_with(engine, disturb=lambda step: engine.module.middle.train(step % 2 == 0))
 
 
 @program("inputs that require gradients", exact=True)
@@ -270,13 +255,15 @@ def _(make, disturbed):
 
 @program("autograd.grad through another forward of the model", exact=True)
 def _(make, disturbed):
-    def differentiate(engine, step):
+    engine = make()
+
+    def differentiate(step):
         x, y = batch(50 + step)
         x.requires_grad_()
         (gradient,) = torch.autograd.grad(engine.module(x, y), x)
         assert gradient.shape == x.shape
 
-    return steps_with(make, differentiate, disturbed)
+    return steps_with(engine, disturb=differentiate if disturbed else None)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from datetime import date
 from importlib.metadata import version
 
 from ds_kfac.curvature.factor import SETTLED
-from tests.campaign.harness import OUTCOMES, SURVIVED, Result
+from tests.campaign.harness import OUTCOMES, SURVIVED, Result, counted
 from tests.deepspeed.damages import DAMAGES, LATEST
 
 HEAD = """# Reliability
@@ -52,13 +52,9 @@ def report(results: list[Result], *, command: str, seconds: float) -> str:
     for family in [*families, "all"]:
         own = [result for result in results if family in (result.case.family, "all")]
         counts = sum((result.outcomes for result in own), Counter())
-        row = [
-            family,
-            sum(counts.values()),
-            *(counts[one] for one in OUTCOMES),
-            sum(not r.outcomes for r in own),
-        ]
-        lines.append("| " + " | ".join(str(cell) for cell in row) + " |")
+        unrun = sum(not result.outcomes for result in own)
+        row = [family, counts.total(), *(counts[one] for one in OUTCOMES), unrun]
+        lines.append("| " + " | ".join(map(str, row)) + " |")
     lines += [
         "",
         "Cases with something to report (z2 is ZeRO 2). Cases that ended alike for the same reason "
@@ -66,15 +62,14 @@ def report(results: list[Result], *, command: str, seconds: float) -> str:
         "",
     ]
     lines += ["| | cases | outcome | |", "|---|---|---|---|"]
-    for (family, counted, _), own in _alike(results).items():
+    for (family, how, _), own in _alike(results).items():
         names = list(dict.fromkeys(r.case.name for r in own))
         shown = "; ".join(names[:2])
         if len(names) > 2:
             shown += f"; {len(names) - 2} more"
         mark = "" if own[0].good else "**"
-        lines.append(
-            f"| {family} | {_plain(shown)} | {mark}{counted}{mark} | {_short(own[0].note)} |"
-        )
+        cells = family, _plain(shown), f"{mark}{how}{mark}", _short(own[0].note)
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -83,13 +78,9 @@ def _alike(results: list[Result]) -> dict[tuple[str, str, str], list[Result]]:
     found: dict[tuple[str, str, str], list[Result]] = {}
     for result in results:
         if result.note or set(result.outcomes) != {SURVIVED} or result.case.alone:
-            counts = {one: result.outcomes[one] for one in OUTCOMES if result.outcomes[one]}
-            many = sum(counts.values()) > 1
-            counted = (
-                ", ".join(f"{n} {one}" if many else one for one, n in counts.items()) or "not run"
-            )
             begins = result.case.name if result.case.alone else re.sub(r"\d", "", result.note)[:50]
-            found.setdefault((result.case.family, counted, begins), []).append(result)
+            key = result.case.family, counted(result.outcomes), begins
+            found.setdefault(key, []).append(result)
     return found
 
 

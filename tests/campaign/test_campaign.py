@@ -1,114 +1,97 @@
 """What the campaign says of a case, without running one."""
 
+import time
 from collections import Counter
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.campaign import harness, kills, numerics, programs, table, usage
-from tests.campaign.harness import (
-    CRASH,
-    HANG,
-    LOUD,
-    OUTCOMES,
-    SILENT,
-    SURVIVED,
-    Case,
-    NothingTried,
-    Result,
-    judge,
-)
+from tests.campaign.harness import CRASH, HANG, LOUD, SILENT, SURVIVED, Case, NothingTried, Result
 
 CASE = Case("usage", "something: z2, AdamW", "nowhere:nothing")
+FINE, WRONG, TOLD = (SURVIVED, ""), (SILENT, ""), (LOUD, "")
+NAMED, UNNAMED, LATER = "ValueError: ds_kfac: no", "IndexError: list", "RuntimeError: closed"
+TIMED_OUT = "RuntimeError: Timed out waiting 30000ms"
+NOT_TRIED = f"{NothingTried.__name__}: no ds_kfac here"
 
 
-def verdict(*found: tuple[str, str, float], logs=("", "")) -> str:
-    return judge(CASE, list(found), list(logs))[0]
+@pytest.mark.parametrize(
+    ("answers", "errors", "log", "verdict"),
+    [
+        pytest.param([FINE, FINE], [], "", SURVIVED, id="all are fine"),
+        pytest.param([FINE, WRONG], [], "", SILENT, id="the worst rank decides"),
+        pytest.param([TOLD, WRONG], [], "", SILENT, id="silent is worse than loud"),
+        pytest.param([], [NAMED, LATER], "", LOUD, id="the first error is the cause"),
+        pytest.param([], [UNNAMED, NAMED], "", CRASH, id="an error that does not name it"),
+        pytest.param([], [], "", HANG, id="nobody answers"),
+        pytest.param([], [TIMED_OUT], "", HANG, id="a collective's timeout"),
+        pytest.param([], [NOT_TRIED], "", CRASH, id="a disturbance that did not take place"),
+        pytest.param([], [], "ImportError: no", CRASH, id="ranks that die at start"),
+    ],
+)
+def test_what_ranks_say_has_a_verdict(answers, errors, log, verdict):
+    assert harness.judge(CASE, answers, errors, log)[0] == verdict
 
 
-def test_the_worst_rank_decides():
-    assert verdict((SURVIVED, "", 0.0), (SURVIVED, "", 0.0)) == SURVIVED
-    assert verdict((SURVIVED, "", 0.0), (SILENT, "", 0.0)) == SILENT
-    assert verdict((LOUD, "", 0.0), (SILENT, "", 0.0)) == SILENT
-    assert (
-        OUTCOMES.index(SURVIVED)
-        < OUTCOMES.index(LOUD)
-        < OUTCOMES.index(SILENT)
-        < OUTCOMES.index(HANG)
-    )
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("ends", "verdict"), [("well", SURVIVED), ("with an error", LOUD), ("never", HANG)]
+)
+def test_a_case_ends_as_its_ranks_do(ends, verdict, tmp_path):
+    target = "tests.campaign.test_campaign:end"
+    case = Case("usage", ends, target, ends, seconds=5 if ends == "never" else 60)
+    assert harness.run_on_ranks(case, tmp_path)[0] == verdict
 
 
-def test_the_first_error_is_the_cause():
-    """The others then lose their connection."""
-    first, second = (
-        ("error", "ValueError: ds_kfac: no", 1.0),
-        ("error", "RuntimeError: Connection closed", 2.0),
-    )
-    assert verdict(second, first) == LOUD
-    assert verdict(("error", "IndexError: list", 1.0), second) == CRASH
-    assert verdict(first, ("missing", "", 5.0)) == LOUD, "a launcher kills the others"
+def end(how: str) -> harness.Outcome:
+    """On a rank; the other one waits in a collective."""
+    if how == "with an error" and dist.get_rank() == 1:
+        raise ValueError("ds_kfac: no")
+    if how != "never" or dist.get_rank() == 0:
+        dist.barrier()
+    else:
+        time.sleep(60)
+    return SURVIVED, ""
 
 
-def test_waiting_is_a_hang():
-    assert verdict(("missing", "", 0.0), ("missing", "", 0.0)) == HANG
-    assert verdict((SURVIVED, "", 0.0), ("missing", "", 0.0)) == HANG
-    assert (
-        verdict(("error", "RuntimeError: Timed out waiting 30000ms", 1.0), ("missing", "", 0.0))
-        == HANG
-    )
+@pytest.fixture
+def of_numerics(monkeypatch):
+    """What a case of numerics is found to be, with runs that are made by hand."""
+
+    def outcome(train, fault: str = "loss NaN"):
+        monkeypatch.setattr(numerics, "_train", train)
+        return numerics.run((numerics.COVERED[0][0], fault))
+
+    return outcome
 
 
-def test_ranks_that_die_at_start_are_a_crash():
-    assert (
-        verdict(("missing", "", 0.0), ("missing", "", 0.0), logs=("ImportError: no", "")) == CRASH
-    )
-
-
-def test_a_disturbance_that_did_not_take_place_is_a_crash():
-    """Whatever its text names."""
-    assert verdict(("error", f"{NothingTried.__name__}: no ds_kfac here", 1.0)) == CRASH
-
-
-def test_a_fault_that_changed_no_loss_was_not_tried(monkeypatch):
-    same = numerics.Run({}, True, [], ["1.0", "1.1"], skipped=0)
-    monkeypatch.setattr(numerics, "_train", lambda *_, **__: same)
-    numerics._undisturbed.cache_clear()
-    setting, _ = numerics.COVERED[0]
+def test_a_fault_that_changed_nothing_was_not_tried(of_numerics):
+    same = lambda *_, **__: numerics.Run({}, True, [], ["1.0", "1.1"], skipped=0)  # noqa: E731
     with pytest.raises(NothingTried, match="are those of a run without the fault"):
-        numerics.run((setting, "loss NaN"))
+        of_numerics(same)
     with pytest.raises(NothingTried, match="no step overflowed"):
-        numerics.run((setting, numerics.STORM))
-    numerics._undisturbed.cache_clear()
+        of_numerics(same, numerics.STORM)
 
 
-def test_a_run_that_fails_without_a_fault_tried_nothing(monkeypatch):
+def test_a_run_that_fails_without_a_fault_tried_nothing(of_numerics, monkeypatch):
     def refused(*_, **__):
         raise RuntimeError("ds_kfac's self-test failed")
 
-    monkeypatch.setattr(numerics, "_train", refused)
-    numerics._undisturbed.cache_clear()
-    setting, _ = numerics.COVERED[0]
     with pytest.raises(NothingTried, match="without the fault fails: ds_kfac's self-test failed"):
-        numerics.run((setting, "loss NaN"))
-
-
-def test_state_that_is_not_finite_is_told_where_deepspeed_alone_has_no_finite_weights(monkeypatch):
-    bad = {"weight": torch.tensor([float("nan")])}
-
-    def train(setting, fault, *, plain):
-        return numerics.Run(bad, plain or fault is None, [], [str(fault)], skipped=0)
-
-    monkeypatch.setattr(numerics, "_train", train)
-    numerics._undisturbed.cache_clear()
-    setting, _ = numerics.COVERED[0]
-    assert numerics.run((setting, "loss NaN")) == (SILENT, "state not finite")
-    numerics._undisturbed.cache_clear()
-
-
-def test_a_program_that_deepspeed_alone_does_not_survive_tries_nothing(monkeypatch):
+        of_numerics(refused)
     monkeypatch.setattr(usage, "_attempt", lambda *_, **__: ("IndexError: list", False))
     with pytest.raises(NothingTried, match=r"DeepSpeed alone .* IndexError"):
         usage.run((next(iter(programs.PROGRAMS)), 2))
+
+
+def test_state_that_is_not_finite_is_told_where_deepspeed_alone_has_no_finite_weights(of_numerics):
+    def train(setting, fault, *, plain):
+        bad = {"weight": torch.tensor([float("nan")])}
+        return numerics.Run(bad, plain or fault is None, [], [str(fault)], skipped=0)
+
+    assert of_numerics(train) == (SILENT, "state not finite")
 
 
 def test_what_a_killed_rank_did_last_is_known(tmp_path):
@@ -160,11 +143,9 @@ def test_a_run_in_parts_keeps_the_last_result_of_each_case(tmp_path):
     parts = tmp_path / "parts"
     case = Case("usage", "alone", "tests.campaign.test_campaign:twice", alone=True)
     for _ in range(2):
-        harness.run([case], deadline=float("inf"), say=lambda text: None, keep=parts)
+        harness.run([case], deadline=float("inf"), keep=parts)
     (found,) = harness.results_in(parts, [case, CASE])
-    assert (
-        found.case == case and found.outcomes == Counter({SURVIVED: 2}) and found.note == "a note"
-    )
+    assert found.case == case and (found.outcomes, found.note) == twice(None)
 
 
 def twice(_) -> tuple[Counter, str]:

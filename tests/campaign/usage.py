@@ -26,14 +26,12 @@ STAGES = {0: "AdamW", 2: "KFACAdamW", 3: "KFACAdamW"}
 
 
 def cases() -> list[Case]:
-    found = []
-    for name, program in programs.PROGRAMS.items():
-        for stage in program.stages:
-            noted = f"{name}: z{stage}, {STAGES[stage]}"
-            found.append(
-                Case("usage", noted, "tests.campaign.usage:run", (name, stage), seconds=90)
-            )
-    return found
+    here = "tests.campaign.usage:run"
+    return [
+        Case("usage", f"{name}: z{stage}, {STAGES[stage]}", here, (name, stage), seconds=90)
+        for name, program in programs.PROGRAMS.items()
+        for stage in program.stages
+    ]
 
 
 def run(payload: tuple[str, int]) -> Outcome:

@@ -21,9 +21,8 @@ def told(capsys) -> str:
 def test_influence_finds_a_planted_duplicate_and_foretells_retraining(tmp_path, capsys):
     sizes = ["--files", "16", "--context", "32", "--epochs", "12", "--halves", "10"]
     assert influence.main(["--out", str(tmp_path), *sizes]) == 0
-    assert (
-        "128 documents" in (line := told(capsys)) and "EKFAC: planted duplicate at rank 1" in line
-    )
+    line = told(capsys)
+    assert "128 documents" in line and "EKFAC: planted duplicate at rank 1" in line
     assert (tmp_path / "influence.png").stat().st_size > 0
 
 
@@ -31,13 +30,8 @@ def test_influence_is_a_product_with_the_inverse_of_the_damped_matrix(tmp_path):
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2, bias=False)
     data = [(torch.randn(4, 5, 3), torch.randn(4, 5, 2))]
-    found = ds_kfac.fit(
-        model,
-        data,
-        lambda model, batch: (model(batch[0]) - batch[1]).square().sum(-1).mean(),
-        out=tmp_path,
-        progress=False,
-    )
+    loss = lambda model, batch: (model(batch[0]) - batch[1]).square().sum(-1).mean()  # noqa: E731
+    found = ds_kfac.fit(model, data, loss, out=tmp_path, progress=False)
     (layer,) = found
     queries, documents = torch.randn(2, 2, 3), torch.randn(4, 2, 3)
     Q_A, Q_G = (found.eigenbasis(layer, side).vectors[0][0] for side in "AG")
@@ -55,25 +49,16 @@ def test_influence_is_a_product_with_the_inverse_of_the_damped_matrix(tmp_path):
 def test_the_datamodeling_score_is_a_correlation_of_ranks():
     halves = [torch.tensor([0, 1]), torch.tensor([1, 2]), torch.tensor([0, 2])]
     scores = torch.tensor([[1.0, 2.0, 4.0]])  # of the halves: 3, 6, 5
-    close(
-        influence.datamodeling(scores, halves, torch.tensor([[5.0], [-9.0], [1.0]])), [1.0], sums=3
-    )
-    close(
-        influence.datamodeling(scores, halves, torch.tensor([[-9.0], [5.0], [1.0]])), [-1.0], sums=3
-    )
+    for measured, expected in (([5.0, -9.0, 1.0], 1.0), ([-9.0, 5.0, 1.0], -1.0)):
+        found = influence.datamodeling(scores, halves, torch.tensor(measured)[:, None])
+        close(found, [expected], sums=3)
 
 
 def test_regmean_takes_from_each_model_what_its_own_inputs_need():
     first, second = torch.randn(2, 4), torch.randn(2, 4)
-    grams = (
-        torch.diag(torch.tensor([1.0, 1.0, 0.0, 0.0])),
-        torch.diag(torch.tensor([0.0, 0.0, 1.0, 3.0])),
-    )
-    close(
-        merge.regmean([first, second], grams),
-        torch.cat([first[:, :2], second[:, 2:]], dim=1),
-        sums=8,
-    )
+    grams = [torch.tensor(values).diag() for values in ((1.0, 1, 0, 0), (0.0, 0, 1, 3))]
+    expected = torch.cat([first[:, :2], second[:, 2:]], dim=1)
+    close(merge.regmean([first, second], grams), expected, sums=8)
 
 
 def test_regmean_merges_better_than_the_average(tmp_path, capsys):
@@ -84,10 +69,8 @@ def test_regmean_merges_better_than_the_average(tmp_path, capsys):
 
 def test_steps_to_a_loss_are_between_evaluations():
     close(lora.steps_to(2.5, [4.0, 3.0, 2.0]), 1.5 * lora.EVERY)
-    assert (
-        lora.steps_to(1.0, [4.0, 3.0, 2.0]) == 2 * lora.EVERY
-        and lora.steps_to(4.0, [4.0, 3.0]) == 0
-    )
+    assert lora.steps_to(1.0, [4.0, 3.0, 2.0]) == 2 * lora.EVERY
+    assert lora.steps_to(4.0, [4.0, 3.0]) == 0
 
 
 def test_lora_without_peft_says_so(tmp_path, capsys, monkeypatch):

@@ -4,13 +4,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import deepspeed
 import pytest
 
 from ds_kfac.diagnostics import preflight
+from tests.programs import python
 from tests.ranks import ROOT
 
 NOTEBOOK = ROOT / "examples/quickstart.ipynb"
@@ -39,18 +39,8 @@ OURS = (*LAUNCHERS, "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID")
 
 
 def run(folder: Path, code: str, *arguments: str) -> subprocess.CompletedProcess:
-    kept = {name: value for name, value in os.environ.items() if name not in OURS}
-    kept |= {"PYTHONPATH": str(ROOT), "TORCH_EXTENSIONS_DIR": str(folder / "built")}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=folder,
-        env=kept,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    empty = {"TORCH_EXTENSIONS_DIR": str(folder / "built")}
+    done = python("-c", code, *arguments, folder=folder, path=str(ROOT), without=OURS, **empty)
     assert done.stderr.count(SAYS) == 1, "once, also with a second engine"
     assert not list((folder / "built").rglob("*")), "nothing is compiled"
     return done
@@ -72,9 +62,8 @@ def test_the_notebook_is_kept_without_outputs():
     notebook = json.loads(NOTEBOOK.read_text())
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert code and all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
-    assert notebook["nbformat"] == 4 and len({cell["id"] for cell in notebook["cells"]}) == len(
-        notebook["cells"]
-    )
+    names = [cell["id"] for cell in notebook["cells"]]
+    assert notebook["nbformat"] == 4 and len(set(names)) == len(names)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The image example as a user runs it: both kinds of networks, every reader of data, resuming,
 wrong input."""
 
+import itertools
 import json
 import pickle
 import sys
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.examples.test_train_gpt import one_rank, rows_of
-from tests.ranks import ROOT, run_ranks
+from examples import train_images
+from tests.examples.runs import arguments_of, assert_trains, losses_of, one_rank, rows_of
+from tests.ranks import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
 import images
@@ -36,38 +38,14 @@ def write_npz(path) -> str:
     return str(path)
 
 
-def worker(payload) -> list[int]:
-    from examples import train_images
-
-    return [train_images.main(argv) for argv in payload]
-
-
-def arguments(out, data, config, **more) -> list[str]:
-    base = [
-        "--deepspeed_config",
-        str(ROOT / f"configs/{config}.json"),
-        "--out",
-        str(out),
-        "--eval-interval",
-        "4",
-    ]
-    base += [] if data is None else ["--data", data]
-    return base + [
-        text for name, value in more.items() for text in (f"--{name.replace('_', '-')}", str(value))
-    ]
-
-
 def test_every_config_trains_and_a_resumed_run_goes_on(tmp_path):
     data = write_npz(tmp_path / "halves.npz")
-    more = {"model": "resnet8", "save_interval": 4, "steps": 12}
-    runs = [arguments(tmp_path, data, name, **more) for name in CONFIGS]
-    assert (
-        run_ranks("tests.examples.test_train_images:worker", world=2, payload=runs)
-        == [[0] * len(runs)] * 2
-    )
+    options = {"model": "resnet8", "save_interval": 4, "steps": 12, "eval_interval": 4}
+    runs = [arguments_of(tmp_path, name, data=data, **options) for name in CONFIGS]
+    assert_trains("train_images", *runs)
     for name in CONFIGS:
-        rows = rows_of(tmp_path / name)
-        assert len(rows) == 12 and float(rows[-1]["loss"]) < float(rows[0]["loss"])
+        rows, losses = rows_of(tmp_path / name), losses_of(tmp_path / name)
+        assert len(rows) == 12 and losses[-1] < losses[0]
         assert [bool(row["held_out_accuracy"]) for row in rows] == [False, False, False, True] * 3
         for file in ("accuracy_by_step.png", "loss_by_step.png", "step_time.png"):
             assert (tmp_path / name / file).stat().st_size > 0
@@ -77,40 +55,28 @@ def test_every_config_trains_and_a_resumed_run_goes_on(tmp_path):
     # a row more than steps were saved
     table.write_text("".join(table.read_text().splitlines(keepends=True)[:6]))
     latest.write_text("global_step4")
-    resumed = [[*runs[0], "--resume"]]
-    assert (
-        run_ranks("tests.examples.test_train_images:worker", world=2, payload=resumed) == [[0]] * 2
-    )
-    results = [
+    assert_trains("train_images", [*runs[0], "--resume"])
+    expected, found = (
         [(row["step"], row["loss"], row["held_out_accuracy"]) for row in rows]
         for rows in (unbroken, rows_of(tmp_path / CONFIGS[0]))
-    ]
+    )
     assert latest.read_text() == "global_step12"
-    assert results[0] == results[1], "with the statistics of BatchNorm of both ranks"
+    assert found == expected, "with the statistics of BatchNorm of both ranks"
 
 
 def test_published_recipes_run_on_a_stand_in(tmp_path):
     data, runs = write_npz(tmp_path / "halves.npz"), []
+    options = {"model": "resnet8", "steps": 3, "lr": 0.02, "mixup": 0.6, "data": data}
     for name in RECIPES:
         config = json.loads((ROOT / f"configs/{name}.json").read_text())
         config.pop("train_batch_size", None)
-        (tmp_path / f"{name}.json").write_text(json.dumps(config))
-        more = arguments(tmp_path, data, name, model="resnet8", steps=3, lr=0.02, mixup=0.6)
-        runs.append(
-            [
-                "--deepspeed_config",
-                str(tmp_path / f"{name}.json"),
-                *more[2:],
-                "--erase",
-                "--no-plots",
-            ]
-        )
-    assert (
-        run_ranks("tests.examples.test_train_images:worker", world=2, payload=runs) == [[0, 0]] * 2
-    )
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(config))
+        runs.append(arguments_of(tmp_path, path, "--erase", "--no-plots", **options))
+    assert_trains("train_images", *runs)
     for name in RECIPES:
-        rows = rows_of(tmp_path / name)
-        assert len(rows) == 3 and all(np.isfinite(float(row["loss"])) for row in rows), name
+        losses = losses_of(tmp_path / name)
+        assert len(losses) == 3 and np.isfinite(losses).all(), name
 
 
 def test_mixup_and_erasing_follow_their_formulas():
@@ -139,10 +105,10 @@ def test_mixup_and_erasing_follow_their_formulas():
 
 def test_a_network_without_linear_layers_labels_every_pixel(tmp_path):
     pytest.importorskip("sklearn")
-    payload = [arguments(tmp_path, None, CONFIGS[-1], model="unet", steps=8, name="unet")]
-    assert run_ranks("tests.examples.test_train_images:worker", world=1, payload=payload) == [[0]]
-    rows = rows_of(tmp_path / "unet")
-    assert float(rows[-1]["loss"]) < float(rows[0]["loss"])
+    options = {"model": "unet", "steps": 8, "eval_interval": 4, "name": "unet"}
+    assert_trains("train_images", arguments_of(tmp_path, CONFIGS[-1], **options), world=1)
+    losses = losses_of(tmp_path / "unet")
+    assert losses[-1] < losses[0]
 
 
 def test_readers_agree_on_the_same_images(tmp_path):
@@ -150,11 +116,11 @@ def test_readers_agree_on_the_same_images(tmp_path):
 
     with np.load(write_npz(tmp_path / "halves.npz")) as data:
         arrays = {key: data[key] for key in data.files}
-    cifar, folder = tmp_path / "cifar", tmp_path / "folder"
-    cifar.mkdir()
-    parts = {"train": "train", "test": "test"}
-    for part, name in parts.items():
-        x, y = arrays[f"x_{name}"], arrays[f"y_{name}"]
+    above, folder = tmp_path / "torchvision", tmp_path / "folder"
+    cifar = above / "cifar-100-python"
+    cifar.mkdir(parents=True)
+    for part in ("train", "test"):
+        x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
         large = np.kron(x, np.ones((1, 4, 4, 1), dtype=np.uint8))
         rows = large.transpose(0, 3, 1, 2).reshape(len(x), -1)
         (cifar / part).write_bytes(pickle.dumps({b"data": rows, b"fine_labels": y.tolist()}))
@@ -162,40 +128,27 @@ def test_readers_agree_on_the_same_images(tmp_path):
             place = folder / part / f"class{label}"
             place.mkdir(parents=True, exist_ok=True)
             Image.fromarray(image).save(place / f"{index:03}.png")
-    above = tmp_path / "torchvision"
-    above.mkdir()
-    cifar.rename(above / "cifar-100-python")
-    archives = {"cifar_archive": above, "folder_archive": folder}
-    for name, packed in archives.items():
+    for name, packed, inside in (("cifar", above, ""), ("folder", folder, ".")):
         with tarfile.open(tmp_path / f"{name}.tar.xz", "w:xz") as archive:
-            archive.add(packed, arcname="." if packed == folder else "")
-    cifar = above / "cifar-100-python"
-    of = {
-        name: images.load(str(path))
-        for name, path in {"npz": tmp_path / "halves.npz", "cifar": cifar, "folder": folder}.items()
-    }
+            archive.add(packed, arcname=inside)
+    places = {"npz": "halves.npz", "cifar": f"{above.name}/{cifar.name}", "folder": "folder"}
+    places |= {"torchvision": above.name}
+    places |= {"cifar_archive": "cifar.tar.xz", "folder_archive": "folder.tar.xz"}
+    of = {name: images.load(str(tmp_path / place)) for name, place in places.items()}
     assert torch.equal(of["cifar"].train.pixels[:, :, ::4, ::4], of["npz"].train.pixels)
     assert torch.equal(of["cifar"].held_out.labels, of["npz"].held_out.labels)
     order = of["npz"].train.labels.argsort(stable=True)
     assert torch.equal(of["folder"].train.pixels, of["npz"].train.pixels[order])
-    of |= {name: images.load(str(tmp_path / f"{name}.tar.xz")) for name in archives}
-    of["torchvision"] = images.load(str(above))
-    for name, other in {
-        "cifar_archive": "cifar",
-        "torchvision": "cifar",
-        "folder_archive": "folder",
-    }.items():
-        for part in ("train", "held_out"):
-            one, same = getattr(of[name], part), getattr(of[other], part)
-            assert torch.equal(one.pixels, same.pixels) and torch.equal(one.labels, same.labels), (
-                name
-            )
+    same = {"cifar_archive": "cifar", "torchvision": "cifar", "folder_archive": "folder"}
+    for name, part in itertools.product(same, ("train", "held_out")):
+        one, other = getattr(of[name], part), getattr(of[same[name]], part)
+        assert torch.equal(one.pixels, other.pixels), name
+        assert torch.equal(one.labels, other.labels), name
     assert {found.classes for found in of.values()} == {2}
     x, y = of["npz"].draw(0, 0, 64)
     _, labels = of["npz"].draw(0, 60, 8)
-    assert torch.equal(y.sort().values, of["npz"].train.labels.sort().values), (
-        "an epoch has every image once"
-    )
+    every = of["npz"].train.labels.sort().values
+    assert torch.equal(y.sort().values, every), "an epoch has every image once"
     assert torch.equal(labels[:4], y[60:]) and x.shape == (64, 3, 8, 8)
     assert abs(float(x.mean())) < 0.4
 
@@ -217,9 +170,8 @@ def test_some_images_are_the_same_in_every_run_and_of_all_classes(tmp_path):
     data = images.load(write_npz(tmp_path / "halves.npz"))
     few = data.first(40)
     assert torch.equal(few.train.pixels, data.first(40).train.pixels) and len(few.train) == 40
-    assert sorted(few.train.labels.unique().tolist()) == [0, 1] and few.name.startswith(
-        "40 images of "
-    )
+    assert sorted(few.train.labels.unique().tolist()) == [0, 1]
+    assert few.name.startswith("40 images of ")
     assert torch.equal(data.tested_on(8).held_out.labels, data.held_out.labels[::4])
     with pytest.raises(ValueError, match="--images 65: the training part has 64"):
         data.first(65)
@@ -234,9 +186,8 @@ def test_large_images_are_read_when_they_are_drawn(tmp_path, monkeypatch):
             place = tmp_path / part / str(label)
             place.mkdir(parents=True)
             for index in range(count):
-                Image.new("RGB", (90, 70), (40 + 100 * label, index, 0)).save(
-                    place / f"{index}.jpg"
-                )
+                image = Image.new("RGB", (90, 70), (40 + 100 * label, index, 0))
+                image.save(place / f"{index}.jpg")
     data = images.load(str(tmp_path))
     x, y = data.draw(0, 0, 12)
     assert x.shape == (12, 3, 32, 32) and torch.equal(x[:, 0, 0, 0] > 0.2, y == 1)
@@ -245,35 +196,24 @@ def test_large_images_are_read_when_they_are_drawn(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("data", "model", "message"),
     [
-        ({"data": "nowhere"}, "neither a CIFAR folder"),
-        (
-            {"model": "resnet2000"},
-            "give one of resnet8, resnet20, resnet32, resnet50, unet, module:factory, or timm:NAME",
-        ),
-        ({"model": "no_such_module:net"}, "No module named 'no_such_module'"),
-        ({"model": "unet"}, "needs a label for each pixel"),
+        ("nowhere", "resnet8", "neither a CIFAR folder"),
+        ("halves.npz", "resnet2000", "give one of resnet8, .*, unet, module:factory, or timm:NAME"),
+        ("halves.npz", "no_such_module:net", "No module named 'no_such_module'"),
+        ("halves.npz", "unet", "needs a label for each pixel"),
     ],
 )
-def test_wrong_input_is_one_clear_line(more, message, tmp_path, monkeypatch):
+def test_wrong_input_is_one_clear_line(data, model, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    data = more.pop("data", None) or write_npz(tmp_path / "halves.npz")
-    from examples import train_images
-
+    write_npz("halves.npz")
     with pytest.raises(ValueError, match=message):
-        train_images.make(
-            train_images.arguments_of(["--data", data, "--model", more.get("model", "resnet8")])
-        )
+        train_images.make(train_images.arguments_of(["--data", data, "--model", model]))
 
 
 def test_the_launcher_environment_is_asked_for(capsys, monkeypatch):
-    from examples import train_images
-
     for name in one_rank():
         monkeypatch.delenv(name, raising=False)
     assert train_images.main([]) == 2
-    assert (
-        "examples/train_images.py --deepspeed_config configs/images_zero2_kfac.json"
-        in capsys.readouterr().err
-    )
+    command = "examples/train_images.py --deepspeed_config configs/images_zero2_kfac.json"
+    assert command in capsys.readouterr().err

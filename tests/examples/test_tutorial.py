@@ -1,13 +1,11 @@
 """The script of docs/tutorial/first_run.md trains, switches, saves and resumes as the page says."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
+from tests.programs import python
 from tests.ranks import ROOT
 
 PAGE = (ROOT / "docs/tutorial/first_run.md").read_text()
@@ -20,18 +18,8 @@ def run(folder, script: str, config: dict, *arguments: str) -> str:
     """What the script prints with a config, in one process without a launcher."""
     (folder / "first_run.py").write_text(script)
     (folder / "config.json").write_text(json.dumps(config))
-    command = [sys.executable, "first_run.py", "--config", "config.json", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = ["first_run.py", "--config", "config.json", *arguments]
+    done = python(*command, folder=folder, path=str(ROOT))
     return done.stdout + done.stderr
 
 

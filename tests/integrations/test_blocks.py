@@ -1,10 +1,14 @@
 """The blocks that are known are those of transformers' code: without its values an attention's
 output is zero, without its gate that of a gated layer. A cut elsewhere would leave some of them."""
 
+import json
+
 import pytest
 import torch
 
 from ds_kfac.model.scan import LayerChoice, scan
+from tests.integrations.tiny_models import Architecture, batch_of, tiny
+from tests.ranks import ROOT
 
 pytest.importorskip("transformers", reason="needs ds_kfac[integrations]")
 
@@ -64,14 +68,10 @@ def without(parameter, layer, block):
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_blocks_of_known_models_are_those_of_their_code(name):
-    from tests.integrations.coverage.architectures import architectures
-    from tests.integrations.coverage.batches import batch_of
-    from tests.integrations.coverage.tiny import tiny
-
-    row = architectures()[name]
+    rows = json.loads((ROOT / "benchmarks/results/coverage/models.json").read_text())["models"]
+    row = Architecture(name, rows[name]["head"])
     torch.manual_seed(0)
-    model = tiny(row).eval()
-    batch = batch_of(row, model)
+    model, batch = tiny(row).eval(), batch_of(row)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("bias"):

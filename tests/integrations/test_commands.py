@@ -4,14 +4,16 @@ terminal."""
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
 from ds_kfac.__main__ import main
+from ds_kfac.integrations.launcher import wants_help
+from tests.programs import python
 from tests.ranks import ROOT
 
-HEAVY = "torch", "deepspeed", "transformers"
+HEAVY = {"torch", "deepspeed", "transformers"}
+SCRIPT = "import sys\nfrom ds_kfac.__main__ import main\nsys.exit(main())\n"
 
 
 @pytest.mark.parametrize(
@@ -28,39 +30,18 @@ def test_a_misspelt_command_is_told_the_nearest(capsys, word, told):
     assert told in capsys.readouterr().err
 
 
-def run(
-    *arguments: str, folder, script: bool = False, **variables: str
-) -> tuple[subprocess.CompletedProcess, set]:
+def run(arguments: str, folder, *, script: bool = True, **options) -> tuple:
     """The process, and which heavy packages it has imported. ``script``: as the console script does
     it."""
-    start = ["-m", "ds_kfac"]
-    if script:
-        (folder / "ds_kfac").write_text(
-            "import sys\nfrom ds_kfac.__main__ import main\nsys.exit(main())\n"
-        )
-        start = [str(folder / "ds_kfac")]
-    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-X", "importtime", *start, *arguments]
-    begin = time.perf_counter()
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=os.environ | paths | variables,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    print(f"{arguments}: {time.perf_counter() - begin:.2f} s")
-    names = {
-        line.rpartition("|")[2].strip()
-        for line in done.stderr.splitlines()
-        if line.startswith("import time:")
-    }
-    done.stderr = "\n".join(
-        line for line in done.stderr.splitlines() if not line.startswith("import time:")
-    )
-    return done, names & set(HEAVY)
+    (folder / "ds_kfac").write_text(SCRIPT)
+    start = ["ds_kfac"] if script else ["-m", "ds_kfac"]
+    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    command = ["-X", "importtime", *start, *arguments.split()]
+    done = python(*command, folder=folder, path=path, **options)
+    lines = done.stderr.splitlines()
+    names = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
+    done.stderr = "\n".join(line for line in lines if not line.startswith("import time:"))
+    return done, names & HEAVY
 
 
 @pytest.mark.parametrize(
@@ -78,48 +59,41 @@ def run(
         ("run --num_gpus 2 none.py", "none.py: no such file"),
     ],
 )
-@pytest.mark.parametrize("script", [False, True], ids=["python -m", "script"])
-def test_what_is_missing_is_said_before_anything_is_imported(tmp_path, arguments, told, script):
+def test_what_is_missing_is_said_before_anything_is_imported(tmp_path, arguments, told):
     (tmp_path / "a.json").write_text("{}")
-    done, heavy = run(*arguments.split(), folder=tmp_path, script=script, COLUMNS="400")
-    assert done.returncode == 1 and told in done.stderr and "Traceback" not in done.stderr, (
-        done.stderr
-    )
+    script = arguments.startswith("run")  # the others by python -m
+    done, heavy = run(arguments, tmp_path, script=script, status=1, COLUMNS="400")
+    assert told in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert not heavy
+
+
+@pytest.mark.parametrize("arguments", ["run", "run --help", "run --num_gpus 2 -h"])
+def test_run_shows_its_own_help(tmp_path, arguments):
+    done, heavy = run(arguments, tmp_path)
+    assert done.stdout.startswith("usage: ds_kfac run [deepspeed launcher arguments]")
     assert not heavy
 
 
 @pytest.mark.parametrize(
-    "arguments", [("run",), ("run", "--help"), ("run", "--num_gpus", "2", "-h")]
+    ("arguments", "own"),
+    [
+        ("train.py --help", False),
+        ("--num_gpus 1 --help train.py", True),
+        ("--module package.train -h 8", False),
+        ("--module -h", True),
+        (f"--no_python {__file__} --help", False),
+    ],
 )
-def test_run_shows_its_own_help(tmp_path, arguments):
-    done, heavy = run(*arguments, folder=tmp_path, script=True)
-    assert done.returncode == 0 and done.stdout.startswith(
-        "usage: ds_kfac run [deepspeed launcher arguments]"
-    )
-    assert not heavy
-
-
-def test_help_after_the_script_is_the_scripts():
-    from ds_kfac.integrations.launcher import wants_help
-
-    assert not wants_help(["train.py", "--help"]) and wants_help(
-        ["--num_gpus", "1", "--help", "train.py"]
-    )
-    assert not wants_help(["--module", "package.train", "-h", "8"]) and wants_help(
-        ["--module", "-h"]
-    )
-    assert not wants_help(["--no_python", __file__.removesuffix(".py") + ".py", "--help"])
+def test_help_after_the_script_is_the_scripts(arguments, own):
+    assert wants_help(arguments.split()) == own
 
 
 def test_a_module_of_this_folder_is_found_by_the_script(tmp_path):
     """As ``python -m`` finds it."""
-    (tmp_path / "own.py").write_text(
-        "from torch import nn\n\ndef make():\n    return nn.Sequential(nn.Linear(8, 8))\n"
-    )
+    model = "    return nn.Sequential(nn.Linear(8, 8))\n"
+    (tmp_path / "own.py").write_text(f"from torch import nn\n\ndef make():\n{model}")
     (tmp_path / "a.json").write_text('{"optimizer": {"type": "KFACAdamW"}}')
-    arguments = "check", "--config", "a.json", "--model", "own:make"
-    done, _ = run(*arguments, folder=tmp_path, script=True, COLUMNS="70")
-    assert done.returncode == 0, done.stderr
+    done, _ = run("check --config a.json --model own:make", tmp_path, COLUMNS="70")
     assert "a.json fits own:make" in done.stdout and max(map(len, done.stdout.splitlines())) <= 70
 
 
@@ -146,17 +120,8 @@ def test_a_users_script_passes_mypy(tmp_path):
     (tmp_path / "wrong.py").write_text(WRONG)
     command = [sys.executable, "-m", "mypy", "--ignore-missing-imports", "--follow-imports=silent"]
     command += ["--cache-dir", str(ROOT / ".mypy_cache"), "user.py", "wrong.py"]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=os.environ | {"MYPYPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    environment = os.environ | {"MYPYPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     errors = [line for line in done.stdout.splitlines() if ": error:" in line]
-    assert len(errors) == 2 and all(line.startswith("wrong.py") for line in errors), (
-        done.stdout + done.stderr
-    )
+    assert [line.partition(":")[0] for line in errors] == ["wrong.py"] * 2, done.stdout
     assert 'argument "modl" for "initialize"' in errors[0] and '"initialise"' in errors[1]

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import deepspeed
 import pytest
 import torch
 from filelock import FileLock
@@ -16,23 +17,35 @@ from tests.ranks import ROOT
 OP = "deepspeed_shm_comm"
 
 
-def said(capsys, status: int = 0) -> list[str]:
-    assert main(["doctor"]) == status
-    return capsys.readouterr().out.splitlines()
-
-
-def test_twelve_lines_and_an_answer(capsys, monkeypatch, tmp_path):
+@pytest.fixture(autouse=True)
+def environment(monkeypatch, tmp_path):
+    """Of no launcher, with an empty folder of compiled ops."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     for name in ("RANK", "WORLD_SIZE", "DS_KFAC"):
         monkeypatch.delenv(name, raising=False)
-    lines = said(capsys)
+    return monkeypatch
+
+
+@pytest.fixture
+def said(capsys):
+    def lines(status: int = 0) -> list[str]:
+        assert main(["doctor"]) == status
+        return capsys.readouterr().out.splitlines()
+
+    return lines
+
+
+def answer(lines: list[str], name: str) -> str:
+    (line,) = (line for line in lines if line.startswith(f"  {name} "))
+    return line.removeprefix(f"  {name}").strip()
+
+
+def test_twelve_lines_and_an_answer(said):
+    lines = said()
     assert len(lines) == 13 and all(line.split()[0] for line in lines)
     assert lines[0] == "ds_kfac doctor: this environment will work"
-    text = "\n".join(lines)
-    assert all(
-        name in text
-        for name in ("Python 3.", "torch", "deepspeed", "ds_kfac", "numpy", "pydantic", "nvcc")
-    )
+    for name in ("Python 3.", "torch", "deepspeed", "ds_kfac", "numpy", "pydantic", "nvcc"):
+        assert name in "\n".join(lines)
 
 
 def no_compiler(patch, folder):
@@ -64,9 +77,8 @@ def half_a_launcher(patch, folder):
 
 def no_startup(patch, folder):
     patch.setenv("DS_KFAC", "1")
-    patch.setattr(
-        sys, "meta_path", [one for one in sys.meta_path if type(one).__name__ != "Finder"]
-    )
+    finders = [one for one in sys.meta_path if type(one).__name__ != "Finder"]
+    patch.setattr(sys, "meta_path", finders)
 
 
 @pytest.mark.parametrize(
@@ -81,20 +93,11 @@ def no_startup(patch, folder):
         (no_startup, "switched on", "pip install ds_kfac"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_remedy(
-    damage, name, remedy, capsys, monkeypatch, tmp_path
-):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    for variable in ("RANK", "WORLD_SIZE", "DS_KFAC"):
-        monkeypatch.delenv(variable, raising=False)
-    damage(monkeypatch, tmp_path)
-    lines = said(capsys, status=1)
+def test_what_is_wrong_is_named_with_its_remedy(damage, name, remedy, said, environment, tmp_path):
+    damage(environment, tmp_path)
+    lines = said(status=1)
     assert lines[0] == f"ds_kfac doctor: to be fixed: {name}"
-    assert [
-        line
-        for line in lines[1:]
-        if " -> " in line and line.split("  ")[1] == name and remedy in line
-    ], lines
+    assert remedy in answer(lines, name).partition(" -> ")[2], lines
 
 
 HOLDS = (
@@ -103,26 +106,21 @@ HOLDS = (
 )
 
 
-def test_a_lock_of_torch_2_14_counts_while_a_process_holds_it(capsys, monkeypatch, tmp_path):
+def test_a_lock_of_torch_2_14_counts_while_a_process_holds_it(said, environment, tmp_path):
     """Its file stays after every build."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(cpp_extension, "FileLock", FileLock, raising=False)
-    for name in ("RANK", "WORLD_SIZE", "DS_KFAC"):
-        monkeypatch.delenv(name, raising=False)
+    environment.setattr(cpp_extension, "FileLock", FileLock, raising=False)
     locks = [tmp_path / op / "lock" for op in (OP, "fused_adam")]
     for path in locks:
         path.parent.mkdir()
         path.touch()
-    (line,) = (line for line in said(capsys) if line.split()[0] == "cache")
-    assert line.endswith(", writable")
+    assert answer(said(), "cache").endswith(", writable")
     command = [sys.executable, "-c", HOLDS, str(locks[1])]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as build:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as build:
         assert build.stdout.readline() == "held\n"
-        (line,) = (line for line in said(capsys) if line.split()[0] == "cache")
+        told = answer(said(), "cache")
         build.stdin.close()
-    assert str(locks[1]) in line and str(locks[0]) not in line and "a build runs now" in line
+    assert str(locks[1]) in told and str(locks[0]) not in told and "a build runs now" in told
 
 
 def built(folder: Path, torch_folder: Path) -> None:
@@ -132,27 +130,19 @@ def built(folder: Path, torch_folder: Path) -> None:
     (folder / f"{OP}.so").touch()
 
 
-def test_an_op_that_was_built_for_another_torch_is_not_compiled(capsys, monkeypatch, tmp_path):
-    import deepspeed
-
-    monkeypatch.setitem(deepspeed.ops.__compatible_ops__, OP, True)
-    for name in ("TORCH_EXTENSIONS_DIR", "RANK", "WORLD_SIZE", "DS_KFAC"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_an_op_that_was_built_for_another_torch_is_not_compiled(said, environment, tmp_path):
+    environment.setitem(deepspeed.ops.__compatible_ops__, OP, True)
+    environment.delenv("TORCH_EXTENSIONS_DIR")
+    environment.setenv("XDG_CACHE_HOME", str(tmp_path))
     here = Path(torch.__file__).parent
-
-    def answer() -> str:
-        (line,) = (line for line in said(capsys) if line.split()[0] == OP)
-        return line.removeprefix(f"  {OP}").strip()
-
-    root = tmp_path / "torch_extensions"
     own = Path(cpp_extension._get_build_directory(OP, verbose=False))
-    assert own.is_relative_to(root)
-    for other, where in ((root / "py39_cu999" / OP, here), (own, tmp_path / "another" / "torch")):
-        built(other, where)
-        assert answer().startswith("compiled at the first start"), other
+    other = tmp_path / "torch_extensions/py39_cu999" / OP
+    assert own.is_relative_to(tmp_path / "torch_extensions")
+    for folder, of_torch in ((other, here), (own, tmp_path / "another" / "torch")):
+        built(folder, of_torch)
+        assert answer(said(), OP).startswith("compiled at the first start"), folder
     built(own, here)
-    assert answer() == "compiled"
+    assert answer(said(), OP) == "compiled"
 
 
 def test_what_is_needed_is_what_an_installation_asks_for():
@@ -162,16 +152,11 @@ def test_what_is_needed_is_what_an_installation_asks_for():
 
 @pytest.mark.parametrize(
     "has, where",
-    [
-        ("0.18.5", "inside"),
-        ("0.20.1", "outside of"),
-        ("0.19.8+cu121", "inside"),
-        ("0.17.0", "inside"),
-    ],
+    [("0.17.0", "inside"), ("0.19.8+cu121", "inside"), ("0.20.1", "outside of")],
 )
-def test_a_version_is_said_to_be_inside_the_tested_range_or_not(has, where, monkeypatch):
-    monkeypatch.setattr(doctor, "version", lambda name: has)
-    monkeypatch.setattr(doctor, "requires", lambda name: doctor.NEEDS)
-    what, remedy = doctor._package("deepspeed")
+def test_a_version_is_said_to_be_inside_the_tested_range_or_not(has, where, environment, said):
+    environment.setattr(doctor, "version", lambda name: has)
+    environment.setattr(doctor, "requires", lambda name: doctor.NEEDS)
     oldest, newest = doctor.TESTED_RANGES["deepspeed"]
-    assert (what, remedy) == (f"deepspeed {has}, {where} the tested {oldest} to {newest}", "")
+    state = f"deepspeed {has}, {where} the tested {oldest} to {newest}"
+    assert tuple(doctor._package("deepspeed")) == (state, "")

@@ -1,11 +1,7 @@
 """Factors where other tools read them: kronfluence computes influence from ours as from its own,
 PEFT starts LoRA."""
 
-import copy
 import json
-import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +15,7 @@ from ds_kfac.factors.convert import convert
 from ds_kfac.factors.files import Factors
 from ds_kfac.factors.fitting import fit
 from tests.close import close, exact, near
+from tests.programs import python
 from tests.ranks import ROOT
 
 LENGTH, DOCUMENTS, BATCH = 12, 16, 4
@@ -37,10 +34,8 @@ def gpt2() -> nn.Module:
     for name, module in list(model.named_modules()):
         if isinstance(module, Conv1D):
             linear = nn.Linear(module.weight.shape[0], module.nf)
-            linear.weight.data, linear.bias.data = (
-                module.weight.data.T.contiguous(),
-                module.bias.data,
-            )
+            linear.weight.data = module.weight.data.T.contiguous()
+            linear.bias.data = module.bias.data
             parent, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent), last, linear)
     for parameter in model.parameters():  # far from the initial symmetries
@@ -55,9 +50,16 @@ def documents() -> list[dict]:
 
 def loss_of(model: nn.Module, batch: dict, reduction: str) -> torch.Tensor:
     logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
-    return F.cross_entropy(
-        logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction=reduction
-    )
+    labels = batch["labels"][:, 1:].flatten()
+    return F.cross_entropy(logits.flatten(0, 1), labels, reduction=reduction)
+
+
+def batches(size: int) -> list[dict]:
+    data = documents()
+    return [
+        {key: torch.stack([row[key] for row in data[at : at + size]]) for key in data[0]}
+        for at in range(0, DOCUMENTS, size)
+    ]
 
 
 def test_kronfluence_has_the_same_factors_and_scores_from_ours(tmp_path):
@@ -75,45 +77,23 @@ def test_kronfluence_has_the_same_factors_and_scores_from_ours(tmp_path):
             return loss_of(model, batch, "sum")
 
         def get_influence_tracked_modules(self):
-            return [
-                name
-                for name, module in gpt2().named_modules()
-                if isinstance(module, nn.Linear) and name != "lm_head"
-            ]
+            modules = gpt2().named_modules()
+            linear = [name for name, module in modules if isinstance(module, nn.Linear)]
+            return [name for name in linear if name != "lm_head"]
 
-    data, task = documents(), Language()
-    batches = [
-        {key: torch.stack([row[key] for row in data[at : at + BATCH]]) for key in data[0]}
-        for at in range(0, DOCUMENTS, BATCH)
-    ]
-    config = {"layers": {"exclude": ["lm_head"]}}
-    ours = fit(
-        gpt2(),
-        batches,
-        partial(loss_of, reduction="sum"),
-        reduction="sum",
-        out=tmp_path / "ours",
-        config=config,
-        progress=False,
-    )
+    data, task, loss = documents(), Language(), partial(loss_of, reduction="sum")
+    own = {"reduction": "sum", "config": {"layers": {"exclude": ["lm_head"]}}}
+    ours = fit(gpt2(), batches(BATCH), loss, out=tmp_path / "ours", progress=False, **own)
     assert convert(ours, "kronfluence", tmp_path / "job" / "theirs", name="ours") == {}
 
-    analyzer = Analyzer(
-        "theirs",
-        prepare_model(copy.deepcopy(gpt2()), task),
-        task,
-        cpu=True,
-        output_dir=str(tmp_path / "job"),
-    )
+    model, out = prepare_model(gpt2(), task), str(tmp_path / "job")
+    analyzer = Analyzer("theirs", model, task, cpu=True, output_dir=out)
     arguments = FactorArguments(strategy="ekfac", use_empirical_fisher=True)
     analyzer.fit_all_factors("own", data, per_device_batch_size=BATCH, factor_args=arguments)
     job = tmp_path / "job" / "theirs"
     own, written = job / "factors_own", job / "factors_ours"
     for kind in ("activation_covariance", "gradient_covariance"):
-        expected, found = (
-            load_file(own / f"{kind}.safetensors"),
-            load_file(written / f"{kind}.safetensors"),
-        )
+        expected, found = (load_file(place / f"{kind}.safetensors") for place in (own, written))
         assert set(expected) == set(found)
         for name in expected:
             # of all rows, and of the products of two blocks in front of them; gradients pass a
@@ -132,12 +112,8 @@ def test_kronfluence_has_the_same_factors_and_scores_from_ours(tmp_path):
         )
         scores[name] = analyzer.load_pairwise_scores(name)["all_modules"]
     bound = 1e-3 * scores["own"].abs().max()
-    near(
-        scores["ours"],
-        scores["own"],
-        bound,
-        "eigenvectors of close eigenvalues turn into each other by rounding",
-    )
+    why = "eigenvectors of close eigenvalues turn into each other by rounding"
+    near(scores["ours"], scores["own"], bound, why)
 
 
 def test_peft_starts_lora_from_ours(tmp_path):
@@ -145,21 +121,13 @@ def test_peft_starts_lora_from_ours(tmp_path):
     pytest.importorskip("peft")
     from peft import LoraConfig, get_peft_model, initialize_lora_eva_weights
 
-    batches = [
-        {key: torch.stack([row[key] for row in documents()]) for key in ("input_ids", "labels")}
-    ]
-    found = fit(
-        gpt2(),
-        batches,
-        out=tmp_path / "made",
-        config={"factor": {"fisher": "activations_only"}},
-        progress=False,
-    )
+    config = {"factor": {"fisher": "activations_only"}}
+    data = batches(DOCUMENTS)
+    found = fit(gpt2(), data, out=tmp_path / "made", config=config, progress=False)
     convert(found, "eva", tmp_path / "eva", rank=4, rho=2)
     state = load_file(tmp_path / "eva")
-    targets = sorted(
-        {name.split(".")[-1] for name in Factors.load(tmp_path / "made") if name != "lm_head"}
-    )
+    layers = set(Factors.load(tmp_path / "made")) - {"lm_head"}
+    targets = sorted({name.split(".")[-1] for name in layers})
     model = get_peft_model(gpt2(), LoraConfig(r=4, target_modules=targets, init_lora_weights="eva"))
     initialize_lora_eva_weights(model, eva_state_dict=dict(state))
     ranks = set()
@@ -180,15 +148,9 @@ def saved(folder: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=16,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    )
+    sizes = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(tie_word_embeddings=False, **sizes)
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
@@ -209,36 +171,12 @@ def test_the_command_reads_models_and_texts_at_any_stage(tmp_path):
         ("dataset", "dataset", []),
         ("stage 3", "texts.jsonl", ["--config", str(tmp_path / "ds.json")]),
     ]:
-        launcher = (
-            ["-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--module"]
-            if more
-            else ["-m"]
-        )
-        command = [
-            sys.executable,
-            *launcher,
-            "ds_kfac",
-            "factors",
-            "--model",
-            f"hf:{folder}",
-            "--data",
-            str(tmp_path / data),
-            "--out",
-            str(tmp_path / name),
-            "--length",
-            "16",
-            "--batch",
-            "4",
-            *more,
-        ]
-        environment = {
-            **os.environ,
-            "DS_ACCELERATOR": "cpu",
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-        }
-        ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-        assert ran.returncode == 0, ran.stdout + ran.stderr
+        launcher = ["-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--module"]
+        places = ["--data", str(tmp_path / data), "--out", str(tmp_path / name)]
+        options = ["--length", "16", "--batch", "4", *places, *more]
+        command = [*(launcher if more else ["-m"]), "ds_kfac", "factors", "--model"]
+        cpu = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        ran = python(*command, f"hf:{folder}", *options, folder=tmp_path, path=str(ROOT), **cpu)
         assert "model.layers.1.mlp.down_proj" in ran.stdout
         found[name] = Factors.load(tmp_path / name)
     whole = found["whole"]
@@ -246,6 +184,5 @@ def test_the_command_reads_models_and_texts_at_any_stage(tmp_path):
         for side in "AG":
             exact(found["dataset"].factor(name, side), whole.factor(name, side))
             # batches of other sizes, in another order
-            close(
-                found["stage 3"].factor(name, side), whole.factor(name, side), sums=800, condition=8
-            )
+            cut = found["stage 3"].factor(name, side)
+            close(cut, whole.factor(name, side), sums=800, condition=8)

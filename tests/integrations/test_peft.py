@@ -10,14 +10,8 @@ from tests.ranks import run_ranks
 
 pytest.importorskip("peft", reason="needs ds_kfac[integrations]")
 pytestmark = pytest.mark.distributed
-SIZES = {
-    "vocab_size": 40,
-    "n_positions": 16,
-    "n_embd": 16,
-    "n_layer": 1,
-    "n_head": 2,
-    "num_labels": 3,
-}
+SIZES = {"vocab_size": 40, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
+SIZES["num_labels"] = 3
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 CONFIG = {
     "train_micro_batch_size_per_gpu": 8,
@@ -36,12 +30,8 @@ def classifier(trained: str, *, wrapped: bool) -> torch.nn.Module:
     torch.manual_seed(0)
     model = GPT2ForSequenceClassification(GPT2Config(pad_token_id=0, **SIZES, **NO_DROPOUT))
     if wrapped:
-        lora = LoraConfig(
-            task_type="SEQ_CLS",
-            target_modules=["c_fc"],
-            modules_to_save=[trained],
-            fan_in_fan_out=True,
-        )
+        kept = {"modules_to_save": [trained], "fan_in_fan_out": True}
+        lora = LoraConfig(task_type="SEQ_CLS", target_modules=["c_fc"], **kept)
         model = get_peft_model(model, lora)
     for name, parameter in model.named_parameters():
         copy = f"{trained}.modules_to_save.default.weight"
@@ -59,10 +49,8 @@ def worker(trained: str) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(0)
         for _ in range(3):
             ids = torch.randint(1, 40, (8, 12), generator=generator)
-            loss = engine(
-                input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids[:, 0] % 3
-            ).loss
-            engine.backward(loss)
+            mask, labels = torch.ones_like(ids), ids[:, 0] % 3
+            engine.backward(engine(input_ids=ids, attention_mask=mask, labels=labels).loss)
             engine.step()
         weights.append(weight.detach().clone())
         engine.destroy()

@@ -9,44 +9,35 @@ from ds_kfac.integrations import plot
 from ds_kfac.metrics import STAGES
 from tests.close import close
 
+STATE = json.dumps({"log_history": [{"loss": 3.0, "step": 1}, {"loss": 2.0, "step": 2}]})
 
-def write_logs(folder, tensorboard: bool) -> None:
+
+def write_logs(folder) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
     csv = folder / "job"
     csv.mkdir()
-    for name in (
-        "Train_Samples_train_loss",
-        "Train_KFAC_refreshes",
-        "Train_KFAC_sent_bytes_factors",
-    ):
+    for name in ("Train_Samples_train_loss", "Train_KFAC_refreshes"):
         head = name.rsplit("_", 1)[1]
-        later = 2.0 if head == "loss" else 5.0
-        (csv / f"{name}.csv").write_text(f"step,{head}\n4,2.5\nstep,{head}\n8,{later}\n")
-    (folder / "trainer_state.json").write_text(
-        json.dumps({"log_history": [{"loss": 3.0, "step": 1}, {"loss": 2.0, "step": 2}]})
-    )
-    if tensorboard:
-        from torch.utils.tensorboard import SummaryWriter
-
-        with SummaryWriter(str(folder / "events")) as writer:
-            writer.add_scalar("train/loss", 1.5, 3)
+        (csv / f"{name}.csv").write_text(f"step,{head}\n4,2.5\nstep,{head}\n8,2.0\n")
+    (folder / "trainer_state.json").write_text(STATE)
+    with SummaryWriter(str(folder / "events")) as writer:
+        writer.add_scalar("train/loss", 1.5, 3)
 
 
 def test_all_kinds_of_logs_are_read_and_drawn(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     pytest.importorskip("tensorboard")
-    write_logs(tmp_path, tensorboard=True)
+    write_logs(tmp_path)
     found = plot.read(tmp_path)
     assert found["Train_Samples_train_loss"] == [(4, 2.5), (8, 2.0)]
     assert found["loss"] == [(1, 3.0), (2, 2.0)]
-    assert found["train_loss"] == [(3, 1.5)], (
-        "named as in csv, so that a run's two logs are one line"
-    )
+    assert found["train_loss"] == [(3, 1.5)], "named as in csv, so that two logs are one line"
     assert main(["plot", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert (
-        said.count("wrote") == 1 and "no seconds in these logs" in said and "timings = True" in said
-    )
-    assert "no failures in these logs" in said and "no step to weight in these logs" in said
+    assert said.count("wrote") == 1 and "timings = True" in said
+    for missing in ("seconds", "failures", "step to weight"):
+        assert f"no {missing} in these logs" in said
     image = (tmp_path / "kfac.png").read_bytes()
     assert image.startswith(b"\x89PNG") and len(image) > 10_000
     assert [path.name for path in tmp_path.glob("*.png")] == ["kfac.png"], "one page"
@@ -66,23 +57,18 @@ def test_seconds_are_seconds_of_a_step():
 
 
 def test_a_frameworks_logs_count_from_where_a_run_went_on():
-    logged = series(
-        "kfac_seconds_refresh", (10, 100.0), (20, 400.0), (30, 50.0)
-    )  # the Trainer's, resumed after step 20
+    """The Trainer's, resumed after step 20."""
+    logged = series("kfac_seconds_refresh", (10, 100.0), (20, 400.0), (30, 50.0))
     assert plot.lines(logged, plot.QUESTIONS["seconds"]) == {"refresh": [(20, 30.0)]}
 
 
 def test_kfacs_share_of_a_step_is_that_of_its_stages_in_deepspeeds_times():
     """capture is inside of forward and backward, all else of the optimizer's step; the first step
     does not count."""
+    engine = {"forward": 1.0, "backward": 2.0, "step": 1.0, "backward_inner": 1.9}
     found = {
         f"{name} (DeepSpeed's)": [(1, 99.0), (2, seconds), (3, seconds)]
-        for name, seconds in {
-            "forward": 1.0,
-            "backward": 2.0,
-            "step": 1.0,
-            "backward_inner": 1.9,
-        }.items()
+        for name, seconds in engine.items()
     }
     found["forward (DeepSpeed's)"] += [(4, 50.0), (5, 1.0)]  # with an evaluation in it
     stages = {"capture": 0.5, "reduce": 0.1, "refresh": 0.2, "relayout": 0.1, "precondition": 0.1}
@@ -91,9 +77,8 @@ def test_kfacs_share_of_a_step_is_that_of_its_stages_in_deepspeeds_times():
     close(parts, {"forward and backward": 2.5, "optimizer": 0.5, **stages}, sums=10)
     close(share, sum(stages.values()) / 4, sums=10)
     close(sum(parts.values()), 4.0, sums=10)
-    assert plot.parts_of_step({name: found[name] for name in stages})[1] is None, (
-        "of what is not known"
-    )
+    unknown = plot.parts_of_step({name: found[name] for name in stages})[1]
+    assert unknown is None, "of what is not known"
     assert plot.STAGES == STAGES
 
 
@@ -105,12 +90,8 @@ def titles(panels: dict, folder) -> list[str]:
 
 
 def test_the_pages_titles_say_what_was_found(tmp_path):
-    parts = {
-        "forward (DeepSpeed's)": 1.0,
-        "backward (DeepSpeed's)": 2.0,
-        "step (DeepSpeed's)": 1.0,
-        "refresh": 0.5,
-    }
+    parts = {f"{name} (DeepSpeed's)": 4 / 3 for name in ("forward", "backward", "step")}
+    parts["refresh"] = 0.5
     failures = {"refresh_failures": [(1, 0.0), (2, 3.0)], "empty_updates": [(1, 0.0), (2, 0.0)]}
     steps = {"step_to_weight": [(1, 0.2), (2, 0.1)]}
     panels = {
@@ -126,46 +107,28 @@ def test_the_pages_titles_say_what_was_found(tmp_path):
         "failures: refresh_failures 3; always 0: 1 others",
     ]
     del failures["refresh_failures"]
-    assert titles({"failures": failures}, tmp_path) == [
-        "no loss",
-        "no seconds",
-        "no step to weight",
-        "nothing has failed",
-    ]
+    expected = ["no loss", "no seconds", "no step to weight", "nothing has failed"]
+    assert titles({"failures": failures}, tmp_path) == expected
 
 
 @pytest.mark.parametrize("name", ["trainer_state.json", "checkpoint.json"])
 def test_a_trainers_state_is_taken_by_its_path(name, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     state = tmp_path / name
-    state.write_text(
-        json.dumps({"log_history": [{"loss": 3.0, "step": 1}, {"loss": 2.0, "step": 2}]})
-    )
+    state.write_text(STATE)
     assert main(["plot", str(state), "--out", str(tmp_path / "new")]) == 0
     assert (tmp_path / "new" / "kfac.png").exists()
 
 
 NO_LIST = 'trainer_state.json: its "log_history" is no list'
-STATES = (
-    "",
-    '{"log',
-    "[]",
-    "3",
-    "{}",
-    '{"log_history": null}',
-    '{"log_history": [{"loss": 1.0}]}',
-    "\x00",
-)
+LINE_3 = "loss.csv, line 3: got ['5', '']; must be two numbers"
+STATES = ("", '{"log', "[]", "{}", '{"log_history": null}', '{"log_history": [{"loss": 1.0}]}')
 
 
 @pytest.mark.parametrize(
     ("file", "content", "told"),
     [
-        (
-            "loss.csv",
-            b"step,loss\n4,2.5\n5,\n",
-            "loss.csv, line 3: got ['5', '']; must be two numbers",
-        ),
+        ("loss.csv", b"step,loss\n4,2.5\n5,\n", LINE_3),
         ("loss.csv", b"\xff\xfe", "loss.csv: 'utf-8' codec can't decode"),
         *(("trainer_state.json", state.encode(), NO_LIST) for state in STATES),
         ("log.txt", b"", "csv_monitor"),
@@ -180,7 +143,5 @@ def test_what_is_no_log_is_named(file, content, told, tmp_path, capsys):
 def test_a_file_of_another_kind_is_named(tmp_path, capsys):
     (tmp_path / "log.txt").write_text("")
     assert main(["plot", str(tmp_path / "log.txt")]) == 1
-    assert (
-        "log.txt: not a trainer_state.json, .csv or events.out.tfevents file"
-        in capsys.readouterr().err
-    )
+    kinds = "not a trainer_state.json, .csv or events.out.tfevents file"
+    assert f"log.txt: {kinds}" in capsys.readouterr().err

@@ -8,19 +8,25 @@ import sys
 import sysconfig
 import tarfile
 import venv
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from ds_kfac.engine.entry import asked_for
+from tests.programs import python
 from tests.ranks import ROOT, free_port
 
+PROBED = "import importlib.util; assert importlib.util.find_spec('deepspeed')\n"
 ENABLED = "import deepspeed, ds_kfac.engine.entry as entry; print(entry.enabled(), entry.__file__)"
 SETS = "import os; os.environ['DS_KFAC'] = '1'\n"
 OURS = (
     "import sys; print([name for name in sys.modules if name.split('.')[0] in ('ds_kfac', "
     "'ds_kfac_startup', 'torch')])"
 )
+BUILD = "import sys, setuptools.build_meta as build; print(build.build_{}(sys.argv[1]))"
+NEEDED = {"ds_kfac.pth", "ds_kfac_startup.py", "csrc", "setup.py", "tests", "examples"}
+NEEDED |= {"benchmarks", "configs", "docs", "Makefile", "constraints.txt"}
 
 
 @pytest.fixture(scope="module")
@@ -28,138 +34,81 @@ def built(tmp_path_factory) -> Path:
     """A folder with an sdist, and a wheel made of it."""
     pytest.importorskip("setuptools", minversion="77", reason="builds need setuptools 77")
     folder = tmp_path_factory.mktemp("built")
-    names = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
-    )
-    for name in names.stdout.split():
+    command = ["git", "ls-files", "-co", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    for name in names.split():
         if (ROOT / name).is_file():
             (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / "tree" / name)
-    code = "import sys, setuptools.build_meta as build; print(build.build_sdist(sys.argv[1]))"
-    subprocess.run(
-        [sys.executable, "-c", code, str(folder)],
-        cwd=folder / "tree",
-        check=True,
-        capture_output=True,
-    )
+    python("-c", BUILD.format("sdist"), str(folder), folder=folder / "tree")
     with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
         archive.extractall(folder / "unpacked", filter="data")
     source = next((folder / "unpacked").iterdir())
-    code = code.replace("build_sdist", "build_wheel")
-    subprocess.run(
-        [sys.executable, "-c", code, str(folder)], cwd=source, check=True, capture_output=True
-    )
+    python("-c", BUILD.format("wheel"), str(folder), folder=source)
     return folder
 
 
 @pytest.fixture(scope="module")
-def python(built) -> str:
-    """Of an environment with nothing in it but the wheel; torch and deepspeed are those of this
-    one."""
+def installed(built):
+    """Python of an environment with nothing in it but the wheel; torch and deepspeed are those of
+    this one."""
     venv.create(built / "venv", with_pip=False, symlinks=True)
     executable = str(built / "venv" / "bin" / "python")
-    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    site = subprocess.run(
-        [executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    run = partial(python, executable=executable, folder=built)
+    site = run("-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip()
     (Path(site) / "parent.pth").write_text(sysconfig.get_path("purelib"))
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        executable,
-        "install",
-        "--no-deps",
-        "--no-index",
-        "-I",
-    ]
-    subprocess.run([*pip, str(next(built.glob("*.whl")))], check=True, capture_output=True)
-    return executable
+    pip = ["-m", "pip", "--python", executable, "install", "--no-deps", "--no-index", "-I"]
+    python(*pip, str(next(built.glob("*.whl"))), folder=built)
+    return run
 
 
-def run(python: str, code: str, folder: Path, **variables: str) -> str:
-    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "DS_KFAC")}
-    result = subprocess.run(
-        [python, "-c", code], cwd=folder, env=kept | variables, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip().splitlines()[-1]
+def printed(run, code: str, **variables: str) -> list[str]:
+    """The words of the last line."""
+    return run("-c", code, **variables).stdout.strip().splitlines()[-1].split()
 
 
-def test_the_wheel_has_all_that_a_run_needs(python, built):
+def test_wheel_and_sdist_have_all_that_is_needed(installed, built):
     code = (
         "import ds_kfac, pathlib; p = pathlib.Path(ds_kfac.__file__).parent; "
         "print(len([*p.rglob('csrc/**/*.cu')]), p)"
     )
-    sources, where = run(python, code, built).split()
-    assert int(sources) == len([*(ROOT / "csrc").rglob("*.cu")]) and Path(where).is_relative_to(
-        built
-    )
-    script = subprocess.run(
-        [built / "venv/bin/ds_kfac", "--version"], capture_output=True, text=True, check=True
-    )
-    assert script.stdout.startswith("ds_kfac ")
-    names = [path.name for path in next(built.glob("unpacked/*")).iterdir()]
-    assert {"ds_kfac.pth", "ds_kfac_startup.py", "csrc", "setup.py"} <= set(names)
-    # what `make quick` needs
-    assert {
-        "tests",
-        "examples",
-        "benchmarks",
-        "configs",
-        "docs",
-        "Makefile",
-        "constraints.txt",
-    } <= set(names)
+    sources, where = printed(installed, code)
+    assert int(sources) == len([*(ROOT / "csrc").rglob("*.cu")])
+    assert Path(where).is_relative_to(built)
+    assert installed(str(built / "venv/bin/ds_kfac"), "--version").stdout.startswith("ds_kfac ")
+    names = {path.name for path in next(built.glob("unpacked/*")).iterdir()}
+    assert names >= NEEDED
 
 
 def test_a_package_index_would_take_both(built):
     pytest.importorskip("twine", reason="needs twine, as `make release` installs it")
     files = [str(path) for path in (*built.glob("*.tar.gz"), *built.glob("*.whl"))]
     assert len(files) == 2 and all("-0.2.0" in name for name in files)
-    subprocess.run(
-        [sys.executable, "-m", "twine", "check", "--strict", *files],
-        check=True,
-        capture_output=True,
-    )
+    python("-m", "twine", "check", "--strict", *files, folder=built)
 
 
-def test_the_variable_enables_as_soon_as_deepspeed_is_imported(python, built):
-    # transformers looks first
-    probed = "import importlib.util; assert importlib.util.find_spec('deepspeed')\n"
-    enabled, file = run(python, probed + ENABLED, built, DS_KFAC="1").split()
+def test_the_variable_enables_as_soon_as_deepspeed_is_imported(installed, built):
+    enabled, file = printed(installed, PROBED + ENABLED, DS_KFAC="1")  # transformers looks first
     assert enabled == "True" and Path(file).is_relative_to(built)
-    first = "import ds_kfac\n"  # which imports deepspeed
-    assert run(python, first + ENABLED, built, DS_KFAC="1").split()[0] == "True"
-    assert run(python, ENABLED, built).split()[0] == "False"
-    assert run(python, ENABLED, built, DS_KFAC="0").split()[0] == "False"
-    wrong = subprocess.run(
-        [python, "-c", ENABLED],
-        cwd=built,
-        env=os.environ | {"DS_KFAC": "maybe", "PYTHONPATH": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert wrong.returncode and "DS_KFAC: got 'maybe'; must be one of 1, true" in wrong.stderr
+    # ds_kfac imports deepspeed
+    assert printed(installed, "import ds_kfac\n" + ENABLED, DS_KFAC="1")[0] == "True"
+    assert printed(installed, ENABLED)[0] == printed(installed, ENABLED, DS_KFAC="0")[0] == "False"
+    wrong = installed("-c", ENABLED, status=1, DS_KFAC="maybe")
+    assert "DS_KFAC: got 'maybe'; must be one of 1, true" in wrong.stderr
 
 
-def test_a_script_may_set_the_variable_itself(python, built):
+def test_a_script_may_set_the_variable_itself(installed):
     """Before it imports deepspeed; or ds_kfac, which asks at ``deepspeed.initialize``."""
-    probed = "import importlib.util; assert importlib.util.find_spec('deepspeed')\n"
     attached = (
         "import sys, deepspeed\nfound = 'ds_kfac' in sys.modules, deepspeed.initialize.__module__\n"
     )
-    for code in (SETS, probed + SETS):
-        shown = "import ds_kfac.engine.entry as entry; print(*found, entry.enabled())"
-        assert run(python, code + attached + shown, built) == "True deepspeed True"
-    assert run(python, attached + "print(*found)", built).split()[0] == "False"
-    assert run(python, "import ds_kfac\n" + SETS + ENABLED, built).split()[0] == "True"
-    assert (
-        run(python, "import ds_kfac; ds_kfac.disable()\n" + SETS + ENABLED, built).split()[0]
-        == "False"
-    )
+    shown = "import ds_kfac.engine.entry as entry; print(*found, entry.enabled())"
+    for code in (SETS, PROBED + SETS):
+        assert printed(installed, code + attached + shown) == ["True", "deepspeed", "True"]
+    assert printed(installed, attached + "print(*found)")[0] == "False"
+    assert printed(installed, "import ds_kfac\n" + SETS + ENABLED)[0] == "True"
+    disabled = "import ds_kfac; ds_kfac.disable()\n"
+    assert printed(installed, disabled + SETS + ENABLED)[0] == "False"
 
 
 def test_finders_that_ask_each_other_come_to_an_end(monkeypatch):
@@ -182,23 +131,25 @@ def test_words_of_the_variable():
             asked_for(wrong)
 
 
-def test_a_process_without_deepspeed_imports_nothing(python, built):
+TIMED = """
+import sys, time, timeit
+sys.meta_path[:] = [one for one in sys.meta_path if type(one).__name__ != 'Finder']
+def start():
+    sys.modules.pop('ds_kfac_startup', None)
+    begin = time.perf_counter()
+    PTH
+    return time.perf_counter() - begin
+starts = [start() for _ in range(10)]
+find = sys.meta_path[0].find_spec
+print(min(starts), min(timeit.repeat(lambda: find('x'), number=1)))
+"""
+
+
+def test_a_process_without_deepspeed_imports_nothing(installed):
     for word in ("", "1"):
-        assert run(python, OURS, built, DS_KFAC=word) == "['ds_kfac_startup']"
-    code = (
-        "import os, sys, time; sys.meta_path[:] = [f for f in sys.meta_path if type(f).__name__ "
-        "!= 'Finder']\n"
-        "sys.modules.pop('ds_kfac_startup'); begin = time.perf_counter()\n"
-        + (ROOT / "ds_kfac.pth").read_text()
-    )
-    timed = code + "print(time.perf_counter() - begin)"
-    best = min(float(run(python, timed, built)) for _ in range(10))
-    finder = (
-        code
-        + "import timeit; f = sys.meta_path[0]; print(min(timeit.repeat(lambda: f.find_spec('x'), "
-        "number=1)))"
-    )
-    asked = float(run(python, finder, built))
+        assert printed(installed, OURS, DS_KFAC=word) == ["['ds_kfac_startup']"]
+    line = (ROOT / "ds_kfac.pth").read_text().strip()
+    best, asked = map(float, printed(installed, TIMED.replace("PTH", line)))
     print(f"the line costs {1e6 * best:.0f} us, a module that is looked for {1e6 * asked:.1f} us")
     assert best < 1e-3 and asked < 1e-4  # seconds, at the start of every Python process
 
@@ -215,84 +166,55 @@ deepspeed.initialize(model=model, model_parameters=model.parameters(), config=co
 """
 
 
-def start(python: str, folder: Path, name: str, block: object = None, imports: str = "") -> str:
+def start(run, name: str, block: object = None, imports: str = "") -> str:
     """What deepspeed.initialize says on standard error, of ds_kfac, and of its error."""
-    code = (
-        PLAIN.replace("TYPE", repr(name)).replace("BLOCK", repr(block)).replace("IMPORT", imports)
-    )
-    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "DS_KFAC")}
-    kept |= {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "DS_ACCELERATOR": "cpu",
-    }
-    kept["MASTER_PORT"] = str(free_port())
-    run = subprocess.run(
-        [python, "-c", code], cwd=folder, env=kept, capture_output=True, text=True, check=False
-    )
-    lines = [line for line in run.stderr.splitlines() if 'File "' not in line]
+    code = PLAIN.replace("TYPE", repr(name)).replace("BLOCK", repr(block))
+    single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    single |= {"MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}
+    done = run("-c", code.replace("IMPORT", imports), status=None, **single)
+    lines = [line for line in done.stderr.splitlines() if 'File "' not in line]
     return "\n".join(line for line in lines if "ds_kfac" in line or "Error" in line)
 
 
-def test_a_block_that_nobody_reads_is_said(python, built):
-    text = start(python, built, "SGD", {})
-    assert text.startswith(
-        'ds_kfac: WARNING: the config has a "kfac" block, which DeepSpeed alone does not read'
-    ), text
-    assert "python -m ds_kfac run" in text and text.count("\n") == 0
-    assert start(python, built, "SGD") == start(python, built, "SGD", {"enabled": False}) == ""
-    text = start(python, built, "SGD", {}, "import ds_kfac; ds_kfac.enable()")
+def test_a_block_that_nobody_reads_is_said(installed):
+    text = start(installed, "SGD", {})
+    expected = 'ds_kfac: WARNING: the config has a "kfac" block, which DeepSpeed alone does not'
+    assert text.startswith(expected) and "python -m ds_kfac run" in text, text
+    assert text.count("\n") == 0
+    assert start(installed, "SGD") == start(installed, "SGD", {"enabled": False}) == ""
+    text = start(installed, "SGD", {}, "import ds_kfac; ds_kfac.enable()")
     assert "ds_kfac steps 100%" in text and "does not read" not in text
-    text = start(python, built, "SGD", {}, "import ds_kfac")
-    assert text.count("WARNING") == 1 and "ds_kfac.enable()" in text, (
-        "ds_kfac says it in its own words"
-    )
+    text = start(installed, "SGD", {}, "import ds_kfac")
+    assert text.count("WARNING") == 1 and "ds_kfac.enable()" in text, "in its own words"
 
 
-@pytest.mark.parametrize("name", ["KFACAdamW", "K-FAC", "KFAC", "kfac", "KFAdamW"])
-def test_an_optimizer_that_only_ds_kfac_has_is_an_error_that_names_it(name, python, built):
-    text = start(python, built, name)
-    assert (
-        "AssertionError" in text and "python -m ds_kfac run" in text and "import ds_kfac" in text
-    ), text
-    assert text.count("ds_kfac: ") == 1 and ('did you mean "KFACAdamW"?' in text) == (
-        name != "KFACAdamW"
-    )
+@pytest.mark.parametrize("name", ["KFACAdamW", "K-FAC", "kfac", "KFAdamW"])
+def test_an_optimizer_that_only_ds_kfac_has_is_an_error_that_names_it(name, installed):
+    text = start(installed, name)
+    for part in ("AssertionError", "python -m ds_kfac run", "import ds_kfac"):
+        assert part in text, text
+    assert text.count("ds_kfac: ") == 1
+    assert ('did you mean "KFACAdamW"?' in text) == (name != "KFACAdamW")
 
 
-def test_an_optimizer_that_is_misspelt_is_named_with_ds_kfac_too(python, built):
-    text = start(python, built, "K-FAC", None, "import ds_kfac")
+def test_an_optimizer_that_is_misspelt_is_named_with_ds_kfac_too(installed):
+    text = start(installed, "K-FAC", None, "import ds_kfac")
     assert text.count('did you mean "KFACAdamW"?') == 1, text
-    assert "ds_kfac" not in start(python, built, "Adamm"), "that is none of ours"
+    assert "ds_kfac" not in start(installed, "Adamm"), "that is none of ours"
 
 
 @pytest.mark.distributed
 def test_the_launcher_enables_in_every_rank(tmp_path):
     script = tmp_path / "show.py"
-    script.write_text(
-        "import os, sys\n"
-        + ENABLED
-        + "\nprint('SHOWN', os.environ['RANK'], __name__, sys.argv, sys.path[0])"
-    )
-    launcher = [
-        "-m",
-        "ds_kfac",
-        "run",
-        "--num_accelerators",
-        "2",
-        "--master_port",
-        str(free_port()),
-    ]
-    command = [sys.executable, *launcher, str(script), "--words", "two words"]
-    paths = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    run = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=300
-    )
-    shown = sorted(line for line in run.stdout.splitlines() if line.startswith("SHOWN"))
-    assert len(shown) == 2, run.stdout + run.stderr
-    for rank, line in enumerate(shown):
-        argv = [str(script), f"--local_rank={rank}", "--words", "two words"]
-        assert line == f"SHOWN {rank} __main__ {argv} {tmp_path}"
-    assert run.stdout.count("True /") == 2, "enabled in both"
+    shown = "print('SHOWN', os.environ['RANK'], __name__, sys.argv, sys.path[0])"
+    script.write_text(f"import os, sys\n{ENABLED}\n{shown}")
+    launcher = ["--num_accelerators", "2", "--master_port", str(free_port())]
+    command = ["-m", "ds_kfac", "run", *launcher, str(script), "--words", "two words"]
+    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    done = python(*command, folder=ROOT, path=path)
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("SHOWN"))
+    arguments = [[str(script), f"--local_rank={rank}", "--words", "two words"] for rank in range(2)]
+    assert lines == [
+        f"SHOWN {rank} __main__ {argv} {tmp_path}" for rank, argv in enumerate(arguments)
+    ], done.stdout + done.stderr
+    assert done.stdout.count("True /") == 2, "enabled in both"

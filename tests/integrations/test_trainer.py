@@ -1,210 +1,140 @@
 """transformers' Trainer itself: unequally many labels on ranks and micro-batches, evaluation first,
-reporters."""
+another optimizer, reporters."""
 
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.deepspeed.test_moving import converted
-from tests.ranks import free_port, run_ranks
+from tests.ranks import ROOT, free_port, run_ranks
 
 pytest.importorskip("transformers", reason="needs ds_kfac[integrations]")
 pytestmark = pytest.mark.distributed
+OTHER = {"AdamW": "KFACAdamW", "KFACAdamW": "AdamW"}
+
+
+def run(worker: str, payload, *, world: int = 1):
+    """The result of rank 0."""
+    target = f"tests.integrations.trainer_runs:{worker}_worker"
+    return run_ranks(target, world=world, payload=payload)[0]
+
+
+APART = 1e-3
+"""Of the whole batch's: fp32 sums over eight micro-batches differ by less; traces of factors were
+0.6 to 6.4 times those of the whole batch where labels were not weighed."""
+
+
+def assert_alike(found: dict, whole: dict, count: int) -> None:
+    """Traces of factors are those of the whole batch."""
+    assert found.keys() == whole.keys() and len(whole) == count
+    apart = {key: found[key] / trace for key, trace in whole.items() if trace}
+    assert all(abs(ratio - 1) < APART for ratio in apart.values()), apart
+
+
+def assert_same_weights(found: dict, whole: dict) -> None:
+    apart = {name: float((found[name] - w).norm() / w.norm()) for name, w in whole.items()}
+    assert all(value < APART for value in apart.values()), apart
 
 
 def test_unequal_labels_make_the_same_factors_and_weights_as_the_whole_batch(tmp_path):
-    def run(world: int, accumulation: int) -> dict:
-        payload = (str(tmp_path), accumulation)
-        return run_ranks(
-            "tests.integrations.trainer_runs:labels_worker", world=world, payload=payload
-        )[0]
-
-    whole, found = run(1, 1), run(2, 4)
-    assert len(whole["traces"]) == 15
-    traces = max(abs(found["traces"][key] / trace - 1) for key, trace in whole["traces"].items())
-    weights = max(
-        float((found["weights"][n] - w).norm() / w.norm()) for n, w in whole["weights"].items()
+    whole, found = (
+        run("labels", (str(tmp_path), parts, "fp32"), world=world)
+        for world, parts in ((1, 1), (2, 4))
     )
-    # fp32 sums over eight micro-batches
-    assert traces < 1e-3 and weights < 1e-3, (traces, weights)
-    assert all(torch.isfinite(w).all() for w in found["weights"].values())
+    assert_alike(found["traces"], whole["traces"], 15)
+    assert_same_weights(found["weights"], whole["weights"])
 
 
 @pytest.mark.parametrize("kind", ["compute_loss_func", "label_smoothing_factor", "SFTTrainer"])
 def test_a_sum_that_is_divided_outside_makes_the_same_factors_as_the_whole_batch(kind, tmp_path):
     pytest.importorskip("trl")
     whole, found = (
-        run_ranks(
-            "tests.integrations.trainer_runs:outside_worker",
-            world=w,
-            payload=(str(tmp_path), kind, many),
-        )[0]
-        for w, many in ((1, 1), (2, 4))
+        run("outside", (str(tmp_path), kind, parts), world=world)
+        for world, parts in ((1, 1), (2, 4))
     )
-    assert len(whole) == 15
-    apart = {key: found[key] / trace for key, trace in whole.items() if trace}
-    # by a mean over labels they are 3.6 to 4.7
-    assert all(abs(ratio - 1) < 1e-3 for ratio in apart.values()), apart
+    assert_alike(found, whole, 15)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_sequence_parallelism_makes_the_same_factors_as_the_whole_batch(stage, tmp_path):
     """Its labels are shifted before they are cut, and losses of the ranks are gathered, chosen and
     weighed."""
-    whole, found = (
-        run_ranks(
-            "tests.integrations.trainer_runs:sequence_worker",
-            world=n,
-            payload=(str(tmp_path), stage, n),
-        )[0]
-        for n in (1, 2)
-    )
-    assert len(whole["traces"]) == 24
-    apart = {key: found["traces"][key] / trace for key, trace in whole["traces"].items() if trace}
-    bound = 1e-3  # of ratios that were 0.6 to 6.4
-    assert all(abs(ratio - 1) < bound for ratio in apart.values()), apart
-    weights = max(
-        float((found["weights"][n] - w).norm() / w.norm()) for n, w in whole["weights"].items()
-    )
-    assert weights < bound, weights
+    whole, found = (run("sequence", (str(tmp_path), stage, ranks), world=ranks) for ranks in (1, 2))
+    assert_alike(found["traces"], whole["traces"], 24)
+    assert_same_weights(found["weights"], whole["weights"])
 
 
 def test_evaluation_may_come_first(tmp_path):
-    results = run_ranks(
-        "tests.integrations.trainer_runs:evaluation_worker", world=2, payload=str(tmp_path)
-    )
-    before, after, steps = results[0]
+    before, after, steps = run("evaluation", str(tmp_path), world=2)
     assert steps == 2 and after < before
 
 
 def test_an_object_that_the_trainer_drops_is_an_error(tmp_path):
-    said = run_ranks(
-        "tests.integrations.trainer_runs:object_worker", world=1, payload=str(tmp_path)
-    )[0]
+    said = run("object", str(tmp_path))
     assert said.startswith("ds_kfac: a KFACAdamW was made for 21 of the parameters"), said
     assert "optimizer_cls_and_kwargs=" in said
-
-
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_metrics_reach_the_trainers_reporters_without_a_line(by_hand, tmp_path):
-    pytest.importorskip("tensorboard")
-    payload = (str(tmp_path), by_hand)
-    names = run_ranks("tests.integrations.trainer_runs:reporter_worker", world=1, payload=payload)[
-        0
-    ]
-    expected = {
-        "loss",
-        *(f"kfac/{name}" for name in ("nu", "kl", "stepped", "curved", "eigenvalue_spread")),
-    }
-    assert {f"train/{name}" for name in expected} <= set(names), names
 
 
 SCRIPT = """
 import transformers
 transformers.logging.set_verbosity_error()
 from tests.integrations.trainer_runs import trainer_of
-trainer_of({folder!r}, accumulation=1, micro=4, log_level="error").train()
+trainer_of({folder!r}, log_level="error").train()
 """
 
 
 def test_the_summary_is_seen_once_under_run_whatever_frameworks_mute(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(folder=str(tmp_path)))
-    command = [
-        sys.executable,
-        "-m",
-        "ds_kfac",
-        "run",
-        "--num_accelerators",
-        "2",
-        "--master_port",
-        str(free_port()),
-    ]
-    paths = f"{Path(__file__).parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    run = subprocess.run(
-        [*command, str(script)],
-        env=os.environ | {"PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert (
-        run.stderr.count("of the trained matrix parameters") == 1 and "K-FAC" not in run.stdout
-    ), run.stderr
+    launcher = ["run", "--num_accelerators", "2", "--master_port", str(free_port())]
+    command = [sys.executable, "-m", "ds_kfac", *launcher, str(script)]
+    paths = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    environment = os.environ | {"PYTHONPATH": paths}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr.count("of the trained matrix parameters") == 1, done.stderr
+    assert "K-FAC" not in done.stdout
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("kind", ["AdamW", "KFACAdamW"])
+@pytest.mark.parametrize("kind", OTHER)
 def test_a_running_job_moves_to_the_other_optimizer(kind, stage, tmp_path):
     """At stage 0 as it is; at the others after the command and the key of the config that the error
     names."""
-    other = {"AdamW": "KFACAdamW", "KFACAdamW": "AdamW"}[kind]
-
-    def run(kind: str, resumes: bool) -> dict:
-        payload = (str(tmp_path), stage, kind, resumes, resumes and stage > 0)
-        return run_ranks("tests.integrations.trainer_runs:moving_worker", world=1, payload=payload)[
-            0
-        ]
-
-    saved = run(kind, False)
+    saved = run("moving", (str(tmp_path), stage, kind, False, False))
     if stage:
         converted([tmp_path / "checkpoint-2" / "global_step2"])
-    moved = run(other, True)
-    assert all(torch.equal(moved["begun"][name], w) for name, w in saved["ended"].items()), (
-        "the saved weights"
-    )
+    moved = run("moving", (str(tmp_path), stage, OTHER[kind], True, stage > 0))
+    for name, weight in saved["ended"].items():
+        assert torch.equal(moved["begun"][name], weight), "the saved weights"
     assert (moved["at"], moved["step"]) == (2, 4)
-    assert moved["kfac steps"] == (2 if other == "KFACAdamW" else None)
-    assert moved["decay"] == (1.0 if other == "KFACAdamW" else 0.01), "the new config's"
+    to_kfac = OTHER[kind] == "KFACAdamW"
+    assert moved["kfac steps"] == (2 if to_kfac else None)
+    assert moved["decay"] == (1.0 if to_kfac else 0.01), "the new config's"
     assert any(not torch.equal(moved["ended"][name], w) for name, w in saved["ended"].items())
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "KFACAdamW"])
+@pytest.mark.parametrize("kind", OTHER)
 def test_a_job_that_was_not_converted_is_told_how(kind, tmp_path):
-    other = {"AdamW": "KFACAdamW", "KFACAdamW": "AdamW"}[kind]
-    worker = "tests.integrations.trainer_runs:moving_worker"
-    run_ranks(worker, world=1, payload=(str(tmp_path), 2, kind, False, False))
+    run("moving", (str(tmp_path), 2, kind, False, False))
+    folder = tmp_path / "checkpoint-2/global_step2"
+    command = f"ds_to_universal --inject_missing_state --input_folder {folder} "
     for universal in (False, True):
-        said = run_ranks(worker, world=1, payload=(str(tmp_path), 2, other, True, universal))[0][
-            "error"
-        ]
-        assert (
-            f"ds_to_universal --inject_missing_state --input_folder "
-            f"{tmp_path}/checkpoint-2/global_step2 " in said
-        )
-        assert ("take that out" in said) == universal, said
+        said = run("moving", (str(tmp_path), 2, OTHER[kind], True, universal))["error"]
+        assert command in said and ("take that out" in said) == universal, said
 
 
-@pytest.mark.parametrize(
-    ("door", "kind", "prefix"),
-    [
-        ("Trainer", "tensorboard", "train/kfac/"),
-        ("Trainer", "wandb", "train/kfac/"),
-        ("Trainer", "mlflow", "kfac/"),
-        ("monitor", "tensorboard", "kfac/"),
-        ("monitor", "wandb", "kfac/"),
-    ],
-)
-def test_every_logger_has_our_numbers_once_and_constants_at_the_start_alone(
-    door, kind, prefix, tmp_path
-):
-    pytest.importorskip(kind)
-    payload = (str(tmp_path), door, kind)
-    found = run_ranks("tests.integrations.trainer_runs:logged_worker", world=1, payload=payload)[0]
+@pytest.mark.parametrize("door", ["Trainer", "by hand", "monitor"])
+def test_a_logger_has_our_numbers_once_and_constants_at_the_start_alone(door, tmp_path):
+    pytest.importorskip("tensorboard")
+    prefix = "kfac/" if door == "monitor" else "train/kfac/"
+    found = run("logged", (str(tmp_path), door))
     ours = {name: values for name, values in found.items() if "kfac" in name}
     assert all(name.startswith(prefix) for name in ours), ours
-    for name, count in {
-        "stepped": 1,
-        "curved": 1,
-        "nu": 3,
-        "kl": 3,
-        "eigenvalue_spread": 3,
-    }.items():
+    counts = {"stepped": 1, "curved": 1, "nu": 3, "kl": 3, "eigenvalue_spread": 3}
+    for name, count in counts.items():
         assert len(ours[prefix + name]) == count, (name, ours)
     assert ("kfac/refreshes" in ours) == (door == "monitor"), "which has all counters"

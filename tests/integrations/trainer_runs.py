@@ -1,11 +1,9 @@
-"""What only transformers' own Trainer can show: labels counted over ranks, evaluation first, and
-its reporters."""
+"""What only transformers' own Trainer can show: labels counted over ranks, evaluation first, other
+optimizers, and its reporters."""
 
 import contextlib
 import io
-import json
 import os
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,6 @@ from examples.integrations import tiny
 from tests.deepspeed.runs import weights
 from tests.integrations.runs import fresh
 
-ROWS = 32
 KFAC = {
     "factor": {"update_interval": 1, "fisher": "empirical", "rows": "all"},
     "eigenbasis": {"refresh_interval": 1},
@@ -40,64 +37,61 @@ KFAC = {
     "preconditioner": {"eigenvalues": "kronecker"},
 }
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "eps": "auto", "torch_adam": True}}
+PRECISION = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+}
 
 
-def trainer_of(
-    folder: str,
-    *,
-    accumulation: int,
-    micro: int,
-    kfac: Any = KFAC,
-    stage: int = 2,
-    more: Any = None,
-    **given: Any,
-) -> Trainer:
+def arguments_of(folder: str, *, stage: int = 2, blocks: Any = None, **given: Any) -> dict:
+    """Of the Trainer: AdamW and K-FAC unless ``blocks`` of the DeepSpeed config say otherwise."""
     fresh()
-    options = tiny.options([])
-    config = tiny.ds_config(
-        options.deepspeed,
-        kfac=KFAC,
-        optimizer=ADAMW,
-        zero_optimization={"stage": stage},
-        **(more or {}),
-    )
-    arguments = TrainingArguments(
-        output_dir=folder,
-        deepspeed=config,
-        per_device_train_batch_size=micro,
-        logging_steps=1,
-        gradient_accumulation_steps=accumulation,
-        learning_rate=1e-2,
-        adam_epsilon=1e-3,
-        disable_tqdm=True,
-        lr_scheduler_type="constant",
-        save_strategy="no",
-        use_cpu=tiny.ON_CPU,
-        **{"report_to": "none", "max_steps": 2, **given},
-    )
-    collator = DataCollatorForLanguageModeling(tiny.tokenizer(), mlm=False)
-    rows = tiny.tokens(2 * ROWS)
-    return Trainer(
-        model=tiny.model(),
-        args=arguments,
-        data_collator=collator,
-        train_dataset=rows,
-        eval_dataset=rows,
-    )
-
-
-def labels_worker(payload: tuple[str, int]) -> dict[str, Any]:
-    """Two steps on the same 32 texts of one length, whatever the ranks; and the trace of every
-    G."""
-    folder, accumulation = payload
     ds_kfac.enable()
-    micro = ROWS // (accumulation * dist.get_world_size())
+    config = {"kfac": KFAC, "optimizer": ADAMW, "zero_optimization": {"stage": stage}}
+    return {
+        "output_dir": folder,
+        "deepspeed": tiny.ds_config(tiny.options([]).deepspeed, **config | (blocks or {})),
+        "max_steps": 2,
+        "learning_rate": 1e-2,
+        "adam_epsilon": 1e-3,
+        "logging_steps": 1,
+        "lr_scheduler_type": "constant",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": tiny.ON_CPU,
+        **given,
+    }
+
+
+def trainer_of(folder: str, **given: Any) -> Trainer:
+    """Of texts, in micro-batches of 4."""
+    made = arguments_of(folder, **{"per_device_train_batch_size": 4, **given})
+    collator = DataCollatorForLanguageModeling(tiny.tokenizer(), mlm=False)
+    rows, arguments = tiny.tokens(64), TrainingArguments(**made)
+    data = {"train_dataset": rows, "eval_dataset": rows}
+    return Trainer(model=tiny.model(), args=arguments, data_collator=collator, **data)
+
+
+def trained(trainer: Trainer, *, resume: str | None = None) -> Any:
+    """The engine after training, without the Trainer's prints."""
     with contextlib.redirect_stdout(io.StringIO()):
-        trainer = trainer_of(folder, accumulation=accumulation, micro=micro)
-        trainer.train_dataset, trainer.data_collator = 4 * labelled_rows(), default_data_collator
-        trainer.train()
-    engine = trainer.model_wrapped
-    return {"weights": weights(engine), "traces": traces_of(engine)}
+        trainer.train(resume_from_checkpoint=resume)
+    return trainer.model_wrapped
+
+
+def traces_of(engine: Any, sides: str = "G") -> dict[str, float]:
+    """The trace of every factor of these sides, of all ranks."""
+    factors = engine.kfac.preconditioner.curvature.factors
+    traces = {
+        key: float(factor.side.diagonal_of(factor.packed_P).sum())
+        for key, factor in factors.items()
+        if key[-1] in sides
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, traces)
+    return {key: trace for of_rank in everyone for key, trace in of_rank.items()}
 
 
 LABELLED = [14, 2, 2, 1, 9, 1, 1, 1, 12, 12, 3, 1, 2, 5, 1, 1]
@@ -107,59 +101,51 @@ LABELLED = [14, 2, 2, 1, 9, 1, 1, 1, 12, 12, 3, 1, 2, 5, 1, 1]
 def labelled_rows() -> list[dict[str, list[int]]]:
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, 250, (len(LABELLED), 16), generator=generator).tolist()
-    labels = [
-        [-100] * (16 - count) + row[16 - count :] for row, count in zip(ids, LABELLED, strict=True)
-    ]
     return [
-        {"input_ids": x, "labels": y, "attention_mask": [1] * 16}
-        for x, y in zip(ids, labels, strict=True)
+        {
+            "input_ids": row,
+            "labels": [-100] * (16 - count) + row[16 - count :],
+            "attention_mask": [1] * 16,
+        }
+        for row, count in zip(ids, LABELLED, strict=True)
     ]
 
 
 def summed_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
     logits, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    return (
-        torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
-        / num_items_in_batch
-    )
+    loss = torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
+    return loss / num_items_in_batch
+
+
+def labels_worker(payload: tuple[str, int, str]) -> dict[str, Any]:
+    """Two steps on the same texts of one length, whatever the ranks; and the trace of every G."""
+    folder, accumulation, precision = payload
+    micro = 2 * len(LABELLED) // (accumulation * dist.get_world_size())
+    sizes = {"gradient_accumulation_steps": accumulation, "per_device_train_batch_size": micro}
+    own = {} if precision == "fp32" else {precision: True}
+    trainer = trainer_of(folder, blocks=PRECISION[precision], **sizes, **own)
+    trainer.train_dataset, trainer.data_collator = 4 * labelled_rows(), default_data_collator
+    engine = trained(trainer)
+    return {
+        "weights": weights(engine),
+        "traces": traces_of(engine),
+        "steps": engine.kfac.counters()["steps"],
+    }
 
 
 def outside_worker(payload: tuple[str, str, int]) -> dict[str, float]:
     """The trace of every G after a step on 16 rows, whose loss is made outside of the model."""
     folder, kind, accumulation = payload
-    fresh()
-    ds_kfac.enable()
-    options = tiny.options([])
-    config = tiny.ds_config(
-        options.deepspeed, kfac=KFAC, optimizer=ADAMW, zero_optimization={"stage": 2}
-    )
-    given: dict[str, Any] = {
-        "output_dir": folder,
-        "deepspeed": config,
-        "gradient_accumulation_steps": accumulation,
-        "max_steps": 1,
-        "per_device_train_batch_size": len(LABELLED) // (accumulation * dist.get_world_size()),
-        "learning_rate": 1e-2,
-        "adam_epsilon": 1e-3,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": tiny.ON_CPU,
-        "disable_tqdm": True,
-    }
+    micro = len(LABELLED) // (accumulation * dist.get_world_size())
+    sizes = {"gradient_accumulation_steps": accumulation, "per_device_train_batch_size": micro}
+    given = arguments_of(folder, max_steps=1, **sizes)
     made: dict[str, Any] = {"model": tiny.model(), "data_collator": default_data_collator}
     if kind == "SFTTrainer":
         proving.RAISES = False  # TRL's head has no rows
-        given |= {
-            "dataset_kwargs": {"skip_prepare_dataset": True},
-            "bf16": False,
-            "gradient_checkpointing": False,
-        }
-        arguments = SFTConfig(**given, remove_unused_columns=False)
-        made |= {
-            "train_dataset": Dataset.from_list(labelled_rows()),
-            "processing_class": tiny.tokenizer(),
-        }
-        trainer = SFTTrainer(args=arguments, **made)
+        given |= {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
+        arguments = SFTConfig(**given, bf16=False, gradient_checkpointing=False)
+        rows, tokenizer = Dataset.from_list(labelled_rows()), tiny.tokenizer()
+        trainer = SFTTrainer(args=arguments, train_dataset=rows, processing_class=tokenizer, **made)
     else:
         if kind == "compute_loss_func":
             made["compute_loss_func"] = summed_loss
@@ -167,132 +153,58 @@ def outside_worker(payload: tuple[str, str, int]) -> dict[str, float]:
             given["label_smoothing_factor"] = 0.1
         trainer = Trainer(args=TrainingArguments(**given), train_dataset=labelled_rows(), **made)
     trainer._get_train_sampler = lambda *given: SequentialSampler(trainer.train_dataset)
-    with contextlib.redirect_stdout(io.StringIO()):
-        trainer.train()
-    return traces_of(trainer.model_wrapped)
+    return traces_of(trained(trainer))
 
 
 def sequence_worker(payload: tuple[str, int, int]) -> dict[str, Any]:
     """The weights and the trace of every factor after a step on 16 rows, of which each rank has a
     part."""
     folder, stage, ranks = payload
-    fresh()
-    ds_kfac.enable()
-    options, given = tiny.options([]), dict[str, Any]()
-    config = tiny.ds_config(
-        options.deepspeed, kfac=KFAC, optimizer=ADAMW, zero_optimization={"stage": stage}
+    given = arguments_of(
+        folder, stage=stage, max_steps=1, per_device_train_batch_size=len(LABELLED)
     )
     if ranks > 1:
-        config["seq_parallel_communication_data_type"] = "fp32"
+        given["deepspeed"]["seq_parallel_communication_data_type"] = "fp32"
         handler = DeepSpeedSequenceParallelConfig(
             sp_seq_length=16, sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
         )
         given["parallelism_config"] = ParallelismConfig(
             sp_backend="deepspeed", sp_size=ranks, sp_handler=handler
         )
-    arguments = TrainingArguments(
-        output_dir=folder,
-        deepspeed=config,
-        max_steps=1,
-        per_device_train_batch_size=len(LABELLED),
-        learning_rate=1e-2,
-        adam_epsilon=1e-3,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=tiny.ON_CPU,
-        **given,
-    )
     rows = [{**row, "position_ids": list(range(16))} for row in labelled_rows()]
-    trainer = Trainer(
-        model=tiny.model(), args=arguments, train_dataset=rows, data_collator=default_data_collator
-    )
+    arguments = TrainingArguments(**given)
+    made = {"train_dataset": rows, "data_collator": default_data_collator}
+    trainer = Trainer(model=tiny.model(), args=arguments, **made)
     trainer._get_train_sampler = lambda *given: SequentialSampler(rows)
-    with contextlib.redirect_stdout(io.StringIO()):
-        trainer.train()
-    engine = trainer.model_wrapped
+    engine = trained(trainer)
     return {"weights": weights(engine), "traces": traces_of(engine, "AG")}
-
-
-def traces_of(engine: Any, sides: str = "G") -> dict[str, float]:
-    factors = engine.kfac.preconditioner.curvature.factors
-    held = {key: factor for key, factor in factors.items() if key[-1] in sides}
-    traces = {
-        key: float(factor.side.diagonal_of(factor.packed_P).sum()) for key, factor in held.items()
-    }
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, traces)
-    return {k: v for of_rank in everyone for k, v in of_rank.items()}
 
 
 def evaluation_worker(folder: str) -> tuple[float, float, int]:
     """``evaluate()`` without an optimizer, which the Trainer has at stage 3 only; another trainer
     trains."""
-    ds_kfac.enable()
     with contextlib.redirect_stdout(io.StringIO()):
-        before = trainer_of(folder, accumulation=1, micro=4, stage=3).evaluate()["eval_loss"]
-        trainer = trainer_of(folder, accumulation=1, micro=4, stage=3)
-        trainer.train()
-        return (
-            before,
-            trainer.evaluate()["eval_loss"],
-            trainer.model_wrapped.kfac.preconditioner.steps,
-        )
+        before = trainer_of(folder, stage=3).evaluate()["eval_loss"]
+        trainer = trainer_of(folder, stage=3)
+        engine = trained(trainer)
+        return before, trainer.evaluate()["eval_loss"], engine.kfac.preconditioner.steps
 
 
 def object_worker(folder: str) -> str:
     """An optimizer given by ``optimizers=``, which the Trainer drops under DeepSpeed."""
-    fresh()
-    options = tiny.options([])
-    config = tiny.ds_config(options.deepspeed)
+    given = arguments_of(folder, per_device_train_batch_size=4)
     for block in ("optimizer", "kfac"):
-        config.pop(block, None)
-    arguments = TrainingArguments(
-        output_dir=folder,
-        deepspeed=config,
-        max_steps=1,
-        per_device_train_batch_size=4,
-        report_to="none",
-        save_strategy="no",
-        use_cpu=tiny.ON_CPU,
-    )
-    model = tiny.model()
+        given["deepspeed"].pop(block)
+    model, arguments = tiny.model(), TrainingArguments(**given)
     optimizers = ds_kfac.KFACAdamW(model.parameters(), lr=1e-3), None
-    trainer = Trainer(
-        model=model, args=arguments, train_dataset=tiny.tokens(8), optimizers=optimizers
-    )
-    del optimizers
+    made = {"train_dataset": tiny.tokens(8), "optimizers": optimizers}
+    trainer = Trainer(model=model, args=arguments, **made)
+    del optimizers, made
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            trainer.train()
+        trained(trainer)
     except ValueError as error:
         return str(error)
     return "trained"
-
-
-def reporter_worker(payload: tuple[str, bool]) -> list[str]:
-    """Names that reach tensorboard."""
-    folder, by_hand = payload
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    ds_kfac.enable()
-    with contextlib.redirect_stdout(io.StringIO()):
-        trainer = trainer_of(folder, accumulation=1, micro=4, report_to="tensorboard")
-        if by_hand:
-            KFACCallback.add_to(trainer)
-        trainer.train()
-    assert (
-        sum(isinstance(callback, KFACCallback) for callback in trainer.callback_handler.callbacks)
-        == 1
-    )
-    directory = (
-        next(Path(folder).rglob("events.out.tfevents*")).parent if dist.get_rank() == 0 else None
-    )
-    if directory is None:
-        return []
-    accumulator = EventAccumulator(str(directory))
-    accumulator.Reload()
-    return accumulator.Tags()["scalars"]
 
 
 MOVED_AT = 2
@@ -309,45 +221,23 @@ class Seen(TrainerCallback):
 def moving_worker(payload: tuple[str, int, str, bool, bool]) -> dict[str, Any]:
     """Train to step 2 and save, or go on from there with the other optimizer to step 4."""
     folder, stage, kind, resumes, universal = payload
-    ds_kfac.enable()
-    fresh()
     auto = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
     blocks: dict[str, Any] = {"kfac": {"enabled": kind == "KFACAdamW"}}
     blocks["optimizer"] = {"type": kind, "params": {**auto, "torch_adam": True}}
     if universal:
         blocks["checkpoint"] = {"load_universal": True}
-    config = tiny.ds_config(
-        tiny.options([]).deepspeed, zero_optimization={"stage": stage}, **blocks
-    )
-    arguments = TrainingArguments(
-        output_dir=folder,
-        deepspeed=config,
-        max_steps=2 * MOVED_AT if resumes else MOVED_AT,
-        logging_steps=1,
-        per_device_train_batch_size=4,
-        learning_rate=1e-3,
-        disable_tqdm=True,
-        lr_scheduler_type="constant",
-        save_steps=MOVED_AT,
-        use_cpu=tiny.ON_CPU,
-        report_to="none",
-        weight_decay=DECAYS[kind],
-    )
-    collator = DataCollatorForLanguageModeling(tiny.tokenizer(), mlm=False)
-    trainer = Trainer(
-        model=tiny.model(), args=arguments, data_collator=collator, train_dataset=tiny.tokens(64)
+    saves = {"save_strategy": "steps", "save_steps": MOVED_AT}
+    steps = {"max_steps": 2 * MOVED_AT if resumes else MOVED_AT, "learning_rate": 1e-3}
+    trainer = trainer_of(
+        folder, stage=stage, blocks=blocks, weight_decay=DECAYS[kind], **saves, **steps
     )
     seen = Seen()
     seen.trainer = trainer
     trainer.add_callback(seen)
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            trainer.train(
-                resume_from_checkpoint=f"{folder}/checkpoint-{MOVED_AT}" if resumes else None
-            )
+        engine = trained(trainer, resume=f"{folder}/checkpoint-{MOVED_AT}" if resumes else None)
     except CheckpointError as error:
         return {"error": str(error)}
-    engine = trainer.model_wrapped
     attachment = getattr(engine, "kfac", None)
     return {
         "begun": seen.weights,
@@ -359,88 +249,23 @@ def moving_worker(payload: tuple[str, int, str, bool, bool]) -> dict[str, Any]:
     }
 
 
-def logged_worker(payload: tuple[str, str, str]) -> dict[str, list[float]]:
-    """Name -> values that have reached a reporter of the Trainer's, or DeepSpeed's monitor, in
-    three logged steps."""
-    folder, door, kind = payload
-    os.environ |= {
-        "WANDB_MODE": "offline",
-        "WANDB_DIR": folder,
-        "WANDB_SILENT": "true",
-        "WANDB_PROJECT": "kfac",
-        "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/ml.db",
-        "TENSORBOARD_LOGGING_DIR": f"{folder}/board",
-    }
-    ds_kfac.enable()
-    place = (
-        {"output_path": folder, "job_name": "board"}
-        if kind == "tensorboard"
-        else {"project": "kfac"}
-    )
-    blocks = {kind: {"enabled": True, **place}} if door == "monitor" else {}
-    with contextlib.redirect_stdout(io.StringIO()):
-        trainer = trainer_of(
-            folder,
-            accumulation=1,
-            micro=4,
-            more=blocks,
-            max_steps=3,
-            report_to="none" if blocks else kind,
-        )
-        trainer.train()
-    if kind == "wandb":
-        import wandb
-
-        wandb.finish()
-    return READERS[kind](Path(folder))
-
-
-def of_tensorboard(folder: Path) -> dict[str, list[float]]:
+def logged_worker(payload: tuple[str, str]) -> dict[str, list[float]]:
+    """Name -> values that have reached tensorboard in three logged steps, through the Trainer's
+    reporter or DeepSpeed's monitor. ``door``: "by hand" adds the callback that the Trainer has
+    anyway."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    accumulator = EventAccumulator(str(next(folder.rglob("events.out.tfevents*")).parent))
-    accumulator.Reload()
-    return {
-        n: [event.value for event in accumulator.Scalars(n)] for n in accumulator.Tags()["scalars"]
-    }
-
-
-def of_mlflow(folder: Path) -> dict[str, list[float]]:
-    import mlflow
-
-    client = mlflow.MlflowClient(f"sqlite:///{folder}/ml.db")
-    run = client.search_runs([each.experiment_id for each in client.search_experiments()])[0]
-    return {
-        n: [each.value for each in client.get_metric_history(run.info.run_id, n)]
-        for n in run.data.metrics
-    }
-
-
-def of_wandb(folder: Path) -> dict[str, list[float]]:
-    """An offline run's file: records in blocks of 32 kB, in LevelDB's format."""
-    from wandb.proto import wandb_internal_pb2
-
-    data, at, whole, found = (
-        next(folder.rglob("*.wandb")).read_bytes(),
-        7,
-        b"",
-        dict[str, list[float]](),
-    )
-    while at + 7 <= len(data):
-        if (left := 32768 - at % 32768) < 7:
-            at += left
-            continue
-        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
-        whole = (b"" if kind in (1, 2) else whole) + data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(whole)
-            for item in record.history.item:
-                found.setdefault(item.key or "/".join(item.nested_key), []).append(
-                    json.loads(item.value_json)
-                )
-    return found
-
-
-READERS = {"tensorboard": of_tensorboard, "mlflow": of_mlflow, "wandb": of_wandb}
+    folder, door = payload
+    os.environ["TENSORBOARD_LOGGING_DIR"] = f"{folder}/board"
+    board = {"tensorboard": {"enabled": True, "output_path": folder, "job_name": "board"}}
+    own = {"blocks": board} if door == "monitor" else {"report_to": "tensorboard"}
+    trainer = trainer_of(folder, max_steps=3, **own)
+    if door == "by hand":
+        KFACCallback.add_to(trainer)
+    trained(trainer)
+    callbacks = trainer.callback_handler.callbacks
+    assert sum(isinstance(callback, KFACCallback) for callback in callbacks) == 1
+    events = EventAccumulator(str(next(Path(folder).rglob("events.out.tfevents*")).parent))
+    events.Reload()
+    names = events.Tags()["scalars"]
+    return {name: [event.value for event in events.Scalars(name)] for name in names}

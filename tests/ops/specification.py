@@ -1,5 +1,5 @@
 """Every op in plain torch, written to be read: what ``ds_kfac/ops/functional.py``, which has the
-docstrings, and all other backends are tested against.
+docstrings, and all other backends are tested against, in float64 (tests/ops/calls.py).
 """
 
 from collections.abc import Sequence
@@ -72,7 +72,6 @@ def syrk_accumulate_(
     bias: bool = False,
     scale: Scalar = 1.0,
 ) -> Tensor:
-    x_ND = x_ND.float()
     if kept is not None:
         x_ND = x_ND[kept]
     if bias:
@@ -83,7 +82,6 @@ def syrk_accumulate_(
 def block_syrk_accumulate_(
     sum_P: Tensor, x_ND: Tensor, *, block: int, kept: Tensor | None = None, scale: Scalar = 1.0
 ) -> Tensor:
-    x_ND = x_ND.float()
     if kept is not None:
         x_ND = x_ND[kept]
     triangles = [symmetric_pack(part.T @ part) for part in x_ND.split(block, dim=1)]

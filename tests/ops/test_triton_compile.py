@@ -1,7 +1,8 @@
 """Every Triton kernel in its shipped configurations, compiled for devices that are not there.
 Spills are errors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from benchmarks.kernels.syrk_candidates import CANDIDATES
 from ds_kfac.ops.functional import packed_numel
 from ds_kfac.ops.triton import scale as scales
 from ds_kfac.ops.triton import syrk
-from ds_kfac.ops.triton.syrk import CHOSEN, SyrkConfig, config_for, describable, family
+from ds_kfac.ops.triton.syrk import CHOSEN, SyrkConfig, config_for, family
 
 ARCHITECTURES = (80, 90, 100)
 SHARED_PER_MULTIPROCESSOR = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
@@ -24,11 +25,8 @@ REGISTERS = 65536
 
 
 def scale(n: int, rows: int, columns: int, result: torch.dtype) -> None:
-    several, vector, flags = (
-        torch.empty(n, rows, columns),
-        torch.empty(n),
-        torch.empty(n, dtype=torch.bool),
-    )
+    several, vector = torch.empty(n, rows, columns), torch.empty(n)
+    flags = torch.empty(n, dtype=torch.bool)
     out = torch.empty(several.shape, dtype=result)
     scales.adam_step_(*[several] * 4, vector, flags, betas=(0.9, 0.99), eps=1e-8)
     for size in (None, vector):
@@ -65,27 +63,17 @@ def fits(config: SyrkConfig, compiled: Compiled, registers: int, arch: int) -> b
     return shared and config.resident * config.warps * 32 * -(-registers // 8) * 8 <= REGISTERS
 
 
-def assert_multiplies(instructions: int, config: SyrkConfig, dtype: torch.dtype) -> None:
-    """16-bit rows on tensor cores, 16 rows an instruction; fp32 rows elsewhere."""
-    assert instructions >= config.chunk // 16 if dtype != torch.float32 else instructions == 0
-
-
-def shipped() -> list[tuple[int, str, SyrkConfig, int, bool]]:
-    """(architecture, family, configuration, split, masked): all of them, and those that rows
-    without a descriptor get. Each is compiled once an architecture, in turn with and without atomic
-    additions. Those without a descriptor are compiled once more, for calls in which some rows do
-    not count."""
-    found: list[tuple[int, str, SyrkConfig, int, bool]] = []
-    for arch in ARCHITECTURES:
-        for name in (f"sm_{arch}", "fp32"):
-            plain = [config.plain() for _, config in CHOSEN[name].by_side]
-            for index, config in enumerate(dict.fromkeys((*CANDIDATES[name], *plain))):
-                found.append((arch, name, config, 3 if index % 2 else 1, False))
-            for index, config in enumerate(
-                dict.fromkeys(config.plain() for config in (*CANDIDATES[name], *plain))
-            ):
-                found.append((arch, name, config, 1 if index % 2 else 3, True))
-    return found
+def shipped() -> Iterator[tuple[int, str, SyrkConfig, int, bool]]:
+    """(architecture, family, configuration, split, masked): all of them, in turn with and without
+    atomic additions; those without a descriptor also with rows that do not count."""
+    for arch, name in product(ARCHITECTURES, ("16 bits", "fp32")):
+        family = name if name == "fp32" else f"sm_{arch}"
+        plain = [config.plain() for _, config in CHOSEN[family].by_side]
+        configs = dict.fromkeys((*CANDIDATES[family], *plain))
+        for index, config in enumerate(configs):
+            yield arch, family, config, 3 if index % 2 else 1, False
+        for index, config in enumerate(dict.fromkeys(config.plain() for config in configs)):
+            yield arch, family, config, 1 if index % 2 else 3, True
 
 
 @pytest.mark.parametrize(("arch", "name", "config", "split", "masked"), shipped())
@@ -100,15 +88,14 @@ def test_syrk_does_not_spill_and_multiplies_on_tensor_cores(
     (compiled,) = compile_one(
         arch, lambda: syrk.accumulate(total, x, config, kept=kept, bias=True, scale=scale)
     )
-    assert_multiplies(compiled.count(TENSOR_CORE[arch]), config, dtype)
+    products = compiled.count(TENSOR_CORE[arch])  # 16 rows an instruction; fp32 rows elsewhere
+    assert products >= config.chunk // 16 if dtype != torch.float32 else products == 0
     if arch == 90 and dtype != torch.float32:
         assert f"m64n{config.width}k16" in compiled.ptx  # one instruction for a tile's whole width
     atomic = compiled.count("red") + compiled.count("atom")  # triton 3.9, triton 3.6
     assert bool(atomic) == (split > 1)  # programs share tiles
-    pieces, copies = (
-        compiled.count("cp.async.bulk.tensor"),
-        compiled.count("cp.async.cg") + compiled.count("cp.async.ca"),
-    )
+    pieces = compiled.count("cp.async.bulk.tensor")
+    copies = compiled.count("cp.async.cg") + compiled.count("cp.async.ca")
     if config.descriptor:  # two pieces of x a stage, by one thread, and none the old way
         assert pieces >= 2 * (config.stages - 1) and copies == 0
     else:
@@ -120,25 +107,12 @@ def test_every_side_has_a_configuration():
     for name, chosen in CHOSEN.items():
         sides = [side for side, _ in chosen.by_side]
         assert sides == sorted(sides), name
-    for arch, name in (
-        (80, "sm_80"),
-        (89, "sm_80"),
-        (90, "sm_90"),
-        (100, "sm_100"),
-        (103, "sm_100"),
-        (120, "sm_80"),
-    ):
+    known = {80: "sm_80", 89: "sm_80", 90: "sm_90", 100: "sm_100", 103: "sm_100", 120: "sm_80"}
+    for arch, name in known.items():
         assert family(torch.bfloat16, arch) == name and family(torch.float32, arch) == "fp32"
-    whole, odd = (
-        torch.empty(8, 4096, dtype=torch.float16),
-        torch.empty(8, 4097, dtype=torch.float16),
-    )
-    assert describable(whole) and config_for(whole, 90).descriptor
-    assert (
-        not describable(odd)
-        and not config_for(odd, 90).descriptor
-        and not config_for(whole, 80).descriptor
-    )
+    whole, odd = (torch.empty(8, side, dtype=torch.float16) for side in (4096, 4097))
+    assert config_for(whole, 90).descriptor and not config_for(whole, 80).descriptor
+    assert not config_for(odd, 90).descriptor
     assert config_for(odd, 90).group > 1 == config_for(whole[:, :512], 90).group
 
 

@@ -57,6 +57,15 @@ def interpreted(*names: str) -> Iterator[list[ModuleType]]:
             import_module("ds_kfac.ops").triton = kept[PACKAGE]  # type: ignore[attr-defined]
 
 
+@contextmanager
+def interpreted_ops() -> Iterator[dict[str, Any]]:
+    """Op -> its Triton implementation, interpreted; skips the test where Triton is missing."""
+    pytest.importorskip("triton", reason="triton is not installed: its kernels are not tested")
+    with interpreted("") as (backend,):
+        backend.unavailable = lambda: None
+        yield dict(backend.load())
+
+
 @dataclass(frozen=True)
 class Compiled:
     """What became of one launch.
@@ -76,9 +85,8 @@ class Compiled:
 
     def count(self, instruction: str) -> int:
         """How often an instruction, by its first parts, is in the code."""
-        return len(
-            re.findall(rf"^\s*(?:@!?%\w+\s+)?{re.escape(instruction)}\.", self.ptx, re.MULTILINE)
-        )
+        line = rf"^\s*(?:@!?%\w+\s+)?{re.escape(instruction)}\."
+        return len(re.findall(line, self.ptx, re.MULTILINE))
 
 
 class AbsentDevice:
