@@ -342,3 +342,38 @@ def test_tables_are_no_matrices():
     model["table"] = written(kernel, Matrix)()
     share = share_of(model, scan(model))
     assert share.matrices == 16 + 3 * 5 * 4 + 9 * 4 and share.stepped == 16 + 9 * 4
+
+
+# class -> shape of its weight
+KERNELS = {
+    "of a 1x1 convolution": ("return F.conv2d(x, self.weight)", (9, 4, 1, 1)),
+    "modulated, as StyleGAN2's": (
+        "w = self.weight * self.gain\nw = w.flatten(0, 1)\nreturn F.conv2d(x, weight=w, padding=1)",
+        (1, 9, 4, 3, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize(("code", "shape"), KERNELS.values(), ids=KERNELS)
+def test_a_kernel_with_sides_of_one_is_a_matrix(code, shape):
+    convolution = type("Kernel", (Matrix,), {"shape": shape})
+    model = nn.ModuleDict({"linear": nn.Linear(4, 4), "kernel": written(code, convolution)()})
+    model["kernel"].gain = nn.Parameter(torch.ones(1, 9, 1, 1, 1))
+    found = scan(model)
+    assert other_matrices(model, found) == {"kernel.weight"}
+    assert share_of(model, found).fraction < 0.8
+
+
+def test_positions_that_are_added_before_a_convolution_are_no_kernel():
+    code = "return F.conv2d(x + self.weight, self.kernel)"
+    positions = type("Positions", (Matrix,), {"shape": (1, 4, 5, 5)})
+    model = nn.ModuleDict({"linear": nn.Linear(4, 4), "positions": written(code, positions)()})
+    assert other_matrices(model, scan(model)) == set()
+
+
+def test_large_parameters_of_no_known_shape_are_named():
+    flat = type("Flat", (Matrix,), {"shape": (36,)})
+    model = nn.ModuleDict({"linear": nn.Linear(4, 9), "flat": flat()})
+    share = share_of(model, scan(model))
+    assert share.unclear == (("flat.weight", 36),)
+    assert share.unclear_fraction == 0.5

@@ -1,11 +1,16 @@
 """Combinations that are refused, without the engines that could be built of them."""
 
 from dataclasses import replace
+from inspect import signature
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+from torch import nn
 
+import ds_kfac
 from ds_kfac.config.keys import parse
+from ds_kfac.engine import entry
 from ds_kfac.engine.refusals import REFUSALS, of_config, refused
 
 
@@ -69,3 +74,19 @@ def test_a_combination_is_refused_with_a_remedy(name, context, remedy):
     applies, text = REFUSALS[name]
     assert applies(context) and not applies(PLAIN)
     assert remedy in text
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "KFACAdamW"])
+def test_what_the_config_shows_is_refused_before_deepspeed_builds_anything(optimizer, monkeypatch):
+    """DeepSpeed would compile for minutes first."""
+    unreachable = Mock(side_effect=AssertionError, __signature__=signature(entry._plain_initialize))
+    monkeypatch.setattr(entry, "_plain_initialize", unreachable)
+    monkeypatch.setattr(entry, "start_alone", lambda: None)
+    model = nn.Linear(2, 2)
+    settings = {
+        "optimizer": {"type": optimizer, "params": {"lr": 1e-3}},
+        "zero_optimization": NVME,
+        "kfac": {},
+    }
+    with pytest.raises(ValueError, match="NVMe offload of parameters"):
+        ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=settings)
