@@ -8,6 +8,7 @@ No number here makes a test fail. A reader of a change sees what it has cost.
 
 import ast
 import json
+import re
 import statistics
 import sys
 import tempfile
@@ -29,14 +30,26 @@ def lines_of(folder: str, *suffixes: str) -> int:
     return sum(len(path.read_text().splitlines()) for path in files)
 
 
-def words_of(*names: str) -> int:
-    """Count the words of Markdown files and of those below folders."""
-    count = 0
-    for name in names:
-        path = ROOT / name
-        pages = path.rglob("*.md") if path.is_dir() else [path]
-        count += sum(len(page.read_text().split()) for page in pages)
-    return count
+def words_of(page: Path) -> int:
+    """Count the words of a page of Markdown, without code blocks, links' targets and bars."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    text = "\n".join(line for line in text.splitlines() if not line.startswith("    "))
+    text = re.sub(r"\]\([^)]*\)", "]", text).replace("|", " ")
+    return sum(any(letter.isalnum() for letter in word) for word in text.split())
+
+
+def pages_of_navigation() -> list[Path]:
+    """Return the pages in the navigation of the site."""
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    pages = []
+    for name in re.findall(r": (\S+\.md)", navigation):
+        if name == "index.md":
+            pages.append(ROOT / "README.md")
+        elif name.startswith("files/"):
+            pages.append(ROOT / name.removeprefix("files/"))
+        else:
+            pages.append(ROOT / "docs" / name)
+    return pages
 
 
 def function_lengths() -> list[int]:
@@ -76,8 +89,9 @@ def measured() -> Iterator[tuple[str, float]]:
     lengths = function_lengths()
     yield "lines of a function: median", statistics.median(lengths)
     yield "lines of a function: 90 % have at most", lengths[len(lengths) * 9 // 10]
-    yield "words: README.md", words_of("README.md")
-    yield "words: docs", words_of("docs")
+    yield "words: README.md", words_of(ROOT / "README.md")
+    yield "words: navigation", sum(map(words_of, pages_of_navigation()))
+    yield "words: docs", sum(map(words_of, (ROOT / "docs").rglob("*.md")))
     yield "lines: CHANGELOG.md", len((ROOT / "CHANGELOG.md").read_text().splitlines())
     with tempfile.TemporaryDirectory() as folder:
         for walk, (functions, files) in walks.measure(folder).items():
