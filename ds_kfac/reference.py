@@ -13,7 +13,8 @@ mean over M terms, the gradient of one term is M g.
                      V = Q_G [R / (beta alpha^T + lambda)] Q_A^T
                      dW <- nu V,   nu = min(1, sqrt(kl_clip / (lr^2 sum over layers <V, dW>)))
     KFACAdamW        m, v: Adam's moments of R
-                     U = m / (sqrt(v) + eps), unbiased, 0 where alpha or beta is rounding
+                     U = m / (sqrt(v) + eps), unbiased, 0 where both an eigenvalue and the
+                         gradient along its direction are only rounding errors
                      S = diag(alpha / mean(alpha) + c)^-p
                      U <- orthogonal(U S) S, scaled to the norm size sqrt(max(O, I))
                      W <- W - lr (Q_G U Q_A^T + weight_decay W)
@@ -173,9 +174,12 @@ class KFAC:
             layer.m = b1 * layer.m + (1 - b1) * R
             layer.v = b2 * layer.v + (1 - b2) * R**2
             m = b1 * layer.m / (1 - b1 ** (k + 1)) + (1 - b1) * R / (1 - b1**k)  # Nesterov's
-            # where an eigenvalue is smaller than this, R is only rounding error
-            ranges = [e >= max(64, len(e)) ** 0.5 * 2**-23 * e.max() for e in (beta, alpha)]
-            U = torch.outer(*ranges) * m / ((layer.v / (1 - b2**k)).sqrt() + eps)
+            # zero where an eigenvalue and the gradient along its direction are rounding errors
+            kept = [
+                (e >= max(64, len(e)) ** 0.5 * 2**-23 * e.max()) | (square > square.mean() / 1024)
+                for e, square in ((beta, layer.v.mean(1)), (alpha, layer.v.mean(0)))
+            ]
+            U = torch.outer(*kept) * m / ((layer.v / (1 - b2**k)).sqrt() + eps)
             U = U * max(ratio * 128 / U.shape[1], 1) if name in heads else orthogonal(U, S, size)
             for weight, part in layer.parts(QG @ U @ QA.T):
                 weight.mul_(1 - lr * decay).sub_(lr * part)

@@ -303,14 +303,20 @@ def _orthogonalized(U: Tensor, whitening: Tensor, size: float) -> Tensor:
     )
 
 
-def _seen(values: Tensor, block: int) -> Tensor:
+def _seen(values: Tensor, block: int, squares: Tensor | None = None) -> Tensor:
     """Whether an eigenvalue is more than fp32's rounding of the largest in its block, which a
-    diagonal has not."""
+    diagonal has not, or the gradients along its direction are more than rounding.
+
+    ``squares``: mean square of the gradients along each direction; None: eigenvalues decide alone.
+    """
     if block < 2:
         return torch.ones_like(values)
     eps = torch.finfo(torch.float32).eps
     found = [part >= max(64, len(part)) ** 0.5 * eps * part.max() for part in values.split(block)]
-    return torch.cat(found).to(values)
+    kept = torch.cat(found)
+    if squares is not None:
+        kept = kept | (squares > squares.mean() / 1024)
+    return kept.to(values)
 
 
 class ReferenceKFAC:
@@ -509,7 +515,9 @@ class ReferenceKFAC:
             layer.v = b2 * layer.v + (1 - b2) * R**2
             m = b1 * layer.m / (1 - b1 ** (layer.k + 1)) + (1 - b1) * R / (1 - b1**layer.k)
             U = m / ((layer.v / (1 - b2**layer.k)).sqrt() + eps)
-            U = U * torch.outer(*map(_seen, (beta, alpha), reversed(layer.blocks)))
+            kept_O = _seen(beta, layer.blocks[1], layer.v.mean(1))
+            kept_I = _seen(alpha, layer.blocks[0], layer.v.mean(0))
+            U = U * torch.outer(kept_O, kept_I)
             U = QG @ U @ QA.T
             if name in orthogonal:
                 of_map = torch.as_tensor(dict(blocks).get(name, [0] * len(U)), device=U.device)

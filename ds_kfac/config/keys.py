@@ -61,13 +61,13 @@ class FactorConfig(Block):
 
     Use ``expand`` for a loss per token and ``reduce`` for a loss per example. ``reduce`` makes the
     statistics cheaper by a factor of the sequence length."""
-    loss_mean: Literal["micro_batch", "step"] | None = None
-    """What the loss is a mean over. null: ``step`` if the model's forward gets
-    ``num_items_in_batch``, as from HF Trainer; else ``micro_batch``.
+    loss_mean: Literal["micro_batch", "step"] = "micro_batch"
+    """What your loss is a mean over.
 
     ``micro_batch``: the loss of each backward pass is a mean over its own rows. ``step``: your
-    program divides the sum of the losses by the number of terms of the whole step. G depends on
-    this only if micro-batches have different numbers of rows."""
+    program divides the sum of the losses by the number of terms of all micro-batches on all ranks,
+    as HF Trainer does for causal language models. This needs ``factor.rows`` ``"all"``. G depends
+    on this key only if micro-batches have different numbers of rows."""
     rows: values.Rows | None = None
     """Rows that each factor update uses. null: 4 per column of the factor. ``"all"``: every row of
     all ranks, at every position.
@@ -459,4 +459,15 @@ def _contradictions(block: Mapping[str, Any]) -> list[str]:
             f'kfac.preconditioner.method "{name}" keeps no eigenbasis, so '
             'kfac.preconditioner.eigenvalues must be "kronecker"; or use method "eigen"'
         )
+    if given("factor", "loss_mean") == "step":
+        if given("factor", "rows") != "all":
+            errors.append(
+                'kfac.factor.loss_mean "step" needs the rows of all ranks: set kfac.factor.rows to '
+                '"all"'
+            )
+        if given("factor", "fisher") == "monte_carlo":
+            errors.append(
+                'kfac.factor.loss_mean "step": the sampled loss of kfac.factor.fisher '
+                '"monte_carlo" is a mean over each micro-batch: leave loss_mean out'
+            )
     return errors

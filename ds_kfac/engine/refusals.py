@@ -167,6 +167,7 @@ def of_config(
 
 
 SAMPLED = 'kfac.factor.fisher "monte_carlo"'
+STEP_MEAN = 'kfac.factor.loss_mean "step"'
 REDUCED = 'kfac.factor.weight_sharing "reduce"'
 NO_OPTIMIZER = "no optimizer"
 
@@ -340,6 +341,10 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     f"{SAMPLED} with a mixture of experts": (
         lambda e: e.sampled and e.experts,
         'it is not tested: use "empirical"',
+    ),
+    f"{STEP_MEAN} with a mixture of experts": (
+        lambda e: e.config.factor.loss_mean == "step" and e.experts,
+        'the ranks of an expert do not know the terms of the others: use "micro_batch"',
     ),
     f"{REDUCED} with a mixture of experts": (
         lambda e: e.reduced and e.experts,

@@ -56,7 +56,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from ds_kfac.log import logger
 from ds_kfac.model.calls import Call, Rows, node_that_saves
 from ds_kfac.model.layers import LayerSpec, tensors_of
-from ds_kfac.model.masks import ITEMS, ArgumentMasks, Forward, ReadMask, Shape, masks_in
+from ds_kfac.model.masks import ArgumentMasks, Forward, ReadMask, Shape, masks_in
 from ds_kfac.model.passes import BackwardPass
 from ds_kfac.model.products import Product, Products, Uses, parts_of
 from ds_kfac.model.proof import Proof
@@ -85,7 +85,7 @@ class Capture:
             all gradients in this way.
         counts_terms: whether :attr:`terms` are also needed in steps that update no factor made of
             gradients.
-        loss_mean: see :class:`ds_kfac.config.keys.FactorConfig`.
+        mean_over_step: whether the loss is a mean over the whole step. See "Note: Scale of G".
 
     Attributes:
         sums: factor key -> the step's sum so far. A factor without rows so far has none.
@@ -121,7 +121,7 @@ class Capture:
         inputs: SharedInputs | None = None,
         sampled: bool = False,
         counts_terms: bool = False,
-        loss_mean: str | None = None,
+        mean_over_step: bool = False,
     ) -> None:
         self._model = model
         self._scale = scale
@@ -130,7 +130,7 @@ class Capture:
         self.inputs = inputs or SharedInputs()
         self.sampled = sampled
         self._counts_terms = counts_terms
-        self._loss_mean = loss_mean
+        self.mean_over_step = mean_over_step
         self.read_mask: ReadMask = ArgumentMasks(model)
         self.active = False
         self.failed: dict[str, str] = {}
@@ -164,7 +164,6 @@ class Capture:
         self.keys: Mapping[str, int] = {}
         self.passes = 0
         self.terms: int | Tensor = 0
-        self._has_items: bool | None = None  # whether the step's forwards get ITEMS; None: unknown
         self.current = BackwardPass()
         self.forward = Forward()
         self._forwards: list[Forward] = []  # those whose backward pass is still to come
@@ -351,18 +350,6 @@ class Capture:
         number of terms."""
         return self._counts_terms or not self.of_gradients.isdisjoint(self.keys)
 
-    @property
-    def mean_over_step(self) -> bool:
-        """Whether the loss is a mean over the whole step. See "Note: Scale of G".
-
-        A sampled loss is a mean over each pass.
-        """
-        if self.sampled:
-            return False
-        if self._loss_mean is not None:
-            return self._loss_mean == "step"
-        return self._has_items is True
-
     @torch.no_grad()
     def end_step(self) -> None:
         """End the step, after all of its passes, and store their number in each sum.
@@ -399,8 +386,6 @@ class Capture:
         self._tasks.clear()
         self._forward_runs = True
         self._thread = threading.get_ident()
-        if self._has_items is None and torch.is_grad_enabled():
-            self._has_items = keywords.get(ITEMS) is not None
         detached = all(x.grad_fn is None for x in tensors_of((arguments, keywords)))
         masks = (mask.to(self._device) for mask in masks_in(self.read_mask(arguments, keywords)))
         self._begin(Forward(masks, detached=detached, step=self.step, saved=self._saved))

@@ -19,9 +19,6 @@ ReadMask = Callable[[tuple, Mapping[str, Any]], Tensor | Iterable[Tensor] | None
 its attention masks [N, T]: one mask, several masks or None."""
 
 NAME = "attention_mask"
-ITEMS = "num_items_in_batch"
-"""Name of an argument of the forward of transformers' models: the number of terms of the whole
-step, by which the sum of a micro-batch's losses is divided."""
 
 
 class ArgumentMasks:

@@ -261,21 +261,13 @@ class FactorUpdates:
 
     # the stages of a step
 
-    def update(
-        self,
-        step: int,
-        due: FactorsDue,
-        sums: Mapping[str, BatchSum],
-        *,
-        mean_over_step: bool = False,
-    ) -> FactorStep:
+    def update(self, step: int, due: FactorsDue, sums: Mapping[str, BatchSum]) -> FactorStep:
         """Average this rank's factors with batch sums that are already reduced over ranks.
 
         Args:
             step: number of applied steps before this one.
             due: factors to capture and to refresh. Keys of factors that do not exist, because
                 layers share one, are ignored.
-            mean_over_step: whether the loss is a mean over the whole step.
         """
         update = FactorStep(
             FactorsDue(due.capture & self.specs.keys(), due.refresh & self.specs.keys()),
@@ -293,7 +285,7 @@ class FactorUpdates:
         counts = rows.clone()
         for index, (key, batch) in enumerate(batches.items()):
             if self.of_gradients(key):
-                self._scale(batch, mean_over_step=mean_over_step)
+                self._scale(batch)
                 counts[index] = (rows[index] > 0).float()
         decay = self.config.factor.decay.at(step)
         similar, flags = update_(
@@ -346,7 +338,7 @@ class FactorUpdates:
         for the A of a norm layer, whose rows are gradients times inputs."""
         return not self.specs[key].is_A or LAYERS[self.layer_of[key].kind].needs_gradients
 
-    def _scale(self, batch: BatchSum, *, mean_over_step: bool) -> None:
+    def _scale(self, batch: BatchSum) -> None:
         """Convert the sum over ranks of R_p g g^T, or of g g^T, into the Fisher's G, see "Scale of
         G" in ``model/capture.py``.
 
@@ -355,7 +347,7 @@ class FactorUpdates:
         assumed to have had the same sums.
         """
         others = self.channel.world / batch.ranks
-        K_or_M = batch.counts[TERMS if mean_over_step else PASSES]
+        K_or_M = batch.counts[TERMS if self.config.factor.loss_mean == "step" else PASSES]
         on_all = K_or_M * (self.averaged_over / batch.ranks)
         batch.sum_P.mul_(on_all * (others / self.averaged_over**2))
 

@@ -108,7 +108,7 @@ class KFACPreconditioner:
             inputs=self.sharing.inputs,
             sampled=self.config.factor.fisher == "monte_carlo",
             counts_terms=plan.counts_terms,
-            loss_mean=self.config.factor.loss_mean,
+            mean_over_step=self.config.factor.loss_mean == "step",
         )
         self.proving = Proving(self.layers, self.layout, self.channel)
         self.judged = False
@@ -180,9 +180,7 @@ class KFACPreconditioner:
             sums = self.curvature.reducer.reduce(self.capture.sums)
             self.capture.sums = {}
             self._observe_first_batch()
-            update = self.curvature.update(
-                self.steps, self.due, sums, mean_over_step=self.capture.mean_over_step
-            )
+            update = self.curvature.update(self.steps, self.due, sums)
         sums.clear()  # frees memory before new eigenbases are allocated
         with self.metrics.stage("refresh"):
             unproven = self.curvature.of_none_but(self.proving.unfit)

@@ -58,6 +58,10 @@ LEAST = 8.0
 """Smallest eigenvalue that is not considered a rounding error, in eps of the largest one. Sums over
 rows and their running average leave up to 5 eps of the largest eigenvalue in place of a zero, even
 if the factor is narrow (docs/explanation/formulas.md)."""
+SEEN = 2.0**-10
+"""Smallest mean square of the gradient along a null direction that is not considered a rounding
+error, relative to the mean over all directions. Gradients that are rounded to bf16 leave about
+2^-18 in place of a zero."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class Rotation:
     values_A: Tensor
     precision: Precision
     maps: int = 1
-    _whitenings: dict[tuple[float, int], Tensor] = field(default_factory=dict, repr=False)
+    _whitenings: dict[float, Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(
@@ -110,25 +114,25 @@ class Rotation:
             for index in range(len(self.values_G))
         ]
 
-    def whitening(self, power: float, *, repeats: int = 1) -> Tensor:
+    def whitening(self, power: float, columns_nI: Tensor, *, repeats: int = 1) -> Tensor:
         """Return s = (alpha / mean alpha + WHITEN_DAMPING)^-power, which is A^-power in the
-        eigenbasis. s is 0 in A's null space.
+        eigenbasis. s is 0 in columns that are left out.
 
         Args:
+            columns_nI: 1 for columns that count, 0 for others, fp32 [n, I].
             repeats: number of times that each matrix's s is repeated, once for each block of its
                 rows.
 
-        Returns fp32 [2, n * repeats, I]. The first entry is 1 where s is above 0, else 0. The
-        second entry is s.
+        Returns fp32 [2, n * repeats, I]. The first entry is ``columns_nI``, the second entry is s.
         """
-        if (power, repeats) not in self._whitenings:
-            self._whitenings[power, repeats] = self._whitening(power, repeats)
-        return self._whitenings[power, repeats]
+        if power not in self._whitenings:
+            self._whitenings[power] = self._whitening(power)
+        s = self._whitenings[power] * columns_nI
+        return torch.stack([repeated(columns_nI, repeats), repeated(s, repeats)])
 
-    def _whitening(self, power: float, repeats: int) -> Tensor:
+    def _whitening(self, power: float) -> Tensor:
         mean = self.values_A.mean(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        s = (self.values_A / mean + WHITEN_DAMPING) ** -power * self.range_A
-        return torch.stack([repeated(self.range_A, repeats), repeated(s, repeats)])
+        return (self.values_A / mean + WHITEN_DAMPING) ** -power
 
     def follow(self) -> None:
         """Update everything that is derived from the eigenvalues, in place. Call this after the
@@ -138,16 +142,12 @@ class Rotation:
             self.range_A.copy_(range_mask(self.A, self.values_A))
         if "range_G" in cached and self.G:
             self.range_G.copy_(range_mask(self.G, self.values_G))
-        for (power, repeats), whitening in self._whitenings.items():
-            whitening.copy_(self._whitening(power, repeats))
+        for power, whitening in self._whitenings.items():
+            whitening.copy_(self._whitening(power))
 
     @cached_property
     def range_A(self) -> Tensor:
-        """1 in A's range, 0 in its null space, fp32 like ``values_A``.
-
-        No input has a component in the null space, so no gradient has one either. Any nonzero
-        values there are rounding errors, which Adam would scale up to a full step.
-        """
+        """1 in A's range, 0 in its null space, fp32 like ``values_A``."""
         return range_mask(self.A, self.values_A)
 
     @cached_property
@@ -156,13 +156,29 @@ class Rotation:
         space, because the gradients of a softmax sum to zero over the classes."""
         return range_mask(self.G, self.values_G)
 
-    def mask_null_space_(self, x_nOI: Tensor, *, columns: bool = True) -> None:
-        """Set the components of rotated matrices in the null space of G to 0, in place. With
-        ``columns``, do the same for the null space of A."""
-        if self.G:
-            x_nOI.mul_(self.range_G[:, :, None])
-        if self.A and columns:
-            x_nOI.mul_(self.range_A[:, None, :])
+    def rows_with_gradients(self, second_nOI: Tensor) -> Tensor:
+        """Return which rows of rotated gradients are more than rounding errors, as
+        :meth:`columns_with_gradients` does for columns. fp32 [n, O]."""
+        if not self.G:
+            return self.range_G
+        return _has_gradients(self.range_G, second_nOI.mean(dim=-1))
+
+    def columns_with_gradients(self, second_nOI: Tensor) -> Tensor:
+        """Return which columns of rotated gradients are more than rounding errors.
+
+        These are the columns in A's range, and those in its null space that get gradients all the
+        same. If no input has a component along a null direction, no gradient has one either. What
+        is there is a rounding error, which Adam would scale up to a full step. But A may have
+        missed inputs of batches between its updates, and may have forgotten old ones.
+
+        Args:
+            second_nOI: running mean of the squared rotated gradients.
+
+        Returns fp32 [n, I], 1 for columns that count, 0 for others.
+        """
+        if not self.A:
+            return self.range_A
+        return _has_gradients(self.range_A, second_nOI.mean(dim=-2))
 
     def layer_mean(self, x_n: Tensor) -> Tensor:
         """Return [n], in which each matrix has the mean over all matrices of its layer."""
@@ -243,6 +259,13 @@ def range_mask(vectors: Sequence[Tensor], values: Tensor) -> Tensor:
         rounding = max(LEAST, group.shape[1] ** 0.5) * torch.finfo(torch.float32).eps
         masks.append((blocks >= rounding * blocks.amax(-1, keepdim=True)).view(-1))
     return torch.cat(masks).view(values.shape).to(values.dtype)
+
+
+def _has_gradients(in_range: Tensor, energy: Tensor) -> Tensor:
+    """Return 1 for directions in the range, or whose mean squared gradient ``energy`` exceeds
+    :data:`SEEN` of the mean over all directions; else 0."""
+    seen = energy > SEEN * energy.mean(dim=-1, keepdim=True)
+    return torch.maximum(in_range, seen.to(in_range.dtype))
 
 
 def mask_null_space(x_OI: Tensor, basis: LayerBasis) -> Tensor:

@@ -177,6 +177,11 @@ def test_an_exponential_schedule_cannot_touch_zero(section, key):
             'keeps no eigenbasis, so kfac.preconditioner.eigenvalues must be "kronecker"; or use '
             'method "eigen"',
         ),
+        ({"factor": {"loss_mean": "step"}}, 'the rows of all ranks: set kfac.factor.rows to "all"'),
+        (
+            {"factor": {"loss_mean": "step", "rows": "all", "fisher": "monte_carlo"}},
+            "the sampled loss",
+        ),
         (True, '"kfac" must be an object such as {"enabled": true}, got True'),
         ({"layers": {"include": ["b", "a("]}}, "include.1: got 'a('; must be a regular expression"),
         ({"adam": {"except_layers": ["*"]}}, "except_layers.0: got '*'; must be a regular expre"),

@@ -267,7 +267,11 @@ class AdamDirection(Direction):
         if rotation is not None:
             # This must come before the rows leave the eigenbasis. Columns of a direction that is
             # orthogonalized are left to the whitening, which sets them to 0 there.
-            rotation.mask_null_space_(direction, columns=not step.orthogonal)
+            if rotation.G:
+                direction.mul_(rotation.rows_with_gradients(moments.second_OI)[:, :, None])
+            step.columns = rotation.columns_with_gradients(moments.second_OI)
+            if rotation.A and not step.orthogonal:
+                direction.mul_(step.columns[:, None, :])
         step.x_nOI = direction
 
     def _orthogonalize(self, steps: Sequence[GroupStep]) -> None:
@@ -311,7 +315,8 @@ class AdamDirection(Direction):
         rotation = step.group.rotation
         if rotation is None or not self.config.adam.rotate:
             return None
-        return rotation.whitening(self.config.adam.whiten, repeats=step.maps // rotation.maps)
+        repeats = step.maps // rotation.maps
+        return rotation.whitening(self.config.adam.whiten, step.columns, repeats=repeats)
 
     def _finish(self, step: GroupStep, memory: Tensor | None) -> None:
         """Rotate X back, Q_G X Q_A^T, and scale it to its size; 0 for a layer that stands still.

@@ -96,6 +96,8 @@ class GroupStep:
             times the root of its number of elements; else the factor, and 1.
         block_target, block_full: the same for ``blocks``, fp32 [blocks, 1].
         x_nOI: fp32 [n, O, I], the direction as far as it is computed.
+        columns: fp32 [n, I], 1 for columns of the direction that count, 0 for others, see
+            :meth:`ds_kfac.update.rotation.Rotation.columns_with_gradients`. Only with eigenbases.
         largest: fp32 [layers], largest entry of the gradient.
         used: bool [layers], whether the layer takes a step.
         squared: fp32 [layers], squared norm of the direction.
@@ -104,6 +106,7 @@ class GroupStep:
     """
 
     x_nOI: Tensor
+    columns: Tensor
     largest: Tensor
     used: Tensor
     squared: Tensor
