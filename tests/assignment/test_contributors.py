@@ -1,15 +1,10 @@
 """Which ranks give a factor its rows: pure, near its eigen worker, all of them in turn."""
 
 from collections import Counter
-from functools import partial
 
 import pytest
 
-from ds_kfac.assignment.assign import ROWS_PER_COLUMN, Contributors, counted, strides
-from ds_kfac.assignment.costs import factor_specs
-from ds_kfac.curvature.factor import Side
-from ds_kfac.model.layers import LayerSpec
-from tests.models import linear_layer
+from ds_kfac.assignment.assign import Contributors
 
 STEPS = range(0, 20000, 10)
 
@@ -51,28 +46,3 @@ def test_the_parts_of_a_sequence_contribute_together(count, expected):
     assert set(seen) == {2: {4, 5}, 4: {4, 5, 6, 7}, 8: set(range(8))}[expected]
     over_nodes = Contributors(8, 2, {"x/A": 1}, sequence=4)
     assert all(over_nodes.of("x/A", 6, step) == (4, 5, 6, 7) for step in STEPS[:20])
-
-
-def test_ranks_and_strides_leave_the_rows_of_an_update():
-    factors = factor_specs([linear_layer("wide", 1000, 3), linear_layer("narrow", 10, 3)])
-    rows = dict.fromkeys(["wide/A", "wide/G", "narrow/A", "narrow/G"], 500.0)
-    few = {"wide/G": 1, "narrow/A": 1, "narrow/G": 1}
-    counts = partial(counted, factors, wanted=None)
-    assert counts(rows, 64) == {"wide/A": ROWS_PER_COLUMN * 1000 / 500, **few}
-    assert counts(rows, 4) == few, "the other one has all ranks"
-    assert counts({"wide/A": 0.0, "narrow/A": 0.01}, 64) == {}, "few rows: all ranks"
-    assert counted(factors, rows, 64, wanted=1200) == dict.fromkeys(rows, 3)
-    rows["narrow/G"] = 30.0
-    found = strides(factors, rows, wanted=None)
-    assert found == {"wide/G": 500 // (3 * ROWS_PER_COLUMN), "narrow/A": 12, "narrow/G": 2}
-    assert strides(factors, rows, wanted=400) == {}
-    assert strides(factors, rows, wanted=250)["narrow/A"] == 2
-    together = strides(factors, rows, wanted=400, together=2)
-    assert together["narrow/A"] == 2, "two ranks have the parts of a sequence"
-
-
-def test_blocks_need_rows_for_their_width_and_diagonals_for_each_entry():
-    A, G = Side.blocks_of(1000, 100), Side.diagonal(5000)
-    layer = LayerSpec("x", "Linear", "x", "x.weight", None, A, G)
-    found = counted(factor_specs([layer]), {"x/A": 100.0, "x/G": 100.0}, 1024, wanted=None)
-    assert found == {"x/A": ROWS_PER_COLUMN, "x/G": ROWS_PER_COLUMN * 50}

@@ -97,13 +97,6 @@ def test_a_burn_in_is_on_unless_it_has_no_steps(given, burn_in):
     )
 
 
-@pytest.mark.parametrize(("update", "half"), [(1, 1), (2, 1), (5, 3), (10, 5), (PIECES, 1)])
-def test_in_the_burn_in_factors_are_updated_twice_as_often(update, half):
-    assert resolved({"factor": {"update_interval": update}}).schedule.burn_in == BurnIn(
-        50, half, 2 * half
-    )
-
-
 @pytest.mark.parametrize(
     ("given", "where", "what"),
     [
@@ -124,40 +117,6 @@ def test_an_error_in_a_schedule_says_where_what_and_what_instead(given, where, w
     with pytest.raises(ValueError) as error:
         parse({"damping": {"value": given}})
     assert f"\n  kfac.damping.value{where}: {what}" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("section", "key", "wrong", "message"),
-    [
-        ("factor", "update_interval", 0, "greater than or equal to 1"),
-        ("factor", "update_interval", 2.5, "valid integer"),
-        ("eigenbasis", "refresh_interval", 0, "greater than or equal to 1"),
-        ("factor", "decay", 1, "less than 1"),
-        ("factor", "decay", -0.1, "greater than or equal to 0"),
-        ("preconditioner", "kl_clip", -1, "greater than or equal to 0"),
-    ],
-)
-def test_every_number_of_a_schedule_is_checked_like_a_plain_one(section, key, wrong, message):
-    good = 0 if key in ("decay", "kl_clip") else 1
-    for given, path in (
-        (wrong, ""),
-        ({"schedule": "linear", "start": wrong, "end": good, "steps": 3}, ".start"),
-        ({"schedule": "cosine", "start": good, "end": wrong, "steps": 3}, ".end"),
-        ({"schedule": "piecewise", "values": [good, wrong], "steps": [3]}, ".values.1"),
-    ):
-        with pytest.raises(ValueError) as error:
-            parse({section: {key: given}})
-        assert f"\n  kfac.{section}.{key}{path}: got {wrong}; input should be" in str(error.value)
-        assert message in str(error.value)
-
-
-@pytest.mark.parametrize(("section", "key"), [("factor", "decay"), ("preconditioner", "kl_clip")])
-def test_an_exponential_schedule_cannot_touch_zero(section, key):
-    assert parse({section: {key: {**RAMP, "start": 0}}})
-    with pytest.raises(
-        ValueError, match=f"kfac.{section}.{key}.start: got 0; input should be greater than 0"
-    ):
-        parse({section: {key: {**RAMP, "schedule": "exponential", "start": 0}}})
 
 
 @pytest.mark.parametrize(

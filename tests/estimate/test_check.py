@@ -132,33 +132,6 @@ def test_a_low_share_is_a_warning_that_names_the_largest_exceptions(checked):
     assert "left out: ParameterDict 693 (no K-FAC layer type for it)" in text
 
 
-def words(words: int = 50) -> nn.Module:
-    """A language model without a name for its head."""
-    parts = nn.ModuleDict({"places": nn.Embedding(64, 12), "words": nn.Embedding(words, 12)})
-    parts["up"], parts["down"] = nn.Linear(12, 24), nn.Linear(24, 12)
-    parts["to_logits"] = nn.Linear(12, 50)
-    return parts
-
-
-def other() -> nn.Module:
-    return words(60)
-
-
-@pytest.mark.parametrize(
-    ("adam", "model", "told"),
-    [
-        ({}, "words", True),
-        ({"whiten": 0.25}, "words", True),
-        ({}, "other", False),
-        ({"except_layers": ["up"]}, "words", False),
-    ],
-)
-def test_a_head_is_found_by_its_shape_whatever_its_name(checked, adam, model, told):
-    _, text, _ = checked({**OURS, "kfac": {"adam": adam}}, f"{HERE}:{model}")
-    (line,) = (line for line in text.splitlines() if line.lstrip().startswith("to_logits "))
-    assert ("it has the shape of an embedding" in line) == told, line
-
-
 @pytest.mark.parametrize("command", ["schema", "config", "doctor", "check", "estimate"])
 def test_standard_output_has_the_data_alone(command, tmp_path):
     begins = {

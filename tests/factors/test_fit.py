@@ -13,12 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.flop_counter import FlopCounterMode
 
-import ds_kfac
 from ds_kfac.factors import fitting
 from ds_kfac.factors.files import Factors, FactorsError
 from examples.gpt import GPT, GPTConfig
 from tests.close import close, exact
-from tests.factors.worker import batches, model
 from tests.truth import Truth
 
 WIDTH, CLASSES, T, N = 7, 5, 6, 3
@@ -395,24 +393,3 @@ def test_the_passes_take_few_more_flops_than_training(tmp_path):
     both = flops(lambda: fit(own, [batch], out=tmp_path / "both"))
     assert 2 * forward < first < 4.5 * forward
     assert both - first < 8 * forward
-
-
-def test_layers_leave_in_rounds_of_bounded_size(tmp_path, monkeypatch):
-    """The same whatever is in a round; transient sums are of at most ROUND_BYTES, or of one
-    layer."""
-    one = fit(model(), batches(2), out=tmp_path / "one")
-    monkeypatch.setattr(fitting, "ROUND_BYTES", 4096)
-    config = fitting.resolve(ds_kfac.config.keys.parse({}), fisher="empirical")[0]
-    layers = ds_kfac.model.scan.scan(model()).layers
-    plan = fitting.plan_of(layers, config, 1, torch.device("cpu"))
-    specs = {spec.key: spec for spec in plan.assignment.factors}
-    found = list(fitting.rounds(plan.layers, specs))
-    assert len(found) > 3
-    assert [layer for layers in found for layer in layers] == list(plan.layers)
-    for layers in found:
-        keys = [key for layer in layers for key in layer.keys if key in specs]
-        nbytes = sum(4 * specs[key].side.numel for key in keys)
-        assert len(layers) == 1 or nbytes <= 4096
-    many = fit(model(), batches(2), out=tmp_path / "many")
-    for name in one:
-        exact(many.factor(name, "G"), one.factor(name, "G"))

@@ -35,33 +35,7 @@ def test_a_piece_holds_from_its_step_on():
     assert constant(0.25).at(10**9) == 0.25 and constant(1).settled == 0
 
 
-def test_an_interval_is_the_nearest_integer_and_at_least_one():
-    value = ramp("linear", 1, 3, steps=8)
-    assert [value.interval_at(step) for step in range(10)] == [1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
-    assert constant(0.2).interval_at(0) == 1
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (constant(10), "10"),
-        (constant(0.001), "0.001"),
-        (constant(0.9999999), "0.9999999"),
-        (ramp("linear", 0.1, 1, 200), "linear 0.1 -> 1 over 200 steps"),
-        (ramp("cosine", 1, 10, 100, delay=50), "cosine 1 -> 10 over 100 steps after 50"),
-        (piecewise([3, 1, 2], [10, 20]), "3, 1 from step 10, 2 from step 20"),
-    ],
-)
-def test_a_value_reads_as_what_it_is(value, text):
-    assert str(value) == text
-
-
 # what is due
-
-
-def dues(schedule: Schedule, steps: int) -> tuple[list[int], list[int]]:
-    due = [schedule.due(step) for step in range(steps)]
-    return [s for s in range(steps) if due[s].capture], [s for s in range(steps) if due[s].refresh]
 
 
 def simulated(schedule: Schedule, steps: int) -> list[Due]:
@@ -160,22 +134,6 @@ def test_captures_and_refreshes_are_counted_in_any_order(seed):
 # displaced
 
 
-@pytest.mark.parametrize(
-    ("refresh", "burn_in", "offset", "captures", "refreshes"),
-    [
-        (20, BurnIn(7, 1, 3), 0, [*range(8), 17, 27, 37, 47, 57], [0, 3, 6, 7, 27, 47]),
-        (20, BurnIn(7, 1, 3), 13, [*range(7), 10, 20, 30, 40, 50], [0, 1, 4, 20, 40]),
-        (100, BurnIn(50, 5, 10), 77, [0, *range(2, 50, 5), 57], [0, *range(2, 50, 10)]),
-        (10, None, 6, [0, 6, 16, 26, 36, 46, 56], [0, 6, 16, 26, 36, 46, 56]),
-    ],
-)
-def test_the_burn_in_ends_with_a_refresh_from_which_the_long_intervals_run_and_offsets_displace_it(
-    refresh, burn_in, offset, captures, refreshes
-):
-    schedule = Schedule(constant(10), constant(refresh), burn_in).displaced(offset)
-    assert dues(schedule, 60) == (captures, refreshes)
-
-
 def test_offsets_spread_the_burn_in_evenly_over_its_interval():
     def at_once(refresh: int, kind: str, offsets: range) -> list[int]:
         """How many of the displaced schedules are due, in each step of the burn-in."""
@@ -193,22 +151,3 @@ def test_offsets_spread_the_burn_in_evenly_over_its_interval():
     every_fifth = [step % 5 == 0 for step in range(1, 50)]
     assert at_once(100, "refresh", together) == [5 * due for due in every_fifth]
     assert at_once(100, "capture", together) == [10 * due for due in every_fifth]
-
-
-@pytest.mark.parametrize(("update", "refresh"), [(1, 1), (1, 7), (3, 12), (5, 50)])
-def test_an_offset_is_the_remainder_of_the_step(update, refresh):
-    """Step 0 does everything; from then on the residues of all offsets are those of one clock."""
-    for offset in range(refresh):
-        schedule = Schedule(constant(update), constant(refresh)).displaced(offset)
-        for step in [*range(1, 5 * refresh), 10**12, 10**12 + 1]:
-            expected = Due(
-                (step - offset) % update == 0, step >= offset and (step - offset) % refresh == 0
-            )
-            assert schedule.due(step) == expected, (offset, step)
-        assert schedule.due(0) == Due(True, True)
-
-
-def test_what_was_asked_does_not_make_schedules_differ():
-    asked, fresh = (Schedule(ramp("linear", 1, 9, 50), constant(10)) for _ in range(2))
-    asked.due(40)
-    assert asked == fresh and hash(asked) == hash(fresh)

@@ -14,7 +14,7 @@ from ds_kfac.model.rows import BatchSum
 from ds_kfac.plan.plan import EngineFacts, Plan, make_plan
 from ds_kfac.schedule.timetable import FactorsDue
 from ds_kfac.step.factors import FactorUpdates
-from ds_kfac.step.messages import FAILED, unusual
+from ds_kfac.step.messages import FAILED
 from tests.choices import resolved
 from tests.comm.fake_network import FakeNetwork
 from tests.models import linear_layer
@@ -72,36 +72,6 @@ SPLIT = {"l0/A": 0, "l0/G": 1, "l1/A": 1, "l1/G": 0}
 WHOLE = {"l0/A": 0, "l0/G": 0, "l1/A": 1, "l1/G": 1}
 
 
-TRAVELLING = 1
-"""As ``bucket_bytes``: each eigenbasis travels in a message of its own."""
-
-
-def test_all_workers_have_the_same_bits_of_eigenbases_that_travel_in_16_bits():
-    """The rank that decomposes a factor uses the eigenvectors that it has sent, not those that it
-    has computed."""
-    plan = replace(plan_with(SPLIT, workers=2), wire=torch.bfloat16, bucket_bytes=TRAVELLING)
-    first, second = FakeNetwork(2).run(
-        lambda channel: stepped(channel, plan, FactorsDue(KEYS, KEYS))[1].bases
-    )
-    assert first.keys() == second.keys() == KEYS
-    for key, basis in first.items():
-        (vectors,) = basis.vectors
-        assert torch.equal(vectors, second[key].vectors[0]), key
-        assert torch.equal(vectors, vectors.bfloat16().float()), key
-        assert torch.equal(basis.values, second[key].values), key
-
-
-def test_a_factor_without_data_has_a_basis_on_no_rank():
-    """Zeros travel for it, as the receivers have made room."""
-    plan, empty = plan_with(SPLIT, workers=2), {"l0/A", "l0/G"}
-
-    def work(channel):
-        curvature, update = stepped(channel, plan, FactorsDue(KEYS, KEYS), empty=empty)
-        return set(update.bases), curvature.ready
-
-    assert FakeNetwork(2).run(work) == [(KEYS - empty, KEYS - empty)] * 2
-
-
 @pytest.mark.parametrize("eigen_workers", [SPLIT, WHOLE], ids=["split", "whole"])
 @pytest.mark.parametrize(
     "captured", [KEYS, {"l0/A", "l1/A"}, {"l0/G", "l1/A", "l1/G"}], ids=["all", "A", "some"]
@@ -136,11 +106,3 @@ def test_layers_without_g_count_the_terms_that_come_with_the_a_they_share(eigen_
         return [float(update.terms[layer.name]) for layer in layers]
 
     assert FakeNetwork(2).run(work) == [[2 * TERMS] * 3] * 2
-
-
-def test_unusual_batches_of_all_ranks_are_added_up():
-    scalars = {("limited", 0): 1.0, ("empty", 0): 2.0, ("missed", 0): 1.0}
-    scalars |= {("limited", 3): 0.0, ("empty", 3): 5.0, ("missed", 3): 3.0, ("fresh", "a/A"): 1.0}
-    found = unusual({name: torch.tensor(value) for name, value in scalars.items()})
-    assert torch.is_tensor(found) and found.tolist() == [1, 7, 4]
-    assert unusual({("fresh", "a/A"): torch.tensor(1.0)}) == 0.0

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis
-from ds_kfac.curvature.factor import Side
 from ds_kfac.update.groups import LayerGroup
 from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues
 from tests.close import close, exact
@@ -49,39 +48,6 @@ def addresses(group: LayerGroup) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("count, stays", [(3, False), (1, True)])
-def test_after_the_first_basis_no_address_changes_and_what_is_derived_follows(count, stays):
-    group = begun(count)
-    group.stays = stays
-    group.rebase(0, A=basis(0).A, G=basis(0).G)
-    rotation, places = group.rotation, addresses(group)
-    derived, view = (rotation.whitening(0.25), rotation.range_A, rotation.range_G), group.state(0)
-    null = replace(basis(7).A, values=basis(7).A.values * torch.tensor([0.0, 1, 1, 1, 1]))
-    for index in range(count):
-        group.rebase(index, A=null, G=basis(8 + index).G)
-    assert (
-        group.rotation is rotation
-        and addresses(group) == places
-        and group.prepared == [True] * count
-    )
-    exact(rotation.A[0], null.vectors[0].expand(count, -1, -1))
-    exact(view.A.values, null.values), exact(view.G.vectors[0], basis(8).G.vectors[0])
-    fresh = begun(count)
-    for index in range(count):
-        fresh.rebase(index, A=null, G=basis(8 + index).G)
-    exact(derived, (fresh.rotation.whitening(0.25), fresh.rotation.range_A, fresh.rotation.range_G))
-    assert derived[1][0].tolist() == [0, 1, 1, 1, 1] and rotation.whitening(0.25) is derived[0]
-
-
-def test_layers_that_are_alone_share_the_eigenbasis_of_a_common_input():
-    new = basis(1)
-    for layer in LAYERS:
-        group = LayerGroup([layer])
-        group.rebase(0, A=basis(0).A, G=basis(0).G)
-        group.rebase(0, A=new.A)
-        assert group.rotation.A is new.A.vectors
-
-
 @SIZES
 @pytest.mark.parametrize("kind", [AdamMoments, CorrectedEigenvalues])
 def test_a_layer_can_leave_its_basis_and_find_another_one(kind, count):
@@ -117,31 +83,3 @@ def test_a_side_that_was_the_identity_when_it_was_saved_begins_as_one():
     momentum = LayerBasis(basis(0).G, plain).restore(group.state(0).moments.first_OI)
     group.rebase(0, A=new.A)
     close(group.state(0).basis.restore(group.state(0).moments.first_OI), momentum, sums=TURNED)
-
-
-@SIZES
-@pytest.mark.parametrize("sides", ["A", "G", "AG"])
-@pytest.mark.parametrize("kind", [AdamMoments, CorrectedEigenvalues])
-def test_new_eigenbases_turn_a_first_moment_and_leave_a_second_one(kind, sides, count):
-    group, new = based(count, moments=kind), basis(9)
-    second = group.moments.second_OI.clone()
-    first = basis(0).restore(group.state(0).moments.first_OI) if kind is AdamMoments else None
-    group.rebase(0, **{side: getattr(new, side) for side in sides})
-    after = group.state(0)
-    exact(group.moments.second_OI, second)
-    if kind is AdamMoments:
-        close(after.basis.restore(after.moments.first_OI), first, sums=TURNED)
-
-
-@SIZES
-def test_a_side_that_is_the_identity_has_its_basis_from_the_start_and_no_vectors(count):
-    group = LayerGroup([replace(layer, G=Side.identity(ROWS)) for layer in LAYERS[:count]])
-    exact(group.state(0).G.values, torch.ones(ROWS))
-    group.rebase(0, A=basis(0).A)
-    assert group.prepared[0] and group.rotation.G == () and group.state(0).G.vectors == ()
-    group.leave_basis(0)
-    assert group.state(0).G is not None and group.state(0).A is None
-    both = [
-        replace(layer, G=Side.identity(ROWS), A=Side.identity(COLUMNS)) for layer in LAYERS[:count]
-    ]
-    assert all(LayerGroup(both).prepared) and LayerGroup(both).rotation is not None

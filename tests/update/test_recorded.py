@@ -28,27 +28,6 @@ class Doubled:
         return 2 * self.x
 
 
-def test_a_call_is_recorded_once_its_key_is_steady_and_repeats_with_new_values():
-    function, calls = Doubled(), Recorded(tape, pytest.fail)
-    for value in range(7):
-        function.x.fill_(value)
-        exact(calls(function, [function], 1), torch.full((3,), 2.0 * value))
-    assert (function.runs, calls.replays) == (STEADY + 1, 7 - STEADY)
-
-
-def test_another_object_in_a_place_or_another_value_is_recorded_anew():
-    function, calls = Doubled(), Recorded(tape, pytest.fail)
-
-    def several(place, value) -> int:
-        before = calls.replays
-        for _ in range(STEADY + 2):
-            calls(function, [place], value)
-        return calls.replays - before
-
-    assert [several(function, 1), several(function, 2), several(object(), 2)] == [2, 2, 2]
-    assert function.runs == 3 * (STEADY + 1)
-
-
 def test_what_changes_all_the_time_is_recorded_a_few_times_only():
     function, calls = Doubled(), Recorded(tape, pytest.fail)
     for value in range(10 * ATTEMPTS):

@@ -5,8 +5,7 @@ from dataclasses import replace
 import torch
 
 from ds_kfac.curvature.factor import Side
-from ds_kfac.update import rotation
-from ds_kfac.update.groups import basis_bytes, chunks, evenly_spaced, group_by_shape
+from ds_kfac.update.groups import basis_bytes, evenly_spaced, group_by_shape
 from tests.close import exact
 from tests.models import linear_layer
 
@@ -71,28 +70,6 @@ def test_large_layers_stay_alone_and_copies_have_a_limit(monkeypatch):
     both = 3 * small + 2 * basis_bytes(LAYERS[1:2])
     assert grouped(groups__BATCHED_BYTES=both)[:2] == [["a", "c", "f"], ["b", "e"]]
     assert grouped(groups__BATCHED_BYTES=both - 1)[:2] == [["a", "c", "f"], ["b"]]
-
-
-def test_a_round_is_small_or_one_stack_and_the_largest_matrices_come_first(monkeypatch):
-    # 35 elements, or 65
-    found = group_by_shape([*LAYERS, linear_layer("g", 5, 13)], key=lambda layer: None)
-
-    def chunked(**limits):
-        with monkeypatch.context() as patch:
-            for name, limit in limits.items():
-                patch.setattr(rotation, name, limit)
-            return [names(some) for some in chunks(found, batched="BATCHED" in limits)]
-
-    assert (
-        chunked(AT_ONCE=100)
-        == chunked(BATCHED=8 * 35 - 1)
-        == [[["b", "e"]], [["g"]], [["a", "c", "f"]], [["d"]]]
-    )
-    assert chunked(AT_ONCE=195)[1:] == [[["a", "c", "f"], ["d"]]]
-    assert chunked(BATCHED=8 * 65) == [[["b", "e"], ["g"], ["a", "c", "f"], ["d"]]]
-    assert chunked(BATCHED=8 * 65 - 1)[:2] == [[["b", "e"]], [["g"]]], "and below it they are alone"
-    assert chunked() == [[["b", "e"], ["g"], ["a", "c", "f"], ["d"]]]
-    assert chunks([], batched=True) == []
 
 
 def test_matrices_at_equal_distances_in_one_memory_are_a_view_and_no_others_are():
