@@ -4,7 +4,11 @@ from collections import Counter
 
 import pytest
 
-from ds_kfac.assignment.assign import Contributors
+from ds_kfac.assignment.assign import ROWS_PER_COLUMN, Contributors, counted, strides
+from ds_kfac.assignment.costs import factor_specs
+from ds_kfac.curvature.factor import Side
+from ds_kfac.model.layers import LayerSpec
+from tests.models import linear_layer
 
 STEPS = range(0, 20000, 10)
 
@@ -46,3 +50,23 @@ def test_the_parts_of_a_sequence_contribute_together(count, expected):
     assert set(seen) == {2: {4, 5}, 4: {4, 5, 6, 7}, 8: set(range(8))}[expected]
     over_nodes = Contributors(8, 2, {"x/A": 1}, sequence=4)
     assert all(over_nodes.of("x/A", 6, step) == (4, 5, 6, 7) for step in STEPS[:20])
+
+
+def test_ranks_and_strides_leave_the_rows_of_an_update():
+    A = linear_layer("dense", 1000, 3)
+    other = LayerSpec("x", "Linear", "x", "w", None, Side.blocks_of(1000, 100), Side.diagonal(5000))
+    factors = factor_specs([A, other])
+    rows = dict.fromkeys(["dense/A", "dense/G", "x/A", "x/G"], 500.0)
+    counts = counted(factors, rows, 1024, wanted=None)
+    per_column = ROWS_PER_COLUMN / 500
+    expected = {"dense/A": 1000 * per_column, "dense/G": 1, "x/A": 1, "x/G": 5000 * per_column}
+    assert counts == expected
+    assert "dense/A" not in counted(factors, rows, 4, wanted=None), "all ranks"
+    assert counted(factors, {"dense/A": 0.0, "dense/G": 0.01}, 64, wanted=None) == {}, "few rows"
+    assert strides(factors, {"dense/G": 500.0}, wanted=None) == {
+        "dense/G": 500 // (3 * ROWS_PER_COLUMN)
+    }
+    assert strides(factors, rows, wanted=400) == {}
+    assert strides(factors, rows, wanted=250)["dense/A"] == 2
+    together = strides(factors, rows, wanted=400, together=2)
+    assert together["dense/A"] == 2, "two ranks have the parts of a sequence"

@@ -1,4 +1,4 @@
-"""The running average of a factor."""
+"""A factor: the sum of a batch, and the running average."""
 
 import math
 from copy import deepcopy
@@ -17,7 +17,7 @@ from ds_kfac.curvature.factor import (
     usable,
 )
 from tests.close import close
-from tests.curvature.one_factor import fold
+from tests.curvature.one_factor import SIDES, fold
 from tests.ops.specification import symmetric_pack
 from tests.oracle import ReferenceKFAC
 
@@ -129,3 +129,22 @@ def test_the_reference_treats_a_spike_alike():
         fold(G, symmetric_pack(g.T @ g), torch.tensor(20.0), decay=0.9)
         for actual, expected in zip((A, G), kfac.factors["0"], strict=True):
             close(dense(actual), expected, sums=20 + step)
+
+
+@pytest.mark.parametrize("side", [*SIDES, Side.dense(5).repeated(3)], ids=str)
+def test_a_sum_has_the_blocks_of_the_second_moment_of_the_rows_that_count(side):
+    """Whatever the other rows hold."""
+    x = torch.randn(33, side.dim, generator=torch.Generator().manual_seed(0))
+    kept = torch.arange(33) % 3 > 0
+    bias = side.dim > 1 and side.block not in (0, 5)
+    if bias:
+        x[:, -1] = 1
+    rows = x[:, : side.dim - bias].clone()
+    rows[~kept] = math.nan
+    total = side.accumulate_(torch.zeros(side.numel), rows, kept=kept, bias=bias, scale=0.25)
+    blocks = [block for group in side.blocks(total) for block in group]
+    index = torch.arange(side.dim) // max(1, side.block)
+    moment = 0.25 * x[kept].double().T @ x[kept].double() * (index[:, None] == index)
+    assert bool(blocks) == (side.block > 0)
+    if blocks:
+        close(torch.block_diag(*blocks), moment, sums=33)

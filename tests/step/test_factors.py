@@ -72,6 +72,25 @@ SPLIT = {"l0/A": 0, "l0/G": 1, "l1/A": 1, "l1/G": 0}
 WHOLE = {"l0/A": 0, "l0/G": 0, "l1/A": 1, "l1/G": 1}
 
 
+TRAVELLING = 1
+"""As ``bucket_bytes``: each eigenbasis travels in a message of its own."""
+
+
+def test_all_workers_have_the_same_bits_of_eigenbases_that_travel_in_16_bits():
+    """The rank that decomposes a factor uses the eigenvectors that it has sent, not those that it
+    has computed."""
+    plan = replace(plan_with(SPLIT, workers=2), wire=torch.bfloat16, bucket_bytes=TRAVELLING)
+    first, second = FakeNetwork(2).run(
+        lambda channel: stepped(channel, plan, FactorsDue(KEYS, KEYS))[1].bases
+    )
+    assert first.keys() == second.keys() == KEYS
+    for key, basis in first.items():
+        (vectors,) = basis.vectors
+        assert torch.equal(vectors, second[key].vectors[0]), key
+        assert torch.equal(vectors, vectors.bfloat16().float()), key
+        assert torch.equal(basis.values, second[key].values), key
+
+
 @pytest.mark.parametrize("eigen_workers", [SPLIT, WHOLE], ids=["split", "whole"])
 @pytest.mark.parametrize(
     "captured", [KEYS, {"l0/A", "l1/A"}, {"l0/G", "l1/A", "l1/G"}], ids=["all", "A", "some"]

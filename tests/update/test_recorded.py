@@ -93,31 +93,12 @@ def test_who_is_recorded(case):
 
 
 CASES = {
-    "adam": (
-        "adam-z0-fp16",
-        "adam-z0-clipped",
-        "adam-z1-offload",
-        "adam-z1-bf16",
-        "adam-z2-fp16",
-        "adam-z3",
-        "adam-z2-relative_damping",
-        "adam-z2-bf16-clipped",
-        "adam-z2-bf16-accum32",
-        "adam-z1-unrotated",
-    ),
-    "gradient": (
-        "z0-noclip",
-        "z0-groups",
-        "z1-offload",
-        "z1-bf16",
-        "z2-relative_damping",
-        "z2-fp16-corrected",
-        "z2-bf16-corrected",
-        "z3-clipped",
-        "z3-fp16-corrected",
-        "z3-bf16-accum32-corrected",
-    ),
+    "adam": "z0-fp16 z0-clipped z1-offload z1-bf16 z2-fp16 z3 z2-relative_damping "
+    "z2-bf16-clipped z2-bf16-accum32 z1-unrotated",
+    "gradient": "z0-noclip z0-groups z1-offload z1-bf16 z2-relative_damping z2-fp16-corrected "
+    "z2-bf16-corrected z3-clipped z3-fp16-corrected z3-bf16-accum32-corrected",
 }
+"""Modes that are recorded, by rule."""
 REPLAYS = 3
 """Of four steps. The first is launched as it is. New eigenbases are copied to where the last ones
 were."""
@@ -127,7 +108,8 @@ were."""
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("rule", CASES)
 def test_engines_with_recorded_steps_match_the_reference(rule, world):
-    cases = [(name, 4) for name in CASES[rule][:: 3 - world]]  # half of them on one rank
+    prefix = "adam-" if rule == "adam" else ""
+    cases = [(prefix + name, 4) for name in CASES[rule].split()[:: 3 - world]]  # half on one rank
     results = run_ranks("tests.deepspeed.recorded:compare", world=world, payload=cases)[0]
     assert len(results) == len(cases) == 5 * world
     for case, result in results.items():
