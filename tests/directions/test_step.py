@@ -11,7 +11,6 @@ import torch
 from ds_kfac.curvature.eigen import Eigenbasis
 from ds_kfac.curvature.factor import Side
 from ds_kfac.directions.direction import Outcome, StepContext
-from ds_kfac.directions.kfac_adamw import direction as kfac_adamw_direction
 from ds_kfac.directions.kfac_adamw.direction import AdamDirection
 from ds_kfac.directions.kfac_gradient import (
     KFACGradient,
@@ -19,7 +18,6 @@ from ds_kfac.directions.kfac_gradient import (
     kl_clip_scale,
     weighted_by_rates,
 )
-from ds_kfac.ops import functional
 from tests.choices import planned
 from tests.close import close, exact, polar_condition
 from tests.deepspeed.toys import Mean, SoftSign
@@ -268,28 +266,6 @@ def test_an_unused_layer_does_not_count_as_one_that_is_not_finite(eigenvalues, d
         layers="ab", times=(1.0, 0.0), eigenvalues=eigenvalues, damping=damping
     )
     assert outcome.replaced == 0 and not results["b"].any() and results["a"].any()
-
-
-@pytest.mark.parametrize("blocks", [(), (1,) * ROWS, (2, 3)])
-@pytest.mark.parametrize("layers", ["a", "abc"])
-def test_kernels_get_memory_without_gaps(layers, blocks, monkeypatch):
-    """Triton's would leave anything else to plain torch, silently."""
-    called = []
-
-    def checked(op):
-        def run(*tensors, **options):
-            called.append(op.__name__)
-            assert all(x.is_contiguous() for x in tensors if x is not None), [
-                x.stride() for x in tensors
-            ]
-            op(*tensors, **options)
-
-        return run
-
-    for op in (functional.adam_step_, functional.finish_direction_):
-        monkeypatch.setattr(kfac_adamw_direction, op.__name__, checked(op))
-    stepped(AdamDirection, layers=layers, batched=True, blocks=blocks, groups=ADAM, adam=ORTHOGONAL)
-    assert called == ["adam_step_", "finish_direction_"]
 
 
 @pytest.mark.parametrize("batched", [False, True])

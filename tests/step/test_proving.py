@@ -3,7 +3,6 @@ layer that does not fit, when it comes back, and what fits though it is rounded 
 
 import contextlib
 import io
-from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -91,14 +90,6 @@ class Pulled(Heads):
         z = torch.tanh(self.k(z)) + self.q(z) * torch.sigmoid(self.v(z))
         loss = cross_entropy(self.head(z), y)
         return loss + self.pull * self.v.weight.square().sum() if self.pull else loss
-
-
-class Island(Net):
-    """In fp32, whatever torch_autocast says."""
-
-    def forward(self, x, y=None):
-        with torch.autocast("cpu", enabled=False):
-            return super().forward(x, y)
 
 
 @contextlib.contextmanager
@@ -328,64 +319,3 @@ def test_a_loaded_run_proves_again_and_a_layer_that_did_not_fit_has_no_curvature
     ranks = run_ranks("tests.step.test_proving:saved_worker", world=2, payload=str(tmp_path))
     assert [proves for proves, _ in ranks] == [[False, True]] * 2
     assert set().union(*(found for _, found in ranks)) == {"first", "head"}
-
-
-def checked(mode, accumulation: int, model: nn.Module, change=lambda model: None) -> tuple:
-    """The layers that do not fit after a step, and the checks of all."""
-    proving.RAISES, told = False, {}
-    with contextlib.redirect_stderr(io.StringIO()):
-        engine = build(mode, accumulation, model=model)
-    change(model)
-    kfac = engine.kfac.preconditioner
-    plain = kfac.proving.record
-    kfac.proving.record = lambda verdict: told.update(verdict.checks) or plain(verdict)
-    train(engine, accumulation, steps=1)
-    unfit = dict(kfac.proving.unfit)
-    engine.destroy()
-    return unfit, told
-
-
-def hooked_worker(factor: float) -> tuple:
-    model = Net()
-    if dist.get_rank() == 1:
-        model.middle.weight.register_hook(
-            lambda gradient: None if factor == 1 else gradient * factor
-        )
-    unfit, told = checked(BY_NAME["z0"], 1, model)
-    return unfit, {name: seen.hooked for name, seen in told.items()}
-
-
-@pytest.mark.parametrize("factor", [1.0, 0.5])
-def test_a_layer_with_a_hook_on_its_weight_is_judged_by_the_gradient_that_the_hook_makes(factor):
-    """A logger's hook on any rank changes nothing; one that scales it is named."""
-    ranks = run_ranks("tests.step.test_proving:hooked_worker", world=2, payload=factor)
-    for unfit, hooked in ranks:
-        assert hooked == {"first": 0, "middle": 1, "head": 0}
-        assert set(unfit) == (set() if factor == 1 else {"middle"})
-        assert factor == 1 or "a hook on its parameters changes the gradient" in unfit["middle"]
-
-
-def freeze_bias(model: nn.Module) -> None:
-    model.first.bias.requires_grad_(False)
-
-
-def fitting_worker(_) -> dict:
-    found = {}
-    for stage in (1, 2, 3):
-        for name, model, change in (
-            (f"z{stage}", Net(), freeze_bias),
-            (f"z{stage}-autocast_bfloat16", Island(), lambda model: None),
-        ):
-            _, told = checked(replace(BY_NAME[name], clip=0.0), 2, model, change)
-            found[name] = {layer: seen.ratio for layer, seen in told.items()}
-    return found
-
-
-def test_layers_fit_whose_gradients_are_sent_in_16_bits_or_whose_bias_is_frozen_since_attach():
-    """torch_autocast sends the gradient of a Linear in 16 bits, also where the model runs it in
-    fp32."""
-    for rank in run_ranks("tests.step.test_proving:fitting_worker", world=2):
-        assert len(rank) == 6
-        for name, told in rank.items():
-            assert told.keys() == {"first", "middle", "head"}, name
-            assert max(told.values()) < 0.5, (name, told)

@@ -1,5 +1,4 @@
-"""A group owns what is kept of its layers: every tensor is there once, stays where it is, and
-changes in place."""
+"""A group: which layers make one, and what becomes of moments that leave an eigenbasis."""
 
 from dataclasses import replace
 
@@ -7,7 +6,9 @@ import pytest
 import torch
 
 from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis
-from ds_kfac.update.groups import LayerGroup
+from ds_kfac.curvature.factor import Side
+from ds_kfac.update import rotation
+from ds_kfac.update.groups import LayerGroup, evenly_spaced, group_by_shape
 from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues
 from tests.close import close, exact
 from tests.models import linear_layer
@@ -83,3 +84,41 @@ def test_a_side_that_was_the_identity_when_it_was_saved_begins_as_one():
     momentum = LayerBasis(basis(0).G, plain).restore(group.state(0).moments.first_OI)
     group.rebase(0, A=new.A)
     close(group.state(0).basis.restore(group.state(0).moments.first_OI), momentum, sums=TURNED)
+
+
+def test_matrices_at_equal_distances_in_one_memory_are_a_view_and_no_others_are():
+    memory = torch.arange(60.0)
+    parts = [memory[start : start + 6].view(2, 3) for start in (4, 24, 44)]
+    exact(evenly_spaced(parts), torch.stack(parts))
+    assert evenly_spaced(parts).data_ptr() == parts[0].data_ptr() and evenly_spaced(
+        parts[1:2]
+    ).shape == (1, 2, 3)
+    others = [
+        parts[::-1],
+        [*parts[:2], memory[45:51].view(2, 3)],
+        [x.mT for x in parts],
+        [parts[0], parts[0]],
+        [memory[2 * k :][:6].view(2, 3) for k in range(3)],
+        [*parts[:2], parts[2].clone()],
+        [torch.zeros(6).view(2, 3) for _ in range(2)],
+    ]
+    assert [evenly_spaced(each) for each in others] == [None] * 7
+
+
+def test_layers_of_one_shape_and_structure_are_together_as_far_as_memory_allows(monkeypatch):
+    shapes = {"a": (7, 5), "b": (13, 5), "c": (7, 5), "d": (5, 7), "e": (13, 5), "f": (7, 5)}
+    layers = [linear_layer(name, *shape) for name, shape in shapes.items()]
+
+    def grouped(layers, key=lambda layer: None) -> list[str]:
+        return ["".join(each.name for each in group) for group in group_by_shape(layers, key=key)]
+
+    assert grouped(layers) == ["acf", "be", "d"]
+    assert grouped(layers, key=None) == [*"abcdef"]
+    assert grouped(layers, key=lambda layer: layer.name in "af") == ["af", "be", "c", "d"]
+    identity = [replace(layer, G=Side.identity(layer.G.dim)) for layer in layers[:3:2]]
+    assert grouped([*identity, layers[5]]) == ["ac", "f"]
+    assert grouped([replace(layer, A=Side(7, 4)) for layer in layers[:3:2]]) == ["a", "c"]
+    large = [linear_layer(name, 4096, 1024) for name in "abcde"]
+    assert grouped(large) == ["abc", "d", "e"], "256 MiB of eigenvectors"
+    monkeypatch.setattr(rotation, "BATCHED", 8 * 35)
+    assert grouped(layers) == ["acf", "b", "d", "e"], "matrices that are large stay alone"
