@@ -1,5 +1,5 @@
-"""One step of orthogonal iteration against its specification in float64, and what its guards
-refuse."""
+"""One step of orthogonal iteration gives an orthogonal basis, and its guards refuse wrong ones.
+tests/deepspeed/test_iteration.py compares it with the oracle's."""
 
 from dataclasses import replace
 
@@ -39,21 +39,6 @@ def second_moment(
 def turned(C: torch.Tensor, width: int, seed: int = 5) -> torch.Tensor:
     U = orthogonal(width, seed).double()
     return (U @ C @ U.T).float()
-
-
-def specification(C: torch.Tensor, Q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """As it is written, by LAPACK's QR in float64; and the condition of what is orthogonalized."""
-    C, Q = C.double(), Q.double()
-    sizes = ((C @ Q) * Q).sum(0)
-    top = float(sizes.max()) or 1.0
-    Z = (C @ Q / top + max(8.0, len(C) ** 0.5) * EPS * Q)[
-        :, sizes.argsort(descending=True, stable=True)
-    ]
-    Z = Z / Z.norm(dim=0)
-    new, R = torch.linalg.qr(Z)
-    new = new * R.diagonal().sign()
-    values, order = (new * (C @ new)).sum(0).sort(stable=True)
-    return values, new[:, order], float(torch.linalg.cond(Z))
 
 
 def off(C: torch.Tensor, Q: torch.Tensor) -> float:
@@ -98,9 +83,7 @@ def iterated(C: torch.Tensor, Q: torch.Tensor, device: str) -> list[torch.Tensor
 @DEVICES
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_step_is_its_specification_and_an_orthogonal_basis_with_its_own_values(
-    name, width, device
-):
+def test_a_step_gives_an_orthogonal_basis_with_its_own_values(name, width, device):
     C, Q = cases(width)[name]
     values, vectors, right = iterated(C, Q, device)
     assert right and torch.equal(values, values.sort().values) and values.min() >= 0
@@ -110,24 +93,6 @@ def test_a_step_is_its_specification_and_an_orthogonal_basis_with_its_own_values
     terms = {"sums": 2 * width, "scale": float(C.double().norm()), "dtype": torch.float32}
     close(values, own, **terms)
     assert off(C, vectors) <= off(C, Q) + width * EPS, "a step never leaves more off the diagonal"
-    if name not in ("steep", "few rows"):  # all directions are more than rounding
-        check_specification(name, C, Q, values, vectors)
-
-
-def check_specification(name, C, Q, values, vectors) -> None:
-    width = len(C)
-    expected, new, condition = specification(C, Q)
-    # two products with C, two passes of a Gram matrix, its factor and a triangular solve
-    close(values, expected, sums=8 * width, condition=condition)
-    if name == "clusters":  # equal values may change places: their subspaces are compared
-        for own in (slice(0, width // 2), slice(width // 2, None)):
-            found, wanted = (x[:, own] @ x[:, own].T for x in (vectors, new))
-            close(found, wanted, sums=8 * width, condition=condition)
-        return
-    if width > 1 and name != "zero":
-        apart = float(expected.diff().min() / expected.max())
-        assert apart > width * EPS, "no two change places by rounding"
-    close(vectors, new, sums=8 * width, condition=condition**2, dtype=torch.float32)
 
 
 def test_what_stays_off_the_diagonal_is_refused(monkeypatch):

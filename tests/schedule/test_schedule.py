@@ -117,25 +117,3 @@ def test_due_and_the_counts_depend_on_the_step_only(seed):
         done = expected[: step + 1]
         assert schedule.captures(step) == sum(due.capture for due in done), (schedule, step)
         assert schedule.refreshes(step) == sum(due.refresh for due in done), (schedule, step)
-
-
-# displaced
-
-
-def test_offsets_spread_the_burn_in_evenly_over_its_interval():
-    def at_once(refresh: int, kind: str, offsets: range) -> list[int]:
-        """How many of the displaced schedules are due, in each step of the burn-in."""
-        plain = Schedule(constant(10), constant(refresh), BurnIn(50, 5, 10))
-        schedules = [plain.displaced(offset) for offset in offsets]
-        return [sum(getattr(each.due(step), kind) for each in schedules) for step in range(1, 50)]
-
-    assert max(at_once(100, "refresh", range(100))) <= 10
-    assert max(at_once(100, "capture", range(100))) <= 20
-    # and where that is an odd number of captures
-    assert max(at_once(50, "refresh", range(50))) == 5
-    assert max(at_once(10, "refresh", range(10))) == 1
-    # captures in the same steps
-    together = range(0, 100, 10)
-    every_fifth = [step % 5 == 0 for step in range(1, 50)]
-    assert at_once(100, "refresh", together) == [5 * due for due in every_fifth]
-    assert at_once(100, "capture", together) == [10 * due for due in every_fifth]
