@@ -148,3 +148,8 @@ def test_a_sum_has_the_blocks_of_the_second_moment_of_the_rows_that_count(side):
     assert bool(blocks) == (side.block > 0)
     if blocks:
         close(torch.block_diag(*blocks), moment, sums=33)
+
+
+@pytest.mark.parametrize(("dim", "block"), [(8, 8), (9, 5), (17, 6)])
+def test_a_long_side_is_cut_evenly(dim, block):
+    assert Side.blocks_of(dim, 8) == Side(dim, block)

@@ -12,6 +12,7 @@ from ds_kfac.curvature.eigen import Eigenbasis
 from ds_kfac.curvature.factor import Side
 from ds_kfac.directions.direction import Outcome, StepContext
 from ds_kfac.directions.kfac_adamw.direction import AdamDirection
+from ds_kfac.directions.kfac_adamw.group_step import BASE
 from ds_kfac.directions.kfac_gradient import (
     KFACGradient,
     KFACGradientRule,
@@ -266,6 +267,22 @@ def test_an_unused_layer_does_not_count_as_one_that_is_not_finite(eigenvalues, d
         layers="ab", times=(1.0, 0.0), eigenvalues=eigenvalues, damping=damping
     )
     assert outcome.replaced == 0 and not results["b"].any() and results["a"].any()
+
+
+def test_adam_takes_the_betas_of_the_layers_own_group():
+    groups = [
+        {"lr": RATE, "betas": (0.8, 0.9), "eps": 0.1},
+        {"lr": RATE, "betas": (0.1, 0.2), "eps": 10.0},
+    ]
+    _, results, moments = stepped(AdamDirection, groups=groups)
+    basis = random_basis(ROWS, COLUMNS, seed=0)
+    rotated = basis.rotate(gradients_of("a")["a"])
+    close(moments["a"].first_OI, 0.2 * rotated, sums=SUMS)
+    close(moments["a"].second_OI, 0.1 * rotated.square(), sums=SUMS)
+    ahead, head = 1 + 0.8 / (1 + 0.8), BASE / COLUMNS  # Nesterov's; a head's part of the rate
+    close(
+        results["a"], head * basis.restore(ahead * rotated / (rotated.abs() + 0.1)), sums=2 * SUMS
+    )
 
 
 @pytest.mark.parametrize("batched", [False, True])

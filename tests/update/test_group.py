@@ -100,9 +100,10 @@ def test_matrices_at_equal_distances_in_one_memory_are_a_view_and_no_others_are(
         [parts[0], parts[0]],
         [memory[2 * k :][:6].view(2, 3) for k in range(3)],
         [*parts[:2], parts[2].clone()],
+        [parts[0], torch.zeros(60)[24:30].view(2, 3)],
         [torch.zeros(6).view(2, 3) for _ in range(2)],
     ]
-    assert [evenly_spaced(each) for each in others] == [None] * 7
+    assert [evenly_spaced(each) for each in others] == [None] * 8
 
 
 def test_layers_of_one_shape_and_structure_are_together_as_far_as_memory_allows(monkeypatch):
