@@ -3,6 +3,7 @@ layer that does not fit, when it comes back, and what fits though it is rounded 
 
 import contextlib
 import io
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +16,7 @@ from ds_kfac.step import proving
 from tests.deepspeed.modes import BY_NAME, KFAC
 from tests.deepspeed.runs import build, micro_batches, train
 from tests.models import CLASSES, FEATURES, Net, cross_entropy
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.distributed
 OFTEN = {**KFAC, "eigenbasis": {"refresh_interval": 1}, "burn_in": {"steps": 0}}
@@ -319,3 +320,25 @@ def test_a_loaded_run_proves_again_and_a_layer_that_did_not_fit_has_no_curvature
     ranks = run_ranks("tests.step.test_proving:saved_worker", world=2, payload=str(tmp_path))
     assert [proves for proves, _ in ranks] == [[False, True]] * 2
     assert set().union(*(found for _, found in ranks)) == {"first", "head"}
+
+
+class Island(Net):
+    """In fp32, whatever torch_autocast says."""
+
+    def forward(self, x, y=None):
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x, y)
+
+
+@on_ranks(2)
+def test_layers_fit_whose_gradients_are_sent_in_16_bits_or_whose_bias_is_frozen_since_attach():
+    """torch_autocast sends the gradient of a Linear in 16 bits, also where the model runs it in
+    fp32. A layer that does not fit raises in tests."""
+    for stage in (1, 2, 3):
+        for name, model in ((f"z{stage}", Net()), (f"z{stage}-autocast_bfloat16", Island())):
+            engine = build(replace(BY_NAME[name], clip=0.0), 2, model=model)
+            model.first.bias.requires_grad_(isinstance(model, Island))
+            train(engine, 2, steps=1)
+            kfac = engine.kfac.preconditioner
+            assert kfac.proving.unfit == {} and kfac.metrics.values()["factor_updates"], name
+            engine.destroy()
