@@ -99,8 +99,8 @@ def measured() -> Iterator[tuple[str, float]]:
             yield f"files: {walk}", files
     kinds = {"plain step": test_operations.PLAIN, "factor update": test_operations.UPDATE}
     for name, interval in kinds.items():
-        found, _ = run_ranks("tests.step.test_operations:worker", world=1, payload=interval)[0]
-        operations, nbytes = test_operations.totals(found)
+        (found,) = run_ranks("tests.step.test_operations:worker", world=1, payload=interval)
+        operations, nbytes = found
         yield f"operations: {name}", operations
         yield f"bytes an element: {name}", round(nbytes, 1)
 

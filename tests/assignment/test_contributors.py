@@ -1,7 +1,6 @@
 """Which ranks give a factor its rows: pure, near its eigen worker, all of them in turn."""
 
 from collections import Counter
-from functools import partial
 
 import pytest
 
@@ -54,25 +53,20 @@ def test_the_parts_of_a_sequence_contribute_together(count, expected):
 
 
 def test_ranks_and_strides_leave_the_rows_of_an_update():
-    factors = factor_specs([linear_layer("wide", 1000, 3), linear_layer("narrow", 10, 3)])
-    rows = dict.fromkeys(["wide/A", "wide/G", "narrow/A", "narrow/G"], 500.0)
-    few = {"wide/G": 1, "narrow/A": 1, "narrow/G": 1}
-    counts = partial(counted, factors, wanted=None)
-    assert counts(rows, 64) == {"wide/A": ROWS_PER_COLUMN * 1000 / 500, **few}
-    assert counts(rows, 4) == few, "the other one has all ranks"
-    assert counts({"wide/A": 0.0, "narrow/A": 0.01}, 64) == {}, "few rows: all ranks"
-    assert counted(factors, rows, 64, wanted=1200) == dict.fromkeys(rows, 3)
-    rows["narrow/G"] = 30.0
-    found = strides(factors, rows, wanted=None)
-    assert found == {"wide/G": 500 // (3 * ROWS_PER_COLUMN), "narrow/A": 12, "narrow/G": 2}
+    A = linear_layer("dense", 1000, 3)
+    other = LayerSpec("x", "Linear", "x", "w", None, Side.blocks_of(1000, 100), Side.diagonal(5000))
+    factors = factor_specs([A, other])
+    rows = dict.fromkeys(["dense/A", "dense/G", "x/A", "x/G"], 500.0)
+    counts = counted(factors, rows, 1024, wanted=None)
+    per_column = ROWS_PER_COLUMN / 500
+    expected = {"dense/A": 1000 * per_column, "dense/G": 1, "x/A": 1, "x/G": 5000 * per_column}
+    assert counts == expected
+    assert "dense/A" not in counted(factors, rows, 4, wanted=None), "all ranks"
+    assert counted(factors, {"dense/A": 0.0, "dense/G": 0.01}, 64, wanted=None) == {}, "few rows"
+    assert strides(factors, {"dense/G": 500.0}, wanted=None) == {
+        "dense/G": 500 // (3 * ROWS_PER_COLUMN)
+    }
     assert strides(factors, rows, wanted=400) == {}
-    assert strides(factors, rows, wanted=250)["narrow/A"] == 2
+    assert strides(factors, rows, wanted=250)["dense/A"] == 2
     together = strides(factors, rows, wanted=400, together=2)
-    assert together["narrow/A"] == 2, "two ranks have the parts of a sequence"
-
-
-def test_blocks_need_rows_for_their_width_and_diagonals_for_each_entry():
-    A, G = Side.blocks_of(1000, 100), Side.diagonal(5000)
-    layer = LayerSpec("x", "Linear", "x", "x.weight", None, A, G)
-    found = counted(factor_specs([layer]), {"x/A": 100.0, "x/G": 100.0}, 1024, wanted=None)
-    assert found == {"x/A": ROWS_PER_COLUMN, "x/G": ROWS_PER_COLUMN * 50}
+    assert together["dense/A"] == 2, "two ranks have the parts of a sequence"

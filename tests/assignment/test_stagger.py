@@ -43,12 +43,6 @@ def slowest(factors, eigen_workers, offsets, steps) -> list[float]:
     ]
 
 
-def test_heavy_factors_of_different_ranks_share_a_step():
-    _, offsets, worst = stagger([900, 100, 800, 100], [0, 0, 1, 1], refresh=2)
-    assert offsets["l0/A"] == offsets["l2/A"] != offsets["l1/A"] == offsets["l3/A"]
-    close(worst, eigh(900))
-
-
 @pytest.mark.parametrize("world", [1, 4, 64])
 @pytest.mark.parametrize("table", TABLES)
 def test_no_step_of_a_large_model_does_more_than_its_largest_factor_or_its_share(table, world):

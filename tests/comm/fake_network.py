@@ -28,13 +28,11 @@ class FakeNetwork:
     """Stands in for ``torch.distributed``.
 
     Attributes:
-        wire: bytes from each rank to others, as they were really sent, padding included.
         entered: collectives entered by each rank.
     """
 
     def __init__(self, world: int) -> None:
         self.world = world
-        self.wire: Counter[int] = Counter()
         self.entered = [0] * world
         self.posted = Posted()
 
@@ -71,10 +69,9 @@ class FakeNetwork:
         group: int,
         async_op: bool,
     ) -> Any:
-        rank, width = group, input.element_size()
+        rank = group
         assert sum(input_split_sizes) == input.numel() and sum(output_split_sizes) == output.numel()
         number, self.entered[rank] = self.entered[rank], self.entered[rank] + 1
-        self.wire[rank] += width * (input.numel() - input_split_sizes[rank])
         self.posted[number, rank].set_result(input.clone().split(input_split_sizes))
         handle = _Handle(self, number, rank, output, output_split_sizes)
         return handle if async_op else handle.wait()

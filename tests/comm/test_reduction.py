@@ -8,7 +8,7 @@ import torch
 
 from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import factor_specs
-from ds_kfac.comm.reduce import CACHED, COUNTS, DTYPES, Reducer, ReductionPlan, buckets, payloads
+from ds_kfac.comm.reduce import DTYPES, Reducer, ReductionPlan, buckets, payloads
 from ds_kfac.model.rows import BatchSum
 from tests.comm.fake_network import FakeNetwork
 from tests.models import linear_layer
@@ -16,68 +16,44 @@ from tests.models import linear_layer
 CPU = torch.device("cpu")
 FACTORS = factor_specs([linear_layer(f"l{i}", 5 + 2 * i, 3 + i) for i in range(4)])
 KEYS = frozenset(factor.key for factor in FACTORS)
-SOME = frozenset({"l0/A", "l2/G", "l3/A"})
 LARGE = 2**28
 TOLERANCE = {"fp32": 1e-6, "bf16": 2**-8}
 """Of an element, relative to its slot's largest: one rounding of every rank's; in fp32 only the
 order of the sum."""
+COUNTS = torch.tensor([1000.5, 1.0, 2000.5])
+"""Exact in fp32 only."""
 
 
-class Run:
-    """One reduction of the factors ``keys`` on every rank.
+def reduced(world: int, name: str, values, *, first: int = 0) -> tuple[list, dict[str, BatchSum]]:
+    """The slots of one reduction of all factors, and what their owners have.
 
     Args:
-        values: (slot, rank) -> the sum's elements, or None: that rank has no rows.
-        count: number of contributors of each factor; None: all ranks.
+        values: (slot, rank) -> the sum's elements.
         first: by how many ranks the owners are displaced. With three ranks and more one owns
             nothing.
     """
+    owners = max(1, world - 1)
+    eigen_workers = {
+        factor.key: (first + 3 * i + i // 2) % owners for i, factor in enumerate(FACTORS)
+    }
+    plan = ReductionPlan(FACTORS, eigen_workers, Contributors(world), DTYPES[name], LARGE)
+    slots, _ = plan.of(KEYS, 0)
 
-    def __init__(
-        self, world, name, values, *, count=None, nbytes=LARGE, first=0, keys=KEYS, step=0
-    ) -> None:
-        owners = max(1, world - 1)
-        eigen_workers = {
-            factor.key: (first + 3 * i + i // 2) % owners for i, factor in enumerate(FACTORS)
-        }
-        counts = {} if count is None else dict.fromkeys(KEYS, count)
-        contributors = Contributors(world, world, counts=counts)
-        self.network, self.dtype, self.keys, self.step = (
-            FakeNetwork(world),
-            DTYPES[name],
-            keys,
-            step,
-        )
-        self.plan = ReductionPlan(FACTORS, eigen_workers, contributors, self.dtype, nbytes)
-        self.slots, self.buckets = self.plan.of(keys, step)
-        self.values = {}
-        for place, slot in enumerate(self.slots):
-            for rank in slot.contributors:
-                if (own := values(slot, rank)) is not None:
-                    # counts that are exact in fp32 only
-                    counted = torch.tensor([1000.5 + 10 * rank + place, 1.0, 2000.5 + rank])
-                    self.values[slot.factor, rank] = own, counted
-        self.found: dict[str, BatchSum] = {}
-        self.channels = self.network.run(self._work)
-
-    def _work(self, channel):
-        reducer = Reducer(self.plan, channel, CPU)
-        asked = set(reducer.begin(self.keys, self.step))
-        assert asked == {s.factor for s in self.slots if channel.rank in s.contributors}
+    def work(channel) -> dict[str, BatchSum]:
+        reducer = Reducer(plan, channel, CPU)
+        assert set(reducer.begin(KEYS, 0)) == KEYS
         sums = {
-            key: BatchSum(*(x.clone() for x in own))
-            for (key, rank), own in self.values.items()
-            if rank == channel.rank
+            slot.factor: BatchSum(values(slot, channel.rank), COUNTS + channel.rank)
+            for slot in slots
         }
         found = reducer.reduce(sums)
-        assert set(found) == {slot.factor for slot in self.slots if slot.owner == channel.rank}
-        self.found |= found
-        return channel
+        assert set(found) == {slot.factor for slot in slots if slot.owner == channel.rank}
+        return found
 
-    def parts(self, slot, which: int = 0) -> torch.Tensor:
-        """By contributor with rows: elements, or counts."""
-        ranks = [rank for rank in slot.contributors if (slot.factor, rank) in self.values]
-        return torch.stack([self.values[slot.factor, rank][which] for rank in ranks])
+    found: dict[str, BatchSum] = {}
+    for of_rank in FakeNetwork(world).run(work):
+        found |= of_rank
+    return slots, found
 
 
 def random(slot, rank: int) -> torch.Tensor:
@@ -85,57 +61,36 @@ def random(slot, rank: int) -> torch.Tensor:
     return torch.randn(slot.numel, generator=generator)
 
 
-def on_rank_0(slot, rank: int) -> torch.Tensor | None:
-    return random(slot, rank) if rank == 0 else None
-
-
-@pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize(
-    ("world", "count", "keys", "values"),
-    [
-        (1, None, KEYS, random),
-        (2, None, KEYS, random),
-        (3, None, SOME, random),
-        (3, 2, KEYS, random),
-        (5, 1, KEYS, random),
-        (5, 3, KEYS, random),
-        (2, None, KEYS, on_rank_0),
-    ],
-)
-@pytest.mark.parametrize("nbytes", [LARGE, 150])
-def test_owners_get_the_sum_over_all_contributors(world, count, keys, values, name, nbytes):
-    for step in range(3):
-        run = Run(world, name, values, count=count, nbytes=nbytes, keys=keys, step=step)
-        assert set(run.found) == keys and bool(run.buckets) == (world > 1 and count != 1)
-        for slot in run.slots:
-            parts, found = run.parts(slot).double(), run.found[slot.factor]
-            assert found.ranks == len(slot.contributors) == (count or world)
-            bound = TOLERANCE[name] * parts.abs().amax(dim=1).sum()
-            assert (found.sum_P - parts.sum(dim=0)).abs().max() <= bound
-            assert torch.equal(found.counts, run.parts(slot, 1).sum(dim=0)), "in fp32"
-
-
 @pytest.mark.parametrize("name", DTYPES)
 def test_a_sum_is_the_same_bits_whoever_owns_it(name):
     """Of layers that are not cut every tensor-parallel rank has an owner of its own."""
-    runs = [Run(4, name, random, first=first) for first in range(3)]
-    assert len({slot.owner for run in runs for slot in run.slots}) == 3
-    for key in KEYS:
-        for run in runs[1:]:
-            assert torch.equal(run.found[key].sum_P, runs[0].found[key].sum_P), key
+    runs = [reduced(4, name, random, first=first) for first in range(3)]
+    assert len({slot.owner for slots, _ in runs for slot in slots}) == 3
+    for slot in runs[0][0]:
+        expected = sum(random(slot, rank).double() for rank in range(4))
+        largest = sum(random(slot, rank).abs().max() for rank in range(4))
+        for _, found in runs:
+            part, other = found[slot.factor], runs[0][1][slot.factor]
+            assert torch.equal(part.sum_P, other.sum_P), slot.factor
+            assert (part.sum_P - expected).abs().max() <= TOLERANCE[name] * largest
+            assert torch.equal(part.counts, 4 * COUNTS + 6), "in fp32"
 
 
 def test_sums_are_added_up_in_32_bits():
     """In 16 bits 256 + 1 is 256."""
-    run = Run(4, "bf16", lambda slot, rank: torch.full((slot.numel,), 256.0 if rank == 0 else 1.0))
-    assert all((part.sum_P == 259).all() for part in run.found.values())
+    _, found = reduced(
+        4, "bf16", lambda slot, rank: torch.full((slot.numel,), 256.0 if rank == 0 else 1.0)
+    )
+    assert all((part.sum_P == 259).all() for part in found.values())
 
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_the_ends_of_the_range_zeros_and_what_is_not_finite_arrive(name):
     bad = {"l0/A": 1e-37, "l0/G": 1e37, "l1/A": float("nan"), "l2/G": float("inf")}
-    run = Run(2, name, lambda slot, rank: torch.full((slot.numel,), bad.get(slot.factor, 0.0)))
-    for key, part in run.found.items():
+    _, found = reduced(
+        2, name, lambda slot, rank: torch.full((slot.numel,), bad.get(slot.factor, 0.0))
+    )
+    for key, part in found.items():
         value = bad.get(key, 0.0)
         if key in ("l0/A", "l0/G"):
             assert ((part.sum_P / value - 2).abs() <= 2 * TOLERANCE[name]).all(), key
@@ -166,37 +121,3 @@ def test_no_rank_sends_or_receives_more_than_the_bound_in_a_message(count, nbyte
             received[target] += size
         assert max(sent.values()) <= nbytes and max(received.values()) <= nbytes
     assert covered == {slot.factor: slot.numel for slot in slots if slot.senders}
-
-
-def test_messages_are_made_once_for_the_same_factors_of_the_same_ranks():
-    homes = {factor.key: place % 4 for place, factor in enumerate(FACTORS)}
-    few = Contributors(4, node_size=4, counts=dict.fromkeys(homes, 2))
-    plan = ReductionPlan(FACTORS, homes, few, torch.float32, nbytes=LARGE)
-    seen = {}
-    for step in range(40):
-        made, sent = plan.of(KEYS, step)
-        ranks = tuple(slot.contributors for slot in made)
-        assert seen.setdefault(ranks, sent) is sent
-    assert 1 < len(seen) <= 3, "others of the node in turn"
-    for number in range(2 * CACHED):
-        some = (factor.key for place, factor in enumerate(FACTORS) if number >> place & 1)
-        plan.of(frozenset(some), 0)
-    assert buckets.cache_info().currsize <= CACHED
-
-
-@pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize(("world", "count"), [(2, None), (3, 2), (3, 1)])
-def test_bytes_are_those_that_were_sent_to_others(world, count, name):
-    run = Run(world, name, random, count=count)
-    sent, received = torch.zeros(world), torch.zeros(world)
-    for slot in run.slots:
-        for rank in slot.senders:
-            sent[rank] += run.dtype.itemsize * slot.numel + 4 * COUNTS
-            received[slot.owner] += run.dtype.itemsize * slot.numel + 4 * COUNTS
-    for rank, channel in enumerate(run.channels):
-        assert channel.sent["factors"] == sent[rank]
-        assert channel.received["factors"] == received[rank]
-        calls = channel.calls["factors"]
-        assert calls == run.network.entered[rank] == len(run.buckets) == (count != 1)
-        padding = run.network.wire[rank] - sent[rank]
-        assert 0 <= padding <= 2 * 16 * world * len(run.buckets)

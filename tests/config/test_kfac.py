@@ -44,12 +44,10 @@ def test_null_and_auto_mean_choose_for_me():
     [
         (0.5, Value.constant(0.5)),
         (RAMP, Value.ramp("linear", 0.1, 0.9, 200)),
-        ({**RAMP, "delay": None}, Value.ramp("linear", 0.1, 0.9, 200)),
         (
             {**RAMP, "schedule": "cosine", "delay": 50},
             Value.ramp("cosine", 0.1, 0.9, 200, delay=50),
         ),
-        ({**RAMP, "schedule": "exponential"}, Value.ramp("exponential", 0.1, 0.9, 200)),
         (
             {"schedule": "piecewise", "values": [0.5, 0.1], "steps": [30]},
             Value.piecewise([0.5, 0.1], [30]),
@@ -97,23 +95,13 @@ def test_a_burn_in_is_on_unless_it_has_no_steps(given, burn_in):
     )
 
 
-@pytest.mark.parametrize(("update", "half"), [(1, 1), (2, 1), (5, 3), (10, 5), (PIECES, 1)])
-def test_in_the_burn_in_factors_are_updated_twice_as_often(update, half):
-    assert resolved({"factor": {"update_interval": update}}).schedule.burn_in == BurnIn(
-        50, half, 2 * half
-    )
-
-
 @pytest.mark.parametrize(
     ("given", "where", "what"),
     [
         ({**RAMP, "strat": 1}, ".strat", "unknown key; did you mean kfac.damping.value.start?"),
-        ({**RAMP, "schedule": "lin"}, ".schedule", "got 'lin'; must be one of linear, cosine, "),
         ({"start": 1}, ".schedule", "got None; must be one of linear, cosine, "),
         ({**RAMP, "end": None}, ".end", "missing in {'schedule': 'linear', 'start': 0.1, "),
         ({**RAMP, "start": 0}, ".start", "got 0; input should be greater than 0"),
-        ({**RAMP, "steps": 0}, ".steps", "got 0; input should be greater than or equal to 1"),
-        ({**PIECES, "values": [1, 0, 5]}, ".values.1", "got 0; input should be greater than 0"),
         ({**PIECES, "values": []}, ".values", "got []; list should have at least 1 item"),
         ({**PIECES, "steps": [10]}, ".steps", "got [10]; must be one fewer than the values, 2 "),
         ({**PIECES, "steps": [20, 20]}, ".steps", "got [20, 20]; steps must be strictly incr"),
@@ -127,50 +115,19 @@ def test_an_error_in_a_schedule_says_where_what_and_what_instead(given, where, w
 
 
 @pytest.mark.parametrize(
-    ("section", "key", "wrong", "message"),
-    [
-        ("factor", "update_interval", 0, "greater than or equal to 1"),
-        ("factor", "update_interval", 2.5, "valid integer"),
-        ("eigenbasis", "refresh_interval", 0, "greater than or equal to 1"),
-        ("factor", "decay", 1, "less than 1"),
-        ("factor", "decay", -0.1, "greater than or equal to 0"),
-        ("preconditioner", "kl_clip", -1, "greater than or equal to 0"),
-    ],
-)
-def test_every_number_of_a_schedule_is_checked_like_a_plain_one(section, key, wrong, message):
-    good = 0 if key in ("decay", "kl_clip") else 1
-    for given, path in (
-        (wrong, ""),
-        ({"schedule": "linear", "start": wrong, "end": good, "steps": 3}, ".start"),
-        ({"schedule": "cosine", "start": good, "end": wrong, "steps": 3}, ".end"),
-        ({"schedule": "piecewise", "values": [good, wrong], "steps": [3]}, ".values.1"),
-    ):
-        with pytest.raises(ValueError) as error:
-            parse({section: {key: given}})
-        assert f"\n  kfac.{section}.{key}{path}: got {wrong}; input should be" in str(error.value)
-        assert message in str(error.value)
-
-
-@pytest.mark.parametrize(("section", "key"), [("factor", "decay"), ("preconditioner", "kl_clip")])
-def test_an_exponential_schedule_cannot_touch_zero(section, key):
-    assert parse({section: {key: {**RAMP, "start": 0}}})
-    with pytest.raises(
-        ValueError, match=f"kfac.{section}.{key}.start: got 0; input should be greater than 0"
-    ):
-        parse({section: {key: {**RAMP, "schedule": "exponential", "start": 0}}})
-
-
-@pytest.mark.parametrize(
     ("block", "message"),
     [
         ({"damp": {}}, "kfac.damp: unknown key; did you mean kfac.damping?"),
         ({"damping": {"valeu": 1}}, "kfac.damping.valeu: unknown key; did you mean"),
+        ({"factor": {"decay": 1}}, "kfac.factor.decay: got 1; input should be less than 1"),
+        ({"factor": {"decay": {**RAMP, "end": 1}}}, "decay.end: got 1; input should be less than"),
+        ({"factor": {"decay": {**RAMP, "schedule": "exponential", "start": 0}}}, "decay.start: "),
+        ({"preconditioner": {"kl_clip": -1}}, "kl_clip: got -1; input should be greater than or"),
+        ({"eigenbasis": {"refresh_interval": 0}}, "got 0; input should be greater than or equal"),
         ({"adam_lr": 1}, "kfac.adam_lr: unknown key; it belongs into optimizer.params"),
         ({"kl_clip": 1}, "kfac.kl_clip: unknown key; did you mean kfac.preconditioner.kl_clip?"),
-        ({"xyzzy": 1}, "kfac.xyzzy: unknown key; valid keys: kfac.enabled, kfac.report, "),
         ({"factor": {"update_interval": "10"}}, "update_interval: got '10'; input should be a val"),
         ({"factor": 3}, "kfac.factor: got 3; must be an object"),
-        ({"layers": {"exclude": "head"}}, "kfac.layers.exclude: got 'head'; input should be a va"),
         ({"eigenbasis": {"refresh_interval": 15}}, "(15) must be a multiple of kfac.factor.update"),
         (
             {"preconditioner": {"method": "inverse", "eigenvalues": "corrected"}},
@@ -184,13 +141,10 @@ def test_an_exponential_schedule_cannot_touch_zero(section, key):
         ),
         (True, '"kfac" must be an object such as {"enabled": true}, got True'),
         ({"layers": {"include": ["b", "a("]}}, "include.1: got 'a('; must be a regular expression"),
-        ({"adam": {"except_layers": ["*"]}}, "except_layers.0: got '*'; must be a regular expre"),
         ({"adam": {"except_layers": ["(?i)head"]}}, "must be a part"),
         ({"adam": {"blocks": {"(?i)head": 3}}}, "must be a part"),
         ({"assignment": {"gradient_worker_fraction": 0}}, "_fraction: got 0; input should be gre"),
-        ({"assignment": {"gradient_worker_fraction": 1.5}}, "_fraction: got 1.5; input should be"),
         ({"assignment": {"memory_budget_gb": 0}}, "_gb: got 0; input should be greater than 0"),
-        ({"communication": {"dtype": "fp8"}}, "dtype: got 'fp8'; input should be 'fp32' or 'bf16'"),
         ({"offload": {"device": "nvme"}}, "device: got 'nvme'; input should be 'none' or 'cpu'"),
         # another form is told the right one
         ({"factor.update_interval": 5}, 'write {"factor": {"update_interval": 5}}'),
@@ -266,10 +220,8 @@ def test_other_blocks_are_none_of_our_business():
     "params, message",
     [
         ({"lr": "1e-3"}, "optimizer.params.lr: got '1e-3'; must be a number of at least 0"),
-        ({"betas": 0.9}, "optimizer.params.betas: got 0.9; must be two numbers"),
         ({"betas": [0.9, 1.0]}, "must be two numbers of at least 0 and below 1"),
         ({"torch_adam": 1}, "optimizer.params.torch_adam: got 1; must be true or false"),
-        ({"lr": 10**400}, "optimizer.params.lr: got 1000"),
         ({"eps": float("nan")}, "optimizer.params.eps: got nan; must be a number of at least 0"),
         ([0.1], "optimizer.params: got [0.1]; must be an object"),
     ],

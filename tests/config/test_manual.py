@@ -3,9 +3,6 @@
 import inspect
 from pathlib import Path
 
-import pytest
-from pydantic import BaseModel
-
 from ds_kfac.__main__ import main
 from ds_kfac.config import manual
 from ds_kfac.config.keys import DEFAULTS, Block, KFACConfig
@@ -49,11 +46,3 @@ def test_the_optimizers_parameters_are_those_of_its_block_and_of_its_object():
     for name in DEFAULTS:
         assert checked({name: DEFAULTS[name]}, "") is not None
         assert checked({name: "auto"}, "") == checked({name: None}, "") == {}
-
-
-def test_a_key_without_docstring_is_an_error():
-    class Silent(BaseModel):
-        key: int = 1
-
-    with pytest.raises(ValueError, match=r"kfac\.silent\.key has no docstring"):
-        list(manual.table("silent.", manual.json_of(Silent)["properties"]))

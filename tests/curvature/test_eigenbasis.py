@@ -30,14 +30,6 @@ def assert_solved(kept: KroneckerFactor, found: Refreshed) -> None:
     close(Q.T @ Q, torch.eye(len(Q)), **terms)
 
 
-@pytest.mark.parametrize("side", SIDES, ids=str)
-def test_basis_reproduces_the_factor(side):
-    kept = random_factor(side)
-    found = refresh(kept)
-    assert (found.how, found.retries) == ("eigh" if side.block > 1 else "diagonal", 0)
-    assert_solved(kept, found)
-
-
 def test_values_are_not_negative():
     # rank deficient: rounding makes some slightly negative
     assert refresh(random_factor(Side.dense(40), rows=3)).basis.values.min() >= 0
@@ -51,25 +43,6 @@ def as_on_a_gpu(monkeypatch):
     """Stacks of up to 64."""
     monkeypatch.setattr(eigen, "GROUPED", frozenset({"cpu", "cuda"}))
     monkeypatch.setattr(eigen, "BATCHED_UP_TO", 64)
-
-
-def batches(shapes, *, alone=(), **options) -> list[list[int]]:
-    """Of [n, b] blocks each: which share a call."""
-    sides = [Side(n * b, b) for n, b in shapes]
-    requests = [
-        Request(KroneckerFactor.empty(side), alone=i in alone) for i, side in enumerate(sides)
-    ]
-    return [[index for index, _ in call] for call, _ in eigen.calls(requests, **options)]
-
-
-def test_small_ones_of_one_width_share_a_call_as_far_as_memory_allows(as_on_a_gpu, monkeypatch):
-    shapes = [(1, 64), (1, 60), (3, 60), (1, 65), (1, 65), (1, 64), (2, 63), (1, 60)]
-    assert sorted(batches(shapes, widest=64)) == [[0, 5], [1, 2, 7], [3], [4], [6]]
-    monkeypatch.setattr(eigen, "BATCH_NUMEL", 2 * 60**2)
-    assert sorted(batches(shapes, widest=64)) == [[0], [1], [2], [3], [4], [5], [6], [7]]
-    monkeypatch.setattr(eigen, "BATCH_NUMEL", 4 * 60**2)
-    assert [1, 2] in batches(shapes, widest=64), "one that is too large by itself is not cut"
-    assert batches([]) == [] and batches(shapes[1:3], alone={1}) == [[0], [1]]
 
 
 def test_on_a_cpu_a_result_does_not_depend_on_what_else_is_refreshed():
@@ -148,12 +121,3 @@ def test_a_failure_is_retried_in_float64_and_spoils_no_other(as_on_a_gpu, monkey
         else:
             assert result.how == "eigh" and result.basis.vectors[0].dtype == torch.float32
             assert_solved(kept, result)
-
-
-def test_other_errors_are_not_swallowed(monkeypatch):
-    def is_a_bug(matrix):
-        raise TypeError("a bug")
-
-    monkeypatch.setattr(eigen, "eigh", is_a_bug)
-    with pytest.raises(TypeError, match="a bug"):
-        refresh(random_factor(Side.dense(4)))

@@ -2,7 +2,6 @@
 
 from copy import deepcopy
 from dataclasses import replace
-from itertools import pairwise, product
 
 import pytest
 import torch
@@ -47,14 +46,6 @@ def intervals(flags: list[tuple[bool, bool]]) -> list[int]:
 )
 def test_intervals_grow_like_fibonacci_while_a_factor_stays_and_halve_where_it_changes(flags, seen):
     assert intervals(flags) == seen
-
-
-def test_an_interval_never_more_than_doubles():
-    """Also after halvings, when the interval before the last growth was longer than the present
-    one."""
-    for flags in product([(True, True), (False, False), (True, False)], repeat=7):
-        seen = [1, *intervals(list(flags))]
-        assert all(after <= 2 * before for before, after in pairwise(seen)), flags
 
 
 def packed(side: Side, seed: int) -> torch.Tensor:
@@ -127,12 +118,6 @@ def test_nothing_is_similar_to_what_was_not_refreshed_to_zero_or_to_nan():
         assert flags(history, value, 10.0) == wanted, old
     identity = Side.identity(3)
     assert flags(filled(identity, torch.zeros(0)), torch.zeros(0), 0.1) == [False, False]
-
-
-def test_comparing_does_not_wait_for_the_device():
-    side = Side(7, 3)
-    meta = torch.zeros(side.numel, device="meta")  # has no values: reading one is an error
-    assert compare_([History.of(side, meta, meta)], [meta], tolerance=0.1).shape == (1, 2)
 
 
 @pytest.mark.parametrize("offloaded", [False, True])

@@ -3,18 +3,12 @@ layers."""
 
 from dataclasses import replace
 
-import pytest
 import torch
 
-from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.config.keys import AdamConfig, parse
-from ds_kfac.curvature.factor import Side
 from ds_kfac.directions.kfac_adamw.facts import KFACAdamWFacts
 from ds_kfac.directions.kfac_adamw.group_step import adam_factor, keeps_direction
-from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
-from ds_kfac.model.blocks import named
 from ds_kfac.model.scan import LayerChoice, scan
-from ds_kfac.plan.plan import EngineFacts, make_plan
 from tests.models import linear_layer
 
 BODY = """
@@ -51,40 +45,6 @@ def test_bodies_are_orthogonalized_and_heads_are_not():
     assert heads == HEADS.split()
 
 
-def test_a_pattern_is_the_end_of_a_name():
-    for pattern, name in (
-        ("head", "vit.head"),
-        ("head", "head"),
-        (r"mlp\.\d+", "blocks.0.mlp.12"),
-        ("a|b", "x.b"),
-    ):
-        assert named(pattern, name), (pattern, name)
-    for pattern, name in (("head", "lm_head"), ("head", "head.dense"), ("a|b", "a.c"), ("b", "ab")):
-        assert not named(pattern, name), (pattern, name)
-
-
-def test_the_reason_is_said():
-    layer = linear_layer("blocks.0", 4, 4)
-    norm = replace(layer, keeps_direction="LayerNorm is no linear map's matrix")
-    assert keeps_direction(AdamConfig(), norm) == "LayerNorm is no linear map's matrix"
-    none = AdamConfig(except_layers=[".*"])
-    assert keeps_direction(none, layer) == "kfac.adam.except_layers '.*'"
-    for kind in ("Linear", "Conv1D", "ColumnParallelLinear", "RowParallelLinear"):
-        assert keeps_direction(AdamConfig(), replace(layer, kind=kind)) is None, kind
-
-
-def test_without_rotation_there_are_no_factors():
-    model = torch.nn.Sequential(torch.nn.Linear(7, 20), torch.nn.Linear(20, 3, bias=False))
-    for factor in ({}, {"dense_max": 4}):
-        rule, block = KFACAdamWRule(), {"adam": {"rotate": False}, "factor": factor}
-        config, _ = rule.resolved(parse(block))
-        layers = scan(model, rule.scanned(config)).layers
-        assert [(layer.A.block, layer.G.block) for layer in layers] == [(0, 0), (0, 0)]
-        assert config == rule.resolved(parse({**block, "adam": {}}))[0].having(
-            "adam", rotate=False
-        ), "nothing else changes"
-
-
 def test_heads_rates_fall_with_the_width_to_lr():
     options = AdamConfig()
     factors = [
@@ -113,27 +73,3 @@ def test_blocks_of_layers_that_keep_adams_direction_are_said_to_have_no_effect()
         "kfac.adam.blocks 'lm_head', whose layers keep Adam's direction "
         "(kfac.adam.except_layers '([^.]*_)?head(_dist)?')",
     ]
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({}, "whitened and orthogonalized"),
-        ({"A": Side.diagonal(5)}, "whitened and orthogonalized"),
-        # as PEFT's lora_A with a long side is
-        ({"A": Side.identity(5)}, "orthogonalized"),
-        (
-            {"A": Side.identity(5), "blocks": (2, 2)},
-            "orthogonalized in blocks of 2 + 2 rows",
-        ),
-    ],
-)
-def test_what_is_made_of_a_layer_is_said(changes, said):
-    config, _ = KFACAdamWRule().resolved(parse({}))
-    layer = replace(linear_layer("blocks.0.mlp.up", 5, 4), G=Side.identity(4), **changes)
-    assert KFACAdamWFacts().choice(config, layer) == said
-    facts = EngineFacts(1, None, torch.float32, torch.float32, 2, device=torch.device("cpu"))
-    plan = make_plan([layer], facts, config, BUILTIN["cpu"])
-    described = KFACAdamWFacts().described(plan, "KFACAdamW", 8.0)
-    bare = layer.A.block == 0
-    assert ("1 have no factors: neither rotated nor whitened" in described) == bare

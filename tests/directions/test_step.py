@@ -11,18 +11,14 @@ import torch
 from ds_kfac.curvature.eigen import Eigenbasis
 from ds_kfac.curvature.factor import Side
 from ds_kfac.directions.direction import Outcome, StepContext
-from ds_kfac.directions.kfac_adamw import direction as kfac_adamw_direction
 from ds_kfac.directions.kfac_adamw.direction import AdamDirection
 from ds_kfac.directions.kfac_adamw.group_step import BASE
 from ds_kfac.directions.kfac_gradient import (
     KFACGradient,
     KFACGradientRule,
     kl_clip_scale,
-    peak_rates,
     weighted_by_rates,
 )
-from ds_kfac.ops import functional
-from ds_kfac.step.preconditioner import KFACPreconditioner
 from tests.choices import planned
 from tests.close import close, exact, polar_condition
 from tests.deepspeed.toys import Mean, SoftSign
@@ -166,18 +162,6 @@ def test_kl_clip_scales_what_is_preconditioned_and_nothing_else():
     assert scales["a"] == direction.metrics.nu and scales["b"] == 1.0
 
 
-def test_the_peak_is_the_largest_rate_so_far():
-    groups = [{"lr": 0.4}, {"lr": torch.tensor(0.1)}]
-    peaks = peak_rates(groups, {})
-    groups[0]["lr"] = 0.2
-    groups[1]["lr"].fill_(0.3)  # as a scheduler changes it
-    assert peaks == {0: 0.4, 1: torch.tensor(0.1)}
-    peaks = peak_rates(groups, peaks)
-    assert peaks == {0: 0.4, 1: torch.tensor(0.3)}
-    groups[1]["lr"] = 0.2
-    assert peak_rates(groups, peaks) == {0: 0.4, 1: torch.tensor(0.3)}
-
-
 class Bounded(SoftSign):
     """Has a finite result and moments of any gradient, as a rule that steps along signs."""
 
@@ -285,28 +269,6 @@ def test_an_unused_layer_does_not_count_as_one_that_is_not_finite(eigenvalues, d
     assert outcome.replaced == 0 and not results["b"].any() and results["a"].any()
 
 
-@pytest.mark.parametrize("blocks", [(), (1,) * ROWS, (2, 3)])
-@pytest.mark.parametrize("layers", ["a", "abc"])
-def test_kernels_get_memory_without_gaps(layers, blocks, monkeypatch):
-    """Triton's would leave anything else to plain torch, silently."""
-    called = []
-
-    def checked(op):
-        def run(*tensors, **options):
-            called.append(op.__name__)
-            assert all(x.is_contiguous() for x in tensors if x is not None), [
-                x.stride() for x in tensors
-            ]
-            op(*tensors, **options)
-
-        return run
-
-    for op in (functional.adam_step_, functional.finish_direction_):
-        monkeypatch.setattr(kfac_adamw_direction, op.__name__, checked(op))
-    stepped(AdamDirection, layers=layers, batched=True, blocks=blocks, groups=ADAM, adam=ORTHOGONAL)
-    assert called == ["adam_step_", "finish_direction_"]
-
-
 def test_adam_takes_the_betas_of_the_layers_own_group():
     groups = [
         {"lr": RATE, "betas": (0.8, 0.9), "eps": 0.1},
@@ -321,17 +283,6 @@ def test_adam_takes_the_betas_of_the_layers_own_group():
     close(
         results["a"], head * basis.restore(ahead * rotated / (rotated.abs() + 0.1)), sums=2 * SUMS
     )
-
-
-@pytest.mark.parametrize(("terms", "kept"), [(None, 3.0), (0.0, 3.0), (5.0, 5.0)])
-def test_a_batch_without_terms_leaves_those_of_the_last(terms, kept):
-    direction = make()
-    (group,) = direction.layer_groups
-    group.terms.fill_(3.0)
-    update = SimpleNamespace(bases={}, terms={} if terms is None else {"a": torch.tensor(terms)})
-    kfac = SimpleNamespace(places={"a": (group, 0)}, curvature=SimpleNamespace(of_layer={}))
-    KFACPreconditioner._rebase(kfac, update)
-    assert group.state(0).terms == kept
 
 
 @pytest.mark.parametrize("batched", [False, True])

@@ -42,20 +42,6 @@ def test_live_and_cold_agree_and_print_their_table(stage, capsys):
             assert np.array_equal(a.state, b.state) and np.array_equal(a.mean.sent(), b.mean.sent())
 
 
-def test_work_is_that_of_the_formulas():
-    (found, *_) = ds_kfac.estimate_kfac_mem_needs_all_cold(SHAPES, CONFIG, 1, batch_rows=100)
-    sides = (21, 31, 31, 7)
-    # one in so many, where there are more than 4 a column
-    rows = [100 // max(1, 100 // (4 * d)) for d in sides]
-    assert rows == [100, 100, 100, 33]
-    assert {stage: flops.tolist() for stage, flops in found.flops.items()} == {
-        "capture": [sum(n * d * (d + 1) for n, d in zip(rows, sides, strict=True))],
-        "refresh": [9 * sum(d**3 for d in sides)],
-        "precondition": [4 * 31 * 21 * (31 + 21) + 4 * 7 * 31 * (7 + 31)],
-    }
-    close(found.model, 6 * 100 * (31 * 21 + 7 * 31) / BUILTIN["cuda"].model_flops)
-
-
 def test_bytes_between_nodes_take_the_slower_link():
     costs = BUILTIN["cuda"]
     payload = np.array([[0, 8, 16, 0], [0, 0, 0, 0], [0, 0, 0, 32], [0, 0, 0, 0]]) * 10**9

@@ -121,10 +121,6 @@ def no_module():
     return 3
 
 
-def impossible():
-    return nn.Linear(7, 5), (torch.zeros(4, 6),)
-
-
 def test_a_model_of_a_factory():
     model, example = build(f"{HERE}:small")
     assert example is None and next(model.parameters()).is_meta
@@ -156,10 +152,3 @@ def test_a_model_of_timm_comes_with_an_image_of_its_size(monkeypatch):
     )
     model, example = build("timm:resnet50")
     assert model is made and example[0].shape == (1, 3, 24, 24) and example[0].is_meta
-
-
-def test_a_forward_that_fails_says_what_to_do():
-    with pytest.raises(
-        ValueError, match=r"does not run on its example inputs .* no layers are assumed"
-    ):
-        Trace.of(*build(f"{HERE}:impossible"))

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from argparse import Namespace
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ds_kfac.__main__ import main
-from ds_kfac.factors import command
 from ds_kfac.factors.command import condition, effective_rank, table
 from ds_kfac.factors.convert import convert
 from ds_kfac.factors.files import Factors, FactorsError
@@ -170,16 +168,3 @@ def test_a_model_is_cut_without_a_launcher_too(tmp_path):
     )
     whole = fit(Net(), data(0, 1), out=tmp_path / "whole")
     exact(Factors.load(out).factor("own.head", "G"), whole.factor("own.head", "G"))
-
-
-def test_ranks_without_a_sequence_have_no_batch(monkeypatch):
-    class Tokenizer:
-        eos_token_id = None
-
-        def __call__(self, text: str) -> dict:
-            return {"input_ids": list(text.encode())}
-
-    monkeypatch.setattr(command, "_texts", lambda path: ["abcdefgh"])
-    arguments = Namespace(data="text", length=4, limit=None, batch=2)
-    found = [command.windows(arguments, Tokenizer(), rank, 3) for rank in range(3)]
-    assert [len(batches) for batches in found] == [1, 1, 0]

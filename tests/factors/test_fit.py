@@ -11,14 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.flop_counter import FlopCounterMode
 
-import ds_kfac
 from ds_kfac.factors import fitting
 from ds_kfac.factors.files import Factors, FactorsError
-from examples.gpt import GPT, GPTConfig
 from tests.close import close, exact
-from tests.factors.worker import batches, model
 from tests.truth import Truth
 
 WIDTH, CLASSES, T, N = 7, 5, 6, 3
@@ -201,6 +197,13 @@ LABELLED = {"mask": lambda arguments, keywords: keywords["labels"] != -100}
 UNMASKED = [{"x": batch["x"], "labels": batch["labels"]} for batch in DATA]
 
 
+RETURNED = (
+    lambda loss: {"logits": torch.ones(3), "loss": loss},
+    lambda loss: (torch.ones(3), loss),
+    lambda loss: Namespace(loss=loss),
+)
+
+
 def total(own: nn.Module, batch: dict) -> Tensor:
     return own(**batch) * (batch["labels"] != -100).sum()
 
@@ -215,9 +218,7 @@ def total(own: nn.Module, batch: dict) -> Tensor:
         (lambda: nn.DataParallel(Sequences()), DATA, {}),
         (Sequences, DataLoader(Stream(), batch_size=None), {}),
         (Sequences, [Moved([batch]) for batch in DATA], {}),
-        (lambda: Around(returned=lambda loss: {"logits": torch.ones(3), "loss": loss}), DATA, {}),
-        (lambda: Around(returned=lambda loss: (torch.ones(3), loss)), DATA, {}),
-        (lambda: Around(returned=lambda loss: Namespace(loss=loss)), DATA, {}),
+        *((lambda returned=returned: Around(returned=returned), DATA, {}) for returned in RETURNED),
     ],
     ids="sum mask checkpoint around DataParallel stream moved mapping tuple object".split(),
 )
@@ -378,41 +379,3 @@ def test_what_is_wrong_is_said_and_nothing_loads(case, tmp_path):
 
 
 # what it costs
-
-
-def test_the_passes_take_few_more_flops_than_training(tmp_path):
-    """docs/howto/factors_for_other_tools.md has the number: 4.1 forward passes, where a training
-    step takes 3."""
-    own, batch = GPT(GPTConfig(width=128, blocks=1)), (torch.zeros(4, 128, dtype=torch.long),) * 2
-
-    def flops(work) -> float:
-        with FlopCounterMode(display=False) as counted:
-            work()
-        return counted.get_total_flops()
-
-    forward = flops(lambda: own(*batch))
-    first = flops(lambda: fit(own, [batch], out=tmp_path / "first", corrected=False))
-    both = flops(lambda: fit(own, [batch], out=tmp_path / "both"))
-    assert 2 * forward < first < 4.5 * forward
-    assert both - first < 8 * forward
-
-
-def test_layers_leave_in_rounds_of_bounded_size(tmp_path, monkeypatch):
-    """The same whatever is in a round; transient sums are of at most ROUND_BYTES, or of one
-    layer."""
-    one = fit(model(), batches(2), out=tmp_path / "one")
-    monkeypatch.setattr(fitting, "ROUND_BYTES", 4096)
-    config = fitting.resolve(ds_kfac.config.keys.parse({}), fisher="empirical")[0]
-    layers = ds_kfac.model.scan.scan(model()).layers
-    plan = fitting.plan_of(layers, config, 1, torch.device("cpu"))
-    specs = {spec.key: spec for spec in plan.assignment.factors}
-    found = list(fitting.rounds(plan.layers, specs))
-    assert len(found) > 3
-    assert [layer for layers in found for layer in layers] == list(plan.layers)
-    for layers in found:
-        keys = [key for layer in layers for key in layer.keys if key in specs]
-        nbytes = sum(4 * specs[key].side.numel for key in keys)
-        assert len(layers) == 1 or nbytes <= 4096
-    many = fit(model(), batches(2), out=tmp_path / "many")
-    for name in one:
-        exact(many.factor(name, "G"), one.factor(name, "G"))

@@ -54,15 +54,6 @@ def test_every_stage_gives_the_factors_of_the_whole_model(made, mode):
         assert rank[mode]["training"]
 
 
-def test_engines_train_on_as_if_nothing_had_been(made):
-    _, said = made
-    payload = {"modes": MODES, "out": None, "batches": COUNT}
-    untouched = run_ranks("tests.factors.worker:main", world=2, payload=payload)
-    for mode in (mode for mode in MODES if "loss" in said[0][mode]):
-        for rank, other in zip(said, untouched, strict=True):
-            assert rank[mode]["loss"] == other[mode]["loss"], mode
-
-
 def test_two_ranks_give_what_one_process_gives(made, tmp_path):
     out, _ = made
     whole = Factors.load(out / "whole")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ds_kfac.assignment.costs import BUILTIN, factors_by_layer
+from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.config import keys as kfac_config
 from ds_kfac.curvature.factor import Side
 from ds_kfac.model.layers import LayerSpec
@@ -55,14 +55,6 @@ def test_sharing_moves_nothing_and_drops_the_followers_factors(zero):
     )
     assert set(after.timetable().keys) == set(before.timetable().keys) - gone
     assert after.sharing(()) == before, "and back"
-
-
-def test_every_layer_finds_its_factor_after_sharing():
-    by_layer = factors_by_layer(plan().sharing(GROUPS).assignment.factors)
-    for group in GROUPS:
-        assert {by_layer[name]["A"].key for name in group} == {f"{group[0]}/A"}
-        assert by_layer[group[0]]["A"].layers == group
-    assert all(by_layer[layer.name]["G"].key == f"{layer.name}/G" for layer in LAYERS)
 
 
 def layer(

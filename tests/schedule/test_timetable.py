@@ -8,7 +8,6 @@ import pytest
 
 from ds_kfac.schedule.timetable import (
     NO_BATCH,
-    NOTHING,
     BurnIn,
     FactorsDue,
     Schedule,
@@ -43,19 +42,6 @@ def test_every_factor_follows_its_displaced_schedule_in_any_order_of_asking(sche
 
 
 @pytest.mark.parametrize("adaptive", [False, True], ids=["scheduled", "adaptive"])
-def test_a_step_at_which_nothing_is_due_asks_no_schedule(adaptive, monkeypatch):
-    table = Timetable(PLAIN, KEYS, adaptive=adaptive)
-    for step in (5, 2005):
-        assert table.due(step).capture
-        with monkeypatch.context() as patched:
-            patched.setattr(Schedule, "due", None)
-            assert all(table.due(later) == NOTHING for later in range(step + 1, step + 5))
-            assert not table.captures_possible(step + 1)
-        table.restore({})
-        assert table.due(step + 5).capture and table.captures_possible(step + 5)
-
-
-@pytest.mark.parametrize("adaptive", [False, True], ids=["scheduled", "adaptive"])
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_the_next_capture_and_refresh_are_those_that_come(schedule, adaptive):
     """With the adaptive rule as far as intervals stay, which they do if a value is near the last
@@ -84,23 +70,6 @@ def test_the_next_capture_and_refresh_are_those_that_come(schedule, adaptive):
     assert [bool(far.due(step).capture) for step in steps] == [True, False, False, True, False]
 
 
-@pytest.mark.parametrize("every", [1, 2, 10])
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-def test_decomposed_from_nothing_are_the_burn_in_and_one_of_so_many_refreshes_after_it(
-    schedule, every
-):
-    table = Timetable(schedule, KEYS, offsets=OFFSETS)
-    for key in KEYS:
-        own = schedule.displaced(OFFSETS.get(key, 0))
-        refreshes = [step for step in range(3000) if own.due(step).refresh]
-        later = [step for step in refreshes if step >= own.burnt_in]
-        expected = {step for step in refreshes if step < own.burnt_in} | set(later[::every])
-        asked = random.Random(1).sample(refreshes, len(refreshes))
-        assert {step for step in asked if table.exact(key, step, every)} == expected and len(
-            later
-        ) > 20
-
-
 def test_the_adaptive_rule_never_sits_out_the_first_refresh_and_a_load_changes_nothing():
     schedule = Schedule(Value.constant(1), Value.constant(2))
     table, refreshed, found = Timetable(schedule, KEYS, adaptive=True), [], []
@@ -118,11 +87,6 @@ def test_the_adaptive_rule_never_sits_out_the_first_refresh_and_a_load_changes_n
     tens = [-(-(step // 2 + 1) // 10) for step in refreshed]
     assert found == [now > before for before, now in zip([0, *tens], tens, strict=False)]
     assert refreshed[1] - refreshed[0] < 20 and found.count(False) > 1 and found[-1]
-
-
-def test_an_offset_of_no_factor_is_a_mistake():
-    with pytest.raises(AssertionError, match="typo/A"):
-        Timetable(PLAIN, KEYS, offsets={"typo/A": 1})
 
 
 # adaptive

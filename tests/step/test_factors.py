@@ -14,7 +14,7 @@ from ds_kfac.model.rows import BatchSum
 from ds_kfac.plan.plan import EngineFacts, Plan, make_plan
 from ds_kfac.schedule.timetable import FactorsDue
 from ds_kfac.step.factors import FactorUpdates
-from ds_kfac.step.messages import FAILED, unusual
+from ds_kfac.step.messages import FAILED
 from tests.choices import resolved
 from tests.comm.fake_network import FakeNetwork
 from tests.models import linear_layer
@@ -91,17 +91,6 @@ def test_all_workers_have_the_same_bits_of_eigenbases_that_travel_in_16_bits():
         assert torch.equal(basis.values, second[key].values), key
 
 
-def test_a_factor_without_data_has_a_basis_on_no_rank():
-    """Zeros travel for it, as the receivers have made room."""
-    plan, empty = plan_with(SPLIT, workers=2), {"l0/A", "l0/G"}
-
-    def work(channel):
-        curvature, update = stepped(channel, plan, FactorsDue(KEYS, KEYS), empty=empty)
-        return set(update.bases), curvature.ready
-
-    assert FakeNetwork(2).run(work) == [(KEYS - empty, KEYS - empty)] * 2
-
-
 @pytest.mark.parametrize("eigen_workers", [SPLIT, WHOLE], ids=["split", "whole"])
 @pytest.mark.parametrize(
     "captured", [KEYS, {"l0/A", "l1/A"}, {"l0/G", "l1/A", "l1/G"}], ids=["all", "A", "some"]
@@ -136,11 +125,3 @@ def test_layers_without_g_count_the_terms_that_come_with_the_a_they_share(eigen_
         return [float(update.terms[layer.name]) for layer in layers]
 
     assert FakeNetwork(2).run(work) == [[2 * TERMS] * 3] * 2
-
-
-def test_unusual_batches_of_all_ranks_are_added_up():
-    scalars = {("limited", 0): 1.0, ("empty", 0): 2.0, ("missed", 0): 1.0}
-    scalars |= {("limited", 3): 0.0, ("empty", 3): 5.0, ("missed", 3): 3.0, ("fresh", "a/A"): 1.0}
-    found = unusual({name: torch.tensor(value) for name, value in scalars.items()})
-    assert torch.is_tensor(found) and found.tolist() == [1, 7, 4]
-    assert unusual({("fresh", "a/A"): torch.tensor(1.0)}) == 0.0

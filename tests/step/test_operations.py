@@ -5,13 +5,10 @@ The layers of GPT-2 small an eighth as wide, those of one shape together as on a
 operation is what torch dispatches without views and allocations, or an op of
 :mod:`ds_kfac.ops.dispatch`, for which a GPU has a kernel. Of each but matrix products the bytes of
 all tensors that it reads or writes count, whether a cache holds them or not. DeepSpeed's own part
-and the optimizer's are not in it. ``python -m tests.step.test_operations`` prints where they are
-asked for.
+and the optimizer's are not in it.
 """
 
 import inspect
-import sys
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -99,58 +96,47 @@ class Operations(TorchDispatchMode):
     """Those of torch, and of ours as one each.
 
     Attributes:
-        seen, nbytes: by the function of ds_kfac that asks for them.
-        names: how often each operation.
+        count: operations seen.
+        nbytes: bytes of their operands, matrix products left out.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen, self.nbytes, self.names = Counter[str](), Counter[str](), Counter[str]()
+        self.count = 0
+        self.nbytes = 0
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         schema = function._schema
-        found = function(*arguments, **(keywords or {}))
-        view = any(
-            result.alias_info and not result.alias_info.is_write for result in schema.returns
-        )
+        result = function(*arguments, **(keywords or {}))
+        view = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
         name = schema.name.removeprefix("aten::")
         if not view and name not in FREE:
-            given = dict(
-                zip((argument.name for argument in schema.arguments), arguments, strict=False)
-            )
-            info = {argument.name: argument.alias_info for argument in schema.arguments}
+            given = dict(zip((each.name for each in schema.arguments), arguments, strict=False))
             changed = {
-                each
-                for each, alias in info.items()
-                if alias is not None and alias.is_write and each != "out"
+                each.name
+                for each in schema.arguments
+                if each.alias_info is not None and each.alias_info.is_write and each.name != "out"
             }
-            self.note(name, given | (keywords or {}), changed, found)
-        return found
+            self.note(name, given | (keywords or {}), changed, result)
+        return result
 
     def note(
-        self, name: str, arguments: dict[str, Any], changed: Collection[str], found: Any
+        self, name: str, arguments: dict[str, Any], changed: Collection[str], result: Any
     ) -> None:
         """``changed``: arguments that are read and written."""
-        frame: Any = sys._getframe(1)
-        while "ds_kfac" not in frame.f_code.co_filename or "tests" in frame.f_code.co_filename:
-            frame = frame.f_back
-        while frame.f_code.co_filename.endswith(("ops/dispatch.py", "ops/functional.py")):
-            frame = frame.f_back
-        where = f"{frame.f_code.co_filename.rpartition('ds_kfac/')[2]} {frame.f_code.co_qualname}"
-        self.seen[where] += 1
-        self.names[name] += 1
+        self.count += 1
         if name in PRODUCTS:
             return
-        own: list[Tensor] = []
+        operands: list[Tensor] = []
         for argument, value in arguments.items():
             tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor)]
-            own += tensors
+            operands += tensors
             twice = argument in changed and name not in ONLY_WRITE
-            self.nbytes[where] += (2 if twice else 1) * sum(map(touched, tensors))
-        results = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
-        self.nbytes[where] += sum(touched(x) for x in results if not any(x is y for y in own))
+            self.nbytes += (2 if twice else 1) * sum(map(touched, tensors))
+        results = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        self.nbytes += sum(touched(x) for x in results if not any(x is y for y in operands))
 
 
 def touched(x: Tensor) -> int:
@@ -187,8 +173,8 @@ def kernels(operations: Operations) -> Iterator[None]:
         yield
 
 
-def worker(interval: int) -> tuple[dict[str, tuple[int, float]], dict[str, int]]:
-    """Of the last step by function: operations, and bytes an element; and operations by name."""
+def worker(interval: int) -> tuple[int, float]:
+    """Operations of the last step, and bytes an element."""
     mode, operations = BY_NAME["adam-z2"], Operations()
     limit = rotation.BATCHED // NARROWER**2
     torch.manual_seed(0)
@@ -213,9 +199,7 @@ def worker(interval: int) -> tuple[dict[str, tuple[int, float]], dict[str, int]]
                         setattr(kfac, name, during(operations, getattr(kfac, name)))
                 engine.step()
     numel = sum(layer.numel for layer in kfac.owned)
-    return {
-        where: (n, operations.nbytes[where] / numel) for where, n in operations.seen.items()
-    }, operations.names
+    return operations.count, operations.nbytes / numel
 
 
 def during(operations: Operations, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -226,25 +210,10 @@ def during(operations: Operations, method: Callable[..., Any]) -> Callable[..., 
     return run
 
 
-def table(found: dict[str, tuple[int, float]]) -> str:
-    rows = sorted(found.items(), key=lambda row: -row[1][0])
-    lines = [
-        f"{n:6} operations {nbytes:7.1f} bytes an element   {where}" for where, (n, nbytes) in rows
-    ]
-    return "\n".join(
-        [*lines, "{:6} operations {:7.1f} bytes an element   step".format(*totals(found))]
-    )
-
-
-def totals(found: dict[str, tuple[int, float]]) -> tuple[int, float]:
-    return sum(n for n, _ in found.values()), sum(nbytes for _, nbytes in found.values())
-
-
 @pytest.mark.parametrize("interval", [PLAIN, UPDATE], ids=["plain", "factor update"])
 def test_a_step_has_no_more_operations_and_passes_than_it_had(interval):
-    found, _ = run_ranks("tests.step.test_operations:worker", world=1, payload=interval)[0]
-    print(table(found))
-    operations, nbytes = totals(found)
+    (found,) = run_ranks("tests.step.test_operations:worker", world=1, payload=interval)
+    operations, nbytes = found
     assert operations <= MOST[interval][0] and nbytes <= MOST[interval][1], (operations, nbytes)
 
 
@@ -252,22 +221,9 @@ def recorded_worker(_) -> float:
     """Bytes an element of a plain step that takes gradients from fixed places and puts results
     there, as one that is recorded."""
     with taped(steady=STEPS + 1):  # in fixed places, but not yet repeated
-        found, _ = worker(PLAIN)
-    return totals(found)[1]
+        return worker(PLAIN)[1]
 
 
 def test_the_estimate_counts_the_passes_of_a_recorded_step():
     (nbytes,) = run_ranks("tests.step.test_operations:recorded_worker", world=1)
     assert KFACAdamWFacts.passes == round(nbytes / FP32)
-
-
-if __name__ == "__main__":
-    for interval in (PLAIN, UPDATE):
-        by_function, by_name = run_ranks(
-            "tests.step.test_operations:worker", world=1, payload=interval
-        )[0]
-        print(
-            table(by_function),
-            ", ".join(f"{name} {n}" for name, n in Counter(by_name).most_common()),
-            sep="\n",
-        )

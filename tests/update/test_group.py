@@ -1,5 +1,4 @@
-"""A group owns what is kept of its layers: every tensor is there once, stays where it is, and
-changes in place."""
+"""A group: which layers make one, and what becomes of moments that leave an eigenbasis."""
 
 from dataclasses import replace
 
@@ -8,7 +7,8 @@ import torch
 
 from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis
 from ds_kfac.curvature.factor import Side
-from ds_kfac.update.groups import LayerGroup
+from ds_kfac.update import rotation
+from ds_kfac.update.groups import LayerGroup, evenly_spaced, group_by_shape
 from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues
 from tests.close import close, exact
 from tests.models import linear_layer
@@ -49,39 +49,6 @@ def addresses(group: LayerGroup) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("count, stays", [(3, False), (1, True)])
-def test_after_the_first_basis_no_address_changes_and_what_is_derived_follows(count, stays):
-    group = begun(count)
-    group.stays = stays
-    group.rebase(0, A=basis(0).A, G=basis(0).G)
-    rotation, places = group.rotation, addresses(group)
-    derived, view = (rotation.whitening(0.25), rotation.range_A, rotation.range_G), group.state(0)
-    null = replace(basis(7).A, values=basis(7).A.values * torch.tensor([0.0, 1, 1, 1, 1]))
-    for index in range(count):
-        group.rebase(index, A=null, G=basis(8 + index).G)
-    assert (
-        group.rotation is rotation
-        and addresses(group) == places
-        and group.prepared == [True] * count
-    )
-    exact(rotation.A[0], null.vectors[0].expand(count, -1, -1))
-    exact(view.A.values, null.values), exact(view.G.vectors[0], basis(8).G.vectors[0])
-    fresh = begun(count)
-    for index in range(count):
-        fresh.rebase(index, A=null, G=basis(8 + index).G)
-    exact(derived, (fresh.rotation.whitening(0.25), fresh.rotation.range_A, fresh.rotation.range_G))
-    assert derived[1][0].tolist() == [0, 1, 1, 1, 1] and rotation.whitening(0.25) is derived[0]
-
-
-def test_layers_that_are_alone_share_the_eigenbasis_of_a_common_input():
-    new = basis(1)
-    for layer in LAYERS:
-        group = LayerGroup([layer])
-        group.rebase(0, A=basis(0).A, G=basis(0).G)
-        group.rebase(0, A=new.A)
-        assert group.rotation.A is new.A.vectors
-
-
 @SIZES
 @pytest.mark.parametrize("kind", [AdamMoments, CorrectedEigenvalues])
 def test_a_layer_can_leave_its_basis_and_find_another_one(kind, count):
@@ -119,29 +86,40 @@ def test_a_side_that_was_the_identity_when_it_was_saved_begins_as_one():
     close(group.state(0).basis.restore(group.state(0).moments.first_OI), momentum, sums=TURNED)
 
 
-@SIZES
-@pytest.mark.parametrize("sides", ["A", "G", "AG"])
-@pytest.mark.parametrize("kind", [AdamMoments, CorrectedEigenvalues])
-def test_new_eigenbases_turn_a_first_moment_and_leave_a_second_one(kind, sides, count):
-    group, new = based(count, moments=kind), basis(9)
-    second = group.moments.second_OI.clone()
-    first = basis(0).restore(group.state(0).moments.first_OI) if kind is AdamMoments else None
-    group.rebase(0, **{side: getattr(new, side) for side in sides})
-    after = group.state(0)
-    exact(group.moments.second_OI, second)
-    if kind is AdamMoments:
-        close(after.basis.restore(after.moments.first_OI), first, sums=TURNED)
-
-
-@SIZES
-def test_a_side_that_is_the_identity_has_its_basis_from_the_start_and_no_vectors(count):
-    group = LayerGroup([replace(layer, G=Side.identity(ROWS)) for layer in LAYERS[:count]])
-    exact(group.state(0).G.values, torch.ones(ROWS))
-    group.rebase(0, A=basis(0).A)
-    assert group.prepared[0] and group.rotation.G == () and group.state(0).G.vectors == ()
-    group.leave_basis(0)
-    assert group.state(0).G is not None and group.state(0).A is None
-    both = [
-        replace(layer, G=Side.identity(ROWS), A=Side.identity(COLUMNS)) for layer in LAYERS[:count]
+def test_matrices_at_equal_distances_in_one_memory_are_a_view_and_no_others_are():
+    memory = torch.arange(60.0)
+    parts = [memory[start : start + 6].view(2, 3) for start in (4, 24, 44)]
+    exact(evenly_spaced(parts), torch.stack(parts))
+    assert evenly_spaced(parts).data_ptr() == parts[0].data_ptr() and evenly_spaced(
+        parts[1:2]
+    ).shape == (1, 2, 3)
+    others = [
+        parts[::-1],
+        [*parts[:2], memory[45:51].view(2, 3)],
+        [x.mT for x in parts],
+        [parts[0], parts[0]],
+        [memory[2 * k :][:6].view(2, 3) for k in range(3)],
+        [*parts[:2], parts[2].clone()],
+        [parts[0], torch.zeros(60)[24:30].view(2, 3)],
+        [torch.zeros(6).view(2, 3) for _ in range(2)],
     ]
-    assert all(LayerGroup(both).prepared) and LayerGroup(both).rotation is not None
+    assert [evenly_spaced(each) for each in others] == [None] * 8
+
+
+def test_layers_of_one_shape_and_structure_are_together_as_far_as_memory_allows(monkeypatch):
+    shapes = {"a": (7, 5), "b": (13, 5), "c": (7, 5), "d": (5, 7), "e": (13, 5), "f": (7, 5)}
+    layers = [linear_layer(name, *shape) for name, shape in shapes.items()]
+
+    def grouped(layers, key=lambda layer: None) -> list[str]:
+        return ["".join(each.name for each in group) for group in group_by_shape(layers, key=key)]
+
+    assert grouped(layers) == ["acf", "be", "d"]
+    assert grouped(layers, key=None) == [*"abcdef"]
+    assert grouped(layers, key=lambda layer: layer.name in "af") == ["af", "be", "c", "d"]
+    identity = [replace(layer, G=Side.identity(layer.G.dim)) for layer in layers[:3:2]]
+    assert grouped([*identity, layers[5]]) == ["ac", "f"]
+    assert grouped([replace(layer, A=Side(7, 4)) for layer in layers[:3:2]]) == ["a", "c"]
+    large = [linear_layer(name, 4096, 1024) for name in "abcde"]
+    assert grouped(large) == ["abc", "d", "e"], "256 MiB of eigenvectors"
+    monkeypatch.setattr(rotation, "BATCHED", 8 * 35)
+    assert grouped(layers) == ["acf", "b", "d", "e"], "matrices that are large stay alone"

@@ -1,8 +1,6 @@
 """Orthogonal factors of directions: both forms, every precision, matrices together, column scales,
 cost."""
 
-import math
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -10,7 +8,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.single import newton_schulz
 from ds_kfac.curvature.eigen import HIGHEST, Precision
 from ds_kfac.ops.functional import scale_to
-from ds_kfac.update import newton_schulz as module
 from ds_kfac.update.newton_schulz import FULL, GRAM_FROM, STEPS, flops, orthogonal_factors
 from tests.close import close, near
 
@@ -83,23 +80,6 @@ def test_both_forms_are_the_iteration_in_every_precision(columns, decades):
             assert torch.linalg.svdvals(factor).max() < 1.25
 
 
-def test_why_the_gram_form_begins_again_and_is_not_for_bf16():
-    """docs/notes/kernels.md has the numbers."""
-    x, steps = steep(48, 200, 4), STEPS
-
-    def largest(dtype: torch.dtype, *parts: tuple) -> float:
-        factor = (x / x.norm()).to(dtype)
-        for part in parts:
-            factor = module._gram_steps(factor @ factor.T, part) @ factor
-        return float(torch.linalg.svdvals(factor.float()).max())
-
-    again = steps[: module.RESTART], steps[module.RESTART :]
-    usual = largest(torch.float16, *again)
-    assert usual < 1.25 and largest(torch.float16, steps) > 1.2 * usual
-    assert largest(torch.bfloat16, *again) > 1.05 * usual
-    assert largest(torch.bfloat16, steps) > 10
-
-
 @pytest.mark.parametrize("precision", [HIGHEST, HALF])
 @pytest.mark.parametrize("shape", [(3, 4), (3, 40), (40, 3)])
 def test_zero_stays_zero_and_what_fades_out_fades_out(shape, precision):
@@ -153,17 +133,3 @@ def test_flops_are_those_that_are_done(shape, half):
     with FlopCounterMode(display=False) as counter:
         newton_schulz(normal(*shape), precision=HALF if half else HIGHEST)
     assert counter.get_total_flops() == flops(*shape, half=half)
-
-
-@pytest.mark.parametrize("half", [False, True])
-def test_the_gram_form_is_taken_where_it_is_cheaper(half, monkeypatch):
-    """A fused gate and up with a bias is a little less than twice as long as it is wide."""
-
-    def cost(m: int, n: int, gram_from: float) -> float:
-        with monkeypatch.context() as patch:
-            patch.setattr(module, "GRAM_FROM", gram_from)
-            return flops(m, n, half=half)
-
-    assert cost(577, 1152, GRAM_FROM) < 0.9 * cost(577, 1152, math.inf)
-    assert cost(1000, 1750, 1) < cost(1000, 1750, math.inf), "at 1.5 they are even"
-    assert cost(1000, 1500, 1) >= cost(1000, 1500, math.inf)

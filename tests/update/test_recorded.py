@@ -28,27 +28,6 @@ class Doubled:
         return 2 * self.x
 
 
-def test_a_call_is_recorded_once_its_key_is_steady_and_repeats_with_new_values():
-    function, calls = Doubled(), Recorded(tape, pytest.fail)
-    for value in range(7):
-        function.x.fill_(value)
-        exact(calls(function, [function], 1), torch.full((3,), 2.0 * value))
-    assert (function.runs, calls.replays) == (STEADY + 1, 7 - STEADY)
-
-
-def test_another_object_in_a_place_or_another_value_is_recorded_anew():
-    function, calls = Doubled(), Recorded(tape, pytest.fail)
-
-    def several(place, value) -> int:
-        before = calls.replays
-        for _ in range(STEADY + 2):
-            calls(function, [place], value)
-        return calls.replays - before
-
-    assert [several(function, 1), several(function, 2), several(object(), 2)] == [2, 2, 2]
-    assert function.runs == 3 * (STEADY + 1)
-
-
 def test_what_changes_all_the_time_is_recorded_a_few_times_only():
     function, calls = Doubled(), Recorded(tape, pytest.fail)
     for value in range(10 * ATTEMPTS):
@@ -114,31 +93,12 @@ def test_who_is_recorded(case):
 
 
 CASES = {
-    "adam": (
-        "adam-z0-fp16",
-        "adam-z0-clipped",
-        "adam-z1-offload",
-        "adam-z1-bf16",
-        "adam-z2-fp16",
-        "adam-z3",
-        "adam-z2-relative_damping",
-        "adam-z2-bf16-clipped",
-        "adam-z2-bf16-accum32",
-        "adam-z1-unrotated",
-    ),
-    "gradient": (
-        "z0-noclip",
-        "z0-groups",
-        "z1-offload",
-        "z1-bf16",
-        "z2-relative_damping",
-        "z2-fp16-corrected",
-        "z2-bf16-corrected",
-        "z3-clipped",
-        "z3-fp16-corrected",
-        "z3-bf16-accum32-corrected",
-    ),
+    "adam": "z0-fp16 z0-clipped z1-offload z1-bf16 z2-fp16 z3 z2-relative_damping "
+    "z2-bf16-clipped z2-bf16-accum32 z1-unrotated",
+    "gradient": "z0-noclip z0-groups z1-offload z1-bf16 z2-relative_damping z2-fp16-corrected "
+    "z2-bf16-corrected z3-clipped z3-fp16-corrected z3-bf16-accum32-corrected",
 }
+"""Modes that are recorded, by rule."""
 REPLAYS = 3
 """Of four steps. The first is launched as it is. New eigenbases are copied to where the last ones
 were."""
@@ -148,7 +108,8 @@ were."""
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("rule", CASES)
 def test_engines_with_recorded_steps_match_the_reference(rule, world):
-    cases = [(name, 4) for name in CASES[rule][:: 3 - world]]  # half of them on one rank
+    prefix = "adam-" if rule == "adam" else ""
+    cases = [(prefix + name, 4) for name in CASES[rule].split()[:: 3 - world]]  # half on one rank
     results = run_ranks("tests.deepspeed.recorded:compare", world=world, payload=cases)[0]
     assert len(results) == len(cases) == 5 * world
     for case, result in results.items():
