@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.close import RATIOS
+from tests.rank_marks import pytest_itemcollected, pytest_pyfunc_call  # noqa: F401  hooks
 from tests.ranks import keep_imports
 
 with contextlib.suppress(ImportError):  # kernels are tested without DeepSpeed, too
@@ -37,6 +38,7 @@ SHUFFLED = os.environ.get("SHUFFLED_SUMS")
 
 def pytest_configure(config):
     """Sums in another order in every test, where SHUFFLED_SUMS says so."""
+    config.addinivalue_line("markers", "ranks(world): run the body of the test on every rank")
     if SHUFFLED:
         from tests.shuffled import ShuffledSums
 

@@ -59,11 +59,14 @@ def test_directions_that_no_row_has_a_part_in_are_those_whose_eigenvalue_is_roun
             [LayerBasis(still, x) if side == "A" else LayerBasis(x, still) for x in kept], HIGHEST
         )
 
-    def masked(turn: Rotation, x: torch.Tensor, **options) -> torch.Tensor:
-        x = x if side == "A" else x.mT.contiguous()
-        turn.mask_null_space_(x.view(-1, *x.shape[-2:]), **options)
-        return x if side == "A" else x.mT
+    def counting(turn: Rotation, second: torch.Tensor) -> torch.Tensor:
+        """The directions that count, with these mean squares [n, 3, 4] of the gradients."""
+        if side == "A":
+            return turn.columns_with_gradients(second)
+        return turn.rows_with_gradients(second.mT)
 
+    without_gradients = torch.tensor([1e-4, 1e-4, 1.0, 1.0]).expand(1, 3, 4)
+    with_a_gradient = torch.tensor([0.1, 1e-4, 1.0, 1.0]).expand(1, 3, 4)
     for basis, expected in (
         (whole, [0.0, 0.0, 1.0, 1.0]),
         (halves, [0.0, 1.0, 1.0, 1.0]),
@@ -73,15 +76,15 @@ def test_directions_that_no_row_has_a_part_in_are_those_whose_eigenvalue_is_roun
         turn, seen = of(basis), torch.tensor(expected)
         mask = turn.range_A if side == "A" else turn.range_G
         exact(mask[0], seen)
-        exact(turn.whitening(0.5)[0, 0], turn.range_A[0])
-        exact(turn.whitening(0.5)[1, 0] > 0, turn.range_A[0] > 0)
-        exact(masked(turn, torch.ones(3, 4)), seen.expand(3, 4))
-        rows = torch.ones(3, 4) if side == "A" else seen.expand(3, 4)
-        exact(masked(turn, torch.ones(3, 4), columns=False), rows)
+        exact(counting(turn, torch.zeros(1, 3, 4))[0], seen)
+        exact(counting(turn, without_gradients)[0], seen)
+        exact(counting(turn, with_a_gradient)[0], torch.cat([torch.ones(1), seen[1:]]))
+        for columns in (mask, torch.zeros_like(mask)):
+            s = turn.whitening(0.5, columns if side == "A" else turn.range_A)
+            exact(s[1] > 0, s[0] > 0)
     several = of(whole, replace(whole, values=torch.ones(4)))
     seen = torch.tensor([[0.0, 0.0, 1.0, 1.0], [1.0] * 4])
     exact(several.range_A if side == "A" else several.range_G, seen)
-    exact(masked(several, torch.ones(2, 3, 4)), seen[:, None].expand(2, 3, 4))
 
 
 def test_rounding_grows_as_the_root_of_the_width_from_64_on():
@@ -99,8 +102,9 @@ def test_groups_of_a_layer_have_blocks_of_their_own():
     x_gOI, basis = torch.ones(2, 2, 3), LayerBasis(G, A)
     expected = torch.tensor([[[0.0, 0.0, 0.0], [1.0] * 3], [[0.0, 0.0, 1.0], [0.0, 0.0, 1.0]]])
     exact(mask_null_space(x_gOI, basis), expected)  # for a rule of one layer at a time
-    Rotation.of([basis], HIGHEST, maps=2).mask_null_space_(x_gOI)
-    exact(x_gOI, expected)
+    turn = Rotation.of([basis], HIGHEST, maps=2)
+    columns = turn.columns_with_gradients(torch.zeros(2, 2, 3))
+    exact(turn.rows_with_gradients(torch.zeros(2, 2, 3))[:, :, None] * columns[:, None], expected)
 
 
 @pytest.mark.parametrize("piece", [7, 1 << 22])
