@@ -256,11 +256,9 @@ def piped(payload: tuple[list[str], str]) -> dict[str, str]:
 
 def converted(place: str, modes: list[str]) -> dict[str, str]:
     """Saved on two ranks, made universal, loaded on one."""
-    from tests.deepspeed.test_universal import CASES, check, converted_and_loaded
+    from tests.deepspeed.test_universal import CASES, save_convert_and_resume
 
-    saved, loaded = converted_and_loaded(Path(place), {mode: CASES[mode] for mode in modes})
-    for mode, result in loaded.items():
-        check(mode, [part[mode] for part in saved], result)
+    save_convert_and_resume(Path(place), {mode: CASES[mode] for mode in modes})
     return dict.fromkeys(modes, "")
 
 
