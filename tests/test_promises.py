@@ -146,7 +146,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             f"{VERSIONS}test_faults_are_found_in_the_code_of_a_version",
         ),
         "fp16 at stage 0 with DeepSpeed's fused Adam": (
-            f"{VERSIONS}test_an_fp16_optimizer_that_never_steps_is_found",
+            f"{VERSIONS}test_faults_are_found_in_the_code_of_a_version",
         ),
     },
     "DeepSpeed versions": {

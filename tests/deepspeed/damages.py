@@ -128,14 +128,9 @@ def element(index: int, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return change
 
 
-def side_A(**values: Callable[[dict], object]) -> Damage:
-    """Other parts of a layer's side A."""
-
-    def change(payload: dict) -> dict:
-        made = {key: make(payload["A"]) for key, make in values.items()}
-        return payload | {"A": payload["A"] | made}
-
-    return repaired(LAYER, change)
+def not_finite_inside(payload: dict) -> dict:
+    payload["A"]["eigenvectors"].view(-1)[5] = NAN
+    return payload
 
 
 class Evil:
@@ -167,9 +162,7 @@ def led_by(name: str) -> Damage:
 NO_STATE = "no K-FAC state"
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "factor missing": (removed(FACTOR), f"{FACTOR}: is missing"),
-    "layer missing": (removed(LAYER), f"{LAYER}: is missing"),
     "header missing": (removed(HEADER), NO_STATE),
-    "a link": (becomes(FACTOR, lambda p: p.symlink_to("nowhere")), f"{FACTOR}: is missing"),
     "a link to itself": (becomes(LAYER, lambda p: p.symlink_to(p)), LAYER),
     "a pipe": (becomes(LAYER, os.mkfifo), f"{LAYER}: is no file"),
     "empty": (bytes_of(FACTOR, lambda data: b""), f"{FACTOR}: has 0 bytes"),
@@ -192,12 +185,8 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "key too many": (repaired(LAYER, lambda p: p | {"more": 1}), "more is int"),
     "NaN in eigenvectors": (
-        side_A(eigenvectors=lambda A: element(5, NAN)(A["eigenvectors"])),
+        repaired(LAYER, not_finite_inside),
         "A.eigenvectors is not finite",
-    ),
-    "too many vectors": (
-        side_A(eigenvectors=lambda A: torch.ones(8)),
-        "A.eigenvectors is float32 [8]",
     ),
     "transposed": (
         repaired(LAYER, lambda p: p | {"A": p["G"], "G": p["A"]}),
@@ -221,7 +210,6 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         "its format is 3, and this version reads format",
     ),
     "header with more": (header(more=1), f"{HEADER}: more is unknown"),
-    "steps a text": (header(steps="4"), f"{HEADER}: steps is '4': Input should be a valid integer"),
     "steps negative": (header(steps=-4), f"{HEADER}: steps"),
     "another method": (header(method="root"), "must be one of eigen, inverse"),
     "clocks too short": (

@@ -195,8 +195,8 @@ def test_frozen_and_tied_parameters_are_left_alone_in_every_stage():
 # norms, precision of what is written back
 
 
-NORMS = ["z1", "z2", "z2-offload", "z2-round_robin", "z3", "z3-offload", "z1-bf16", "z2-bf16"]
-NORMS += ["z2-bf16-offload", "z1-bf16-accum32", "z3-bf16", "z2-fp16", "z3-fp16", "z0-bf16-fused"]
+NORMS = ["z1", "z2-offload", "z2-round_robin", "z3", "z1-bf16-accum32", "z2-bf16-offload"]
+NORMS += ["z3-fp16", "z0-bf16-fused"]
 
 
 @on_ranks(2)
@@ -204,7 +204,7 @@ def test_the_reported_norm_is_of_the_raw_gradient():
     """Also where nothing is clipped."""
     for name, clip in [
         *((name, 0.5) for name in NORMS),
-        *((f"z{stage}", 0.0) for stage in (1, 2, 3)),
+        *((f"z{stage}", 0.0) for stage in (2, 3)),
     ]:
         mode, norms = BY_NAME[name], []
         for kfac in ({"enabled": False}, KFAC):

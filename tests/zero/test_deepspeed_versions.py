@@ -179,6 +179,23 @@ def waits_for_all(launch_handles):
         handle.wait()
 
 
+class ReturnsBeforeEveryStep(FP16_Optimizer):
+    def step(self):
+        """As in 0.18.0."""
+        if self.overflow:
+            self.skipped += 1
+        return self.overflow
+
+
+class ReturnsOnOverflow(FP16_Optimizer):
+    def step(self):
+        """As in 0.18.9."""
+        if self.overflow:
+            self.skipped += 1
+            return self.overflow
+        return self.optimizer.step()
+
+
 def test_faults_are_found_in_the_code_of_a_version(monkeypatch):
     accumulation = deepspeed_versions.accumulation_faults
     assert len(accumulation(Forgets(), 2)) == 1
@@ -205,6 +222,17 @@ def test_faults_are_found_in_the_code_of_a_version(monkeypatch):
         monkeypatch.setattr(init, "_allgather_params_coalesced", code)
         assert len(gather("gloo")) == (code is waits_for_the_last) and gather("nccl") == ()
 
+    optimizer = object.__new__(FP16_Optimizer)
+    for version, dtype in (
+        (ReturnsBeforeEveryStep, torch.float16),
+        (ReturnsBeforeEveryStep, torch.bfloat16),
+        (ReturnsOnOverflow, torch.float16),
+    ):
+        monkeypatch.setattr(FP16_Optimizer, "step", version.step)
+        optimizer.fp16_groups = [[torch.zeros(1, dtype=dtype)]]
+        never = version is ReturnsBeforeEveryStep and dtype is torch.float16
+        assert deepspeed_versions.never_steps(optimizer) is never, (version, dtype)
+
 
 @pytest.mark.parametrize(
     ("installed", "offload", "bf16_optimizer", "pipelines"),
@@ -223,38 +251,6 @@ def test_what_a_version_mended_is_a_known_fault_of_those_before(
     assert len(deepspeed_versions.bf16_optimizer_faults()) == bf16_optimizer
     assert len(deepspeed_versions.pipeline_faults(2)) == pipelines
     assert deepspeed_versions.offload_faults(2) == deepspeed_versions.pipeline_faults(1) == ()
-
-
-class ReturnsBeforeEveryStep(FP16_Optimizer):
-    def step(self):
-        """As in 0.18.0."""
-        if self.overflow:
-            self.skipped += 1
-        return self.overflow
-
-
-class ReturnsOnOverflow(FP16_Optimizer):
-    def step(self):
-        """As in 0.18.9."""
-        if self.overflow:
-            self.skipped += 1
-            return self.overflow
-        return self.optimizer.step()
-
-
-@pytest.mark.parametrize(
-    ("version", "dtype", "never"),
-    [
-        (ReturnsBeforeEveryStep, torch.float16, True),
-        (ReturnsBeforeEveryStep, torch.bfloat16, False),
-        (ReturnsOnOverflow, torch.float16, False),
-    ],
-)
-def test_an_fp16_optimizer_that_never_steps_is_found(version, dtype, never, monkeypatch):
-    monkeypatch.setattr(FP16_Optimizer, "step", version.step)
-    optimizer = object.__new__(FP16_Optimizer)
-    optimizer.fp16_groups = [[torch.zeros(1, dtype=dtype)]]
-    assert deepspeed_versions.never_steps(optimizer) is never
 
 
 @pytest.mark.parametrize("kind", [DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3])
