@@ -84,7 +84,7 @@ def is_same(one: object, other: object) -> bool:
 def test_nothing_that_deepspeed_handed_out_is_replaced_nor_a_counter_or_loss_scale_changed():
     for name in (*MODES, "z1-fp16", "z3-sub_groups", "z2-autocast_float16"):
         engine = build(BY_NAME[name], 1, **OFF)
-        for steps in (0, 2):
+        for steps in (0,) if "autocast" in name else (0, 2):
             with patched(BY_NAME[name]):
                 train(engine, 1, steps=steps)
             before = handed_out(engine)

@@ -52,7 +52,7 @@ class FakeLayout:
 
 
 def exchange_of(layout: FakeLayout, layer=LAYER) -> GradientExchange:
-    dtypes = torch.bfloat16, torch.bfloat16
+    dtypes = torch.float32, torch.float32
     exchange = GradientExchange(layout, [layer], {"a": (0,)}, dtypes)
     exchange.begin()
     return exchange
@@ -63,7 +63,7 @@ def test_no_more_than_what_another_rank_gets_of_a_result_is_kept_for_it():
     exchange.put([LAYER], [torch.ones(O, I)])
     part = exchange.scatter_part()
     (sent,) = [part.piece(move) for move in part.plan.moves]
-    assert sent.untyped_storage().nbytes() == torch.bfloat16.itemsize * HALF
+    assert sent.untyped_storage().nbytes() == torch.float32.itemsize * HALF
 
 
 def test_results_on_the_host_are_scaled_by_numbers_on_the_host():
