@@ -240,11 +240,9 @@ def losses_after(name: str, save: str, *, loads: bool) -> list[float]:
 
 def converted(place: str, modes: list[str]) -> dict[str, str]:
     """Saved on two ranks, made universal, loaded on one."""
-    from tests.deepspeed.test_universal import CASES, check, converted_and_loaded
+    from tests.deepspeed.test_universal import CASES, save_convert_and_resume
 
-    saved, loaded = converted_and_loaded(Path(place), {mode: CASES[mode] for mode in modes})
-    for mode, result in loaded.items():
-        check(mode, [part[mode] for part in saved], result)
+    save_convert_and_resume(Path(place), {mode: CASES[mode] for mode in modes})
     return dict.fromkeys(modes, "")
 
 

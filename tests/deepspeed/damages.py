@@ -45,14 +45,9 @@ def bytes_of(file: str, change: Callable[[bytes], bytes]) -> Damage:
     return lambda folder: (folder / file).write_bytes(change((folder / file).read_bytes()))
 
 
-def flipped(file: str, part: float) -> Damage:
-    """A bit, so far into the file."""
-
-    def change(data: bytes) -> bytes:
-        place = min(int(part * len(data)), len(data) - 1)
-        return data[:place] + bytes([data[place] ^ 0x10]) + data[place + 1 :]
-
-    return bytes_of(file, change)
+def flipped(data: bytes) -> bytes:
+    """With another last bit."""
+    return data[:-1] + bytes([data[-1] ^ 1])
 
 
 def swapped(one: str, other: str) -> Damage:
@@ -133,14 +128,9 @@ def element(index: int, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return change
 
 
-def side_A(**values: Callable[[dict], object]) -> Damage:
-    """Other parts of a layer's side A."""
-
-    def change(payload: dict) -> dict:
-        made = {key: make(payload["A"]) for key, make in values.items()}
-        return payload | {"A": payload["A"] | made}
-
-    return repaired(LAYER, change)
+def not_finite_inside(payload: dict) -> dict:
+    payload["A"]["eigenvectors"].view(-1)[5] = NAN
+    return payload
 
 
 class Evil:
@@ -172,23 +162,13 @@ def led_by(name: str) -> Damage:
 NO_STATE = "no K-FAC state"
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "factor missing": (removed(FACTOR), f"{FACTOR}: is missing"),
-    "layer missing": (removed(LAYER), f"{LAYER}: is missing"),
     "header missing": (removed(HEADER), NO_STATE),
-    "a link": (becomes(FACTOR, lambda p: p.symlink_to("nowhere")), f"{FACTOR}: is missing"),
     "a link to itself": (becomes(LAYER, lambda p: p.symlink_to(p)), LAYER),
     "a pipe": (becomes(LAYER, os.mkfifo), f"{LAYER}: is no file"),
     "empty": (bytes_of(FACTOR, lambda data: b""), f"{FACTOR}: has 0 bytes"),
     "cut": (bytes_of(LAYER, lambda data: data[:-1]), f"{LAYER}: has"),
-    "longer": (bytes_of(FACTOR, lambda data: data + b"x"), f"{FACTOR}: has"),
-    "a bit at the start": (flipped(FACTOR, 0.0), f"{FACTOR}: wrong checksum"),
-    "a bit at the end": (flipped(FACTOR, 1.0), f"{FACTOR}: wrong checksum"),
+    "a bit": (bytes_of(FACTOR, flipped), f"{FACTOR}: wrong checksum"),
     "layers swapped": (swapped(LAYER, OTHER), LAYER),
-    "A and G swapped": (swapped(FACTOR, "head.G.factor.pt"), FACTOR),
-    "factor and layer swapped": (swapped(FACTOR, "head.layer.pt"), FACTOR),
-    "another save's file": (
-        lambda f: (f / FACTOR).write_bytes((f.parents[2] / "other" / FACTOR).read_bytes()),
-        f"{FACTOR}: wrong checksum",
-    ),
     # payloads
     "NaN": (packed(element(3, NAN)), "is not finite"),
     "negative diagonal": (packed(element(0, -1e6)), "negative diagonal"),
@@ -205,12 +185,8 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "key too many": (repaired(LAYER, lambda p: p | {"more": 1}), "more is int"),
     "NaN in eigenvectors": (
-        side_A(eigenvectors=lambda A: element(5, NAN)(A["eigenvectors"])),
+        repaired(LAYER, not_finite_inside),
         "A.eigenvectors is not finite",
-    ),
-    "too many vectors": (
-        side_A(eigenvectors=lambda A: torch.ones(8)),
-        "A.eigenvectors is float32 [8]",
     ),
     "transposed": (
         repaired(LAYER, lambda p: p | {"A": p["G"], "G": p["A"]}),
@@ -224,7 +200,6 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "a pickle that runs a command": (evil, "more than plain tensors"),
     # the header
     "header of bytes": (bytes_of(HEADER, lambda data: b"\xff\xfe\x00"), f"{HEADER}: is no JSON"),
-    "header a list": (bytes_of(HEADER, lambda data: b"[]"), "wrong checksum"),
     "a changed number": (
         bytes_of(HEADER, lambda data: data.replace(b'"steps": 4', b'"steps": 5')),
         f"{HEADER}: wrong checksum",
@@ -235,10 +210,8 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         "its format is 3, and this version reads format",
     ),
     "header with more": (header(more=1), f"{HEADER}: more is unknown"),
-    "steps a text": (header(steps="4"), f"{HEADER}: steps is '4': Input should be a valid integer"),
     "steps negative": (header(steps=-4), f"{HEADER}: steps"),
     "another method": (header(method="root"), "must be one of eigen, inverse"),
-    "files a list": (header(files=[]), f"{HEADER}: files"),
     "clocks too short": (
         header("timetable", factors={"head/A": [1]}),
         f"{HEADER}: timetable",

@@ -18,6 +18,9 @@ pytestmark = pytest.mark.distributed
 SGD = {"type": "SGD", "params": {"lr": 1.0}}
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 OURS = {"type": "KFACAdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+HIGH = {"type": "KFACAdamW", "params": {"lr": 0.2, "torch_adam": True}}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 0.2}}
+LOW = {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 2e-3}}
 OFFLOAD = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
 SAMPLED = {"factor": {"fisher": "monte_carlo", "prediction": "tail"}}
 BETAS = {"type": "KFACAdamW", "params": {"betas": [0.9, 1.5]}}
@@ -35,6 +38,9 @@ FITS = {
     "SGD": {"optimizer": SGD, "kfac": {}, **ZERO_2},
     "KFACAdamW": {"optimizer": OURS},
     "KFACAdamW, bf16": {"optimizer": OURS, **HALVES},
+    "a high rate": {"optimizer": HIGH},
+    "a high rate of its schedule": {"optimizer": OURS, "scheduler": WARMUP},
+    "a low rate of its schedule": {"optimizer": HIGH, "scheduler": LOW},
 }
 
 
@@ -85,40 +91,10 @@ def test_what_attach_refuses_check_refuses_in_the_same_words(tmp_path):
 def test_what_fits_is_planned_and_summed_up_as_attach_does(tmp_path):
     for name, config in FITS.items():
         config = {"train_micro_batch_size_per_gpu": 2, **config}
-        said, kfac = checked(tmp_path, config, Net).splitlines(), engine_of(config).kfac
-        assert said[1:6] == kfac.report.splitlines()[:5], (name, said)
-        subject, rule = Subject(Net(), config), kfac.preconditioner.rule
+        said, kfac = checked(tmp_path, config, Words), engine_of(config, Words).kfac
+        assert said.splitlines()[1:6] == kfac.report.splitlines()[:5], (name, said)
+        for text in (said, kfac.report):
+            assert ("far from every recipe" in text) == name.startswith("a high rate"), (name, text)
+        subject, rule = Subject(Words(), config), kfac.preconditioner.rule
         assert subject.rule is rule and subject.config == kfac.preconditioner.config
         assert rule.moments_count(subject.config) == subject.rule.moments_count(subject.config)
-
-
-def rates(lr: float, scheduler: str = "", **params) -> dict:
-    config = {"optimizer": {"type": "KFACAdamW", "params": {"lr": lr, "torch_adam": True}}}
-    if scheduler:
-        config["scheduler"] = {"type": scheduler, "params": params}
-    return config
-
-
-WARMUP = {"warmup_num_steps": 10, "total_num_steps": 100}
-RATES = [
-    (rates(0.2), True),
-    (rates(2e-3), False),
-    (rates(0.2, "WarmupLR", warmup_num_steps=10, warmup_max_lr=2e-3), False),
-    (rates(2e-3, "WarmupLR", warmup_num_steps=10, warmup_max_lr=0.2), True),
-    (rates(0.2, "WarmupDecayLR", warmup_max_lr=0.2, **WARMUP), True),
-    (rates(0.2, "WarmupCosineLR", **WARMUP), True),
-    (rates(0.2, "StepLR", step_size=9), True),
-]
-"""Config, and whether its largest rate, which may be the schedule's, is high."""
-
-
-@on_ranks(1)
-def test_check_says_of_rates_what_attach_says(tmp_path):
-    for config, high in RATES:
-        config = {"train_micro_batch_size_per_gpu": 2, **config}
-        texts = checked(tmp_path, config, Words), engine_of(config, Words).kfac.report
-        said, attached = (
-            [line for line in text.splitlines() if "far from every recipe" in line]
-            for text in texts
-        )
-        assert said == attached and bool(said) == high, (config, said, attached)

@@ -226,68 +226,16 @@ class Sharp(OneRow):
         engine.step()
 
 
-class Critic(Program):
-    """A penalty on the gradient at points between two batches."""
-
-    widths = {"net": (D, 9, 1)}
-    unfit = frozenset({"net.0", "net.2"})
-
-    def forward(self, a, b):
-        x = ((a + b) / 2).requires_grad_()
-        (gradient,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
-        return self.net(a).mean() - self.net(b).mean() + (gradient.norm(dim=1) - 1).square().mean()
-
-    def run(self, engine, step):
-        engine.backward(engine(data(step, N, D), data(step, N, D, k=1)))
-        engine.step()
-
-
-class Boxes(Program):
-    """As many boxes as a picture has; in one step none, and none comes last."""
-
-    widths = {"box": (8, 4)}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.seen = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 1, 1)
-
-    def forward(self, x, pictures, places):
-        h = torch.relu_(self.stem(x))
-        return self.seen(h).flatten(1), self.box(h.flatten(2).mT[pictures, places])
-
-    def run(self, engine, step):
-        boxes = torch.arange((5, 0, 2)[step])
-        seen, found = engine(data(step, 2, 3, 4, 4), boxes % 2, 3 * boxes)
-        engine.backward(F.softplus(seen).mean() + (found - 1).abs().sum() / max(1, len(boxes)))
-        engine.step()
-
-
-class Frozen(Program):
-    """Padded texts below a frozen head with a bias; one padded place has a label."""
+class FrozenPlain(Program):
+    """A frozen head on a padded text's last token, by ``loss.backward()``; before it, how the
+    output depends on an input."""
 
     widths = {"net": (D, 9, 8), "head": (8, C)}
+    stage = 2
 
     def __init__(self) -> None:
         super().__init__()
         self.head.requires_grad_(False)
-
-    def forward(self, x, attention_mask):
-        return self.head(self.net(x))
-
-    def run(self, engine, step):
-        mask = torch.arange(5) < torch.tensor([5, 3, 4, 2])[:, None]
-        y = labels(step, 4, 5).masked_fill(~mask, -100)
-        y[1, 4] = 1
-        z = engine(data(step, 4, 5, D), mask)
-        engine.backward(F.cross_entropy(z.flatten(0, 1), y.flatten()))
-        engine.step()
-
-
-class FrozenPlain(Frozen):
-    """A class for each text, by ``loss.backward()``; before it, how the output depends on an
-    input."""
-
-    stage = 2
 
     def forward(self, x):
         return self.head(self.net(x)[:, -1])
@@ -301,34 +249,15 @@ class FrozenPlain(Frozen):
 
 
 class Rejected(Program):
-    """Chosen and rejected texts, each in a forward; their masks come in one buffer, the second over
-    the first."""
+    """Chosen and rejected texts, each in a forward through checkpoints in a checkpoint; their masks
+    come in one buffer, the second over the first. Two backward passes go through the graph."""
+
+    widths = {"one": (D, 9, D), "other": (D, 8, D), "net": (D, C)}
+    accumulation = 2
 
     def __init__(self) -> None:
         super().__init__()
         self.buffer = torch.zeros(2, 5, dtype=torch.bool)
-
-    def forward(self, x, attention_mask):
-        return self.net(x) * attention_mask[..., None].float()
-
-    def sums(self, engine, step):
-        sums = []
-        for k, lengths in enumerate(([5, 3], [1, 4])):
-            self.buffer.copy_(torch.arange(5) < torch.tensor(lengths)[:, None])
-            sums.append(engine(data(step, 2, 5, D, k=k), attention_mask=self.buffer).sum((1, 2)))
-        return sums
-
-    def run(self, engine, step):
-        sums = self.sums(engine, step)
-        engine.backward(-F.logsigmoid(sums[0] - sums[1]).mean())
-        engine.step()
-
-
-class Nested(Rejected):
-    """The same with checkpoints in a checkpoint, and two backward passes through the graph."""
-
-    widths = {"one": (D, 9, D), "other": (D, 8, D), "net": (D, C)}
-    accumulation = 2
 
     def forward(self, x, attention_mask):
         def run(x):
@@ -337,28 +266,17 @@ class Nested(Rejected):
             return x
 
         x = checkpoint(run, x.requires_grad_(), use_reentrant=True)
-        return super().forward(x, attention_mask)
+        return self.net(x) * attention_mask[..., None].float()
 
     def run(self, engine, step):
-        sums = self.sums(engine, step)
+        sums = []
+        for k, lengths in enumerate(([5, 3], [1, 4])):
+            self.buffer.copy_(torch.arange(5) < torch.tensor(lengths)[:, None])
+            sums.append(engine(data(step, 2, 5, D, k=k), attention_mask=self.buffer).sum((1, 2)))
         engine.backward(-F.logsigmoid(sums[0] - sums[1]).mean(), retain_graph=True)
         engine.step()
         engine.backward(sums[0].square().mean())
         engine.step()
-
-
-class Compiled(Program):
-    """A compiled block in a checkpoint."""
-
-    widths = {"inner": (D, 8), "block": (8, 9, 8), "head": (8, C)}
-
-    def forward(self, x):
-        block = torch.compile(self.block, backend="aot_eager")
-        return self.head(checkpoint(block, self.inner(x), use_reentrant=False))
-
-    def run(self, engine, step):
-        with torch.compiler.set_stance("force_eager" if isinstance(engine, Plain) else "default"):
-            super().run(engine, step)
 
 
 class Whole(Program):
@@ -381,7 +299,6 @@ class Tiled(Program):
     """The head and the loss are computed in tiles, each a checkpoint, after the model's forward."""
 
     widths = {"net": (D, 9, 8), "head": (8, C)}
-    reentrant = False
 
     def forward(self, x):
         return self.net(x)
@@ -392,15 +309,10 @@ class Tiled(Program):
 
         h, y = engine(data(step, 8, D)), labels(step, 8)
         tiles = [
-            checkpoint(loss, h[k : k + 3], y[k : k + 3], use_reentrant=self.reentrant)
-            for k in range(0, 8, 3)
+            checkpoint(loss, h[k : k + 3], y[k : k + 3], use_reentrant=True) for k in range(0, 8, 3)
         ]
         engine.backward(sum(tiles) / 8)
         engine.step()
-
-
-class TiledReentrant(Tiled):
-    reentrant = True
 
 
 class RowsLast(nn.Linear):
@@ -422,38 +334,9 @@ class Turned(Program):
         return self.head(x + F.pad(self.last(x).mT, (0, -1)))
 
 
-class Raw(Program):
-    """Two matrices that a method of the model multiplies by, in a checkpoint or not."""
-
-    widths = {"embed": (D, 8), "head": (8, C)}
-    reentrant: bool | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = (nn.Parameter(torch.randn(*shape) / 3) for shape in ((8, 9), (9, 8)))
-
-    def inner(self, x):
-        return torch.relu(torch.relu(x @ self.up) @ self.down)
-
-    def forward(self, x):
-        x = self.embed(x)
-        if self.reentrant is None:
-            return self.head(self.inner(x))
-        return self.head(checkpoint(self.inner, x, use_reentrant=self.reentrant))
-
-
-class RawAgain(Raw):
-    reentrant = False
-
-
-class RawReentrant(Raw):
-    reentrant = True
-
-
 RIGHT = [Reversible, Meta, Weighed, Offloaded, BothWays, OneRow]
-RIGHT += [Boxes, Frozen, FrozenPlain, Rejected, Nested, Compiled]
-RIGHT += [Whole, Tiled, TiledReentrant, Turned]
-UNFIT = [SecondOrder, Sharp, Critic]
+RIGHT += [FrozenPlain, Rejected, Whole, Tiled, Turned]
+UNFIT = [SecondOrder, Sharp]
 
 
 def steps_of(kind: type[Program]) -> Iterator[tuple[set[str], dict, dict]]:
@@ -508,13 +391,3 @@ def test_layers_whose_gradient_is_not_of_their_rows_are_told():
     for kind in UNFIT:
         for unfit, *_ in steps_of(kind):
             assert unfit == kind.unfit, kind
-
-
-@on_ranks(1)
-def test_a_recomputed_function_of_raw_weights_has_the_same_factors():
-    expected = [factors for _, factors, _ in steps_of(Raw)]
-    assert all(step.keys() == {"embed", "up", "down", "head"} for step in expected)
-    for kind in (RawAgain, RawReentrant):
-        found = [(unfit, factors) for unfit, factors, _ in steps_of(kind)]
-        assert not any(unfit for unfit, _ in found)
-        close([factors for _, factors in found], expected, sums=1000, what=kind.__name__)

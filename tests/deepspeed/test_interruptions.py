@@ -13,18 +13,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils.checkpoint import checkpoint
 
 import ds_kfac
 from ds_kfac.engine.attachment import BROKEN
-from ds_kfac.model.rows import RowSums
 from ds_kfac.step import proving
 from tests.close import close, exact, near
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, train, weights
 from tests.deepspeed.said import error_of, heard
 from tests.deepspeed.test_no_rows import FusedHead, Hidden
-from tests.models import CLASSES, FEATURES, Net, cross_entropy, make_net
+from tests.models import FEATURES, Net, cross_entropy, make_net
 from tests.ranks import on_ranks, run_ranks
 from tests.tape import taped
 
@@ -356,32 +354,3 @@ def test_a_plan_that_changes_before_the_first_step_prepares_its_hooks_again():
     many = dict.fromkeys((layer.name for layer in kfac.layers), 10**6)
     kfac.observe(replace(kfac.observations, rows=many))
     assert len(kfac.curvature.reducer._slots) == len(kfac.due.capture) > 0
-
-
-class Repeated(nn.Module):
-    """A layer that two recomputed parts of the model call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.head = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, CLASSES)
-
-    def forward(self, x, y):
-        for _ in range(2):
-            x = checkpoint(lambda x: torch.tanh(self.inner(torch.tanh(x))), x, use_reentrant=False)
-        return cross_entropy(self.head(x), y)
-
-
-@on_ranks(1)
-def test_a_hook_that_fails_between_recomputations_leaves_them_as_they_are():
-    """A recomputation has to save as many tensors as the first run."""
-    proving.RAISES, plain = False, RowSums.add_gradients
-
-    def raises(self, call, *given, **options):
-        if call.layer.name == "inner":
-            raise TypeError("no matrix")
-        return plain(self, call, *given, **options)
-
-    engine = build(BY_NAME["z2"], 1, model=Repeated())
-    with patch.object(RowSums, "add_gradients", raises):
-        train(engine, 1, steps=1)
-    assert engine.kfac.preconditioner.capture.failed == {"inner": "TypeError: no matrix"}

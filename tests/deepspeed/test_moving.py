@@ -322,15 +322,7 @@ def test_what_cannot_be_loaded_is_told_what_to_do(tmp_path):
             engine.destroy()
 
 
-COSINE = {
-    "type": "WarmupCosineLR",
-    "params": {
-        "total_num_steps": 20,
-        "warmup_num_steps": 2,
-        "warmup_type": "linear",
-        "warmup_min_ratio": 0.0,
-    },
-}
+COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 20, "warmup_num_steps": 2}}
 
 
 @on_ranks(1)

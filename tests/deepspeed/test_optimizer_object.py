@@ -220,32 +220,6 @@ def test_what_a_group_in_an_engine_cannot_take_is_said():
     train(engine, 1, steps=1)
 
 
-BETAS, NUMBER = "must be two numbers", "must be a number"
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"lr": "1e-2"}, f"KFACAdamW: lr: got '1e-2'; {NUMBER}"),
-        ({"lr": 0.1, "betas": 0.9}, f"KFACAdamW: betas: got 0.9; {BETAS}"),
-        ({"lr": 0, "adam_lr": 0.1}, "KFACAdamW: lr: got 0; must be above 0 with adam_lr"),
-        ({"lr": 10**400}, f"KFACAdamW: lr: got 1000.*; {NUMBER}"),
-        ({"group": {"adam_lr": 0.1}}, "adam_lr in a parameter group: it is the whole optimizer's"),
-        ({"group": {"lr": float("inf")}}, f"in a parameter group, lr: got inf; {NUMBER}"),
-        ({"group": {"betas": [0.9, 1]}}, f"in a parameter group, betas: got .0.9, 1.; {BETAS}"),
-    ],
-)
-def test_wrong_values_are_named(options, message):
-    layer, group = nn.Linear(3, 2), options.get("group", {})
-    of_all = {key: value for key, value in options.items() if key != "group"}
-    with pytest.raises(ValueError, match=message):
-        ds_kfac.KFACAdamW([{"params": layer.parameters(), **group}], **of_all)
-    if group:
-        optimizer = ds_kfac.KFACAdamW([layer.weight])
-        with pytest.raises(ValueError, match=message):
-            optimizer.add_param_group({"params": [layer.bias], **group})
-
-
 def test_before_an_engine_it_is_an_optimizer_like_others_that_nothing_but_deepspeed_steps():
     layer = nn.Linear(3, 2)
     optimizer = ds_kfac.KFACAdamW([layer.weight], 0.1, betas=(0, 0.9))
@@ -261,6 +235,10 @@ def test_before_an_engine_it_is_an_optimizer_like_others_that_nothing_but_deepsp
     assert list(map(type, optimizer.param_groups[0]["betas"])) == [float, float]
     with pytest.raises(RuntimeError, match="only a DeepSpeed engine can step it"):
         optimizer.step()
+    with pytest.raises(ValueError, match="KFACAdamW: lr: got 0; must be above 0 with adam_lr"):
+        ds_kfac.KFACAdamW([layer.weight], 0, adam_lr=0.1)
+    with pytest.raises(ValueError, match=r"in a parameter group, betas: got .0.9, 1.; must be two"):
+        optimizer.add_param_group({"params": [torch.ones(2)], "betas": [0.9, 1]})
 
 
 def test_an_optimizer_made_of_its_groups_is_recognised():
@@ -307,57 +285,49 @@ def test_betas_and_eps_of_a_bias_alone_are_refused_unless_they_are_used():
 # an object that whoever makes the engine does not pass on, as transformers' Trainer
 
 TRAINS_WITH = {"type": "AdamW", "params": {"lr": LR, "torch_adam": True}}
-DROPPED = [
-    ({"optimizer": TRAINS_WITH}, None),
-    ({}, torch.optim.AdamW),
-    ({"optimizer": TRAINS_WITH, "kfac": {}}, None),
-]
-"""What an engine trains with in its place: more of the config, and the argument."""
 
 
 @pytest.mark.parametrize("initialize", [deepspeed.initialize, ds_kfac.initialize])
 @on_ranks(1)
 def test_an_object_that_is_not_passed_on_is_an_error(initialize):
-    def said(model, optimizer, more) -> str:
-        config = {"train_micro_batch_size_per_gpu": 1, "zero_force_ds_cpu_optimizer": False}
-        parameters = None if optimizer else model.parameters()
+    def said(model, passed=None, **more) -> str:
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_force_ds_cpu_optimizer": False, **more}
+        given = {"model": model, "optimizer": passed, "config": config}
+        if passed is None:
+            given["model_parameters"] = model.parameters()
         with contextlib.redirect_stderr(io.StringIO()) as printed:
-            error = error_of(
-                lambda: initialize(
-                    model=model,
-                    optimizer=optimizer,
-                    model_parameters=parameters,
-                    config=config | more,
-                )[0].destroy()
-            )
+            error = error_of(lambda: initialize(**given)[0].destroy())
         return error or printed.getvalue()
 
-    def check_silent(*given) -> None:
-        text = said(*given)
+    def check_silent(*given, **more) -> None:
+        text = said(*given, **more)
         assert "KFACAdamW was made" not in text and "Error" not in text, text
 
-    for more, kind in DROPPED:
+    for kind, more in (
+        (None, {"optimizer": TRAINS_WITH}),
+        (torch.optim.AdamW, {}),
+        (None, {"optimizer": TRAINS_WITH, "kfac": {}}),
+    ):
         model = make_net()
-        kept, optimizer = ds_kfac.KFACAdamW(model.parameters(), LR), None
-        if kind:
-            optimizer = kind(model.parameters(), LR)
-        text, count = said(model, optimizer, more), len([*model.parameters()])
+        kept = ds_kfac.KFACAdamW(model.parameters(), LR)
+        optimizer = kind(model.parameters(), LR) if kind else None
+        text, count = said(model, optimizer, **more), len([*model.parameters()])
         made = f"ValueError: ds_kfac: a KFACAdamW was made for {count} of the parameters"
         assert text.startswith(made), text
         assert "optimizer_cls_and_kwargs=" in text and '{"lr": 1e-3}' in text, text
         scheduler = LambdaLR(kept, schedule)  # they hold each other
         del kept, scheduler
-        check_silent(model, optimizer, more)
+        check_silent(model, optimizer, **more)
     model = make_net()
     kept = ds_kfac.KFACAdamW(model.parameters(), LR)
-    named = {"optimizer": {"type": "KFACAdamW", "params": {"lr": LR, "torch_adam": True}}}
-    text = said(model, None, named)
+    named = {"type": "KFACAdamW", "params": {"lr": LR, "torch_adam": True}}
+    text = said(model, optimizer=named)
     assert "this engine trains with the learning rates of the config" in text
-    model, (more, _) = make_net(), DROPPED[0]
+    model = make_net()
     kept = ds_kfac.KFACAdamW(model.parameters(), LR)
-    check_silent(make_net(), None, more)  # another model
-    check_silent(model, kept, {})  # it is passed on
-    check_silent(model, None, more)  # and stepped no more
+    check_silent(make_net(), optimizer=TRAINS_WITH)  # another model
+    check_silent(model, kept)  # it is passed on
+    check_silent(model, optimizer=TRAINS_WITH)  # and stepped no more
     frozen = make_net().requires_grad_(False)
     kept = ds_kfac.KFACAdamW(frozen.parameters(), LR)
-    check_silent(frozen, None, {})  # is not trained
+    check_silent(frozen)  # is not trained

@@ -154,64 +154,6 @@ def test_layers_of_a_group_may_have_different_inputs_in_a_step_on_some_ranks():
             assert not torch.equal(parted[key], after[key]), key
 
 
-@pytest.mark.parametrize("name", ["z0", "z2"])
-@on_ranks(1)
-def test_a_group_has_the_rows_of_another_layer_or_of_both_inputs_where_its_first_changes(name):
-    """Weights stand still, so that inputs do not depend on how often a layer is called."""
-    found = {}
-    for calls in (1, 0, 2):
-        mode = Mode(name, BY_NAME[name].stage, kfac=block(1))
-        engine = build(mode, 1, model=make_net(Attention), optimizer=STILL)
-        kfac = engine.kfac.preconditioner
-        train(engine, 1, steps=2)
-        assert ("q", "k", "v") in kfac.observations.groups
-        factor = kfac.curvature.factors["q/A"]
-        before = factor.packed_P.clone()
-        engine.module.calls = calls
-        train(engine, 1, steps=1, first=2)
-        assert float(factor.updates) == 3
-        found[calls] = factor.packed_P
-    assert not torch.equal(found[1], before)
-    close(found[0], found[1], sums=100)
-    # the third batch has the rows of z and of 2 z, so the mean of their squares is 2.5 times it
-    batch = 3 * found[1] - 2 * before
-    close(found[2], (2 * before + 2.5 * batch) / 3, sums=100, condition=4)
-
-
-class Generator(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.head = nn.Linear(13, 11), nn.Linear(11, 13)
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.inner(x)))
-
-
-@on_ranks(1)
-def test_a_generator_s_loss_leaves_the_discriminator_s_factors_alone():
-    # DeepSpeed leaves the generator's gradients in the discriminator
-    for name in ("z0", "z2"):
-        found = []
-        for through in (False, True):
-            discriminator = build(BY_NAME[name], 1, optimizer=STILL)
-            generator = build(BY_NAME[name], 1, model=make_net(Generator))
-            kfac = discriminator.kfac.preconditioner
-            # DeepSpeed refuses at stage 0 what it takes for a loss.backward() of the discriminator
-            judge = discriminator if name != "z0" else discriminator.module
-            for step in range(3):
-                x, y = next(iter(micro_batches(step, 1)))
-                if through:
-                    generator.backward(cross_entropy(judge(generator(x)), y))
-                    generator.step()
-                assert kfac.capture.outside == 3 * through, "a call of each layer is passed over"
-                discriminator.backward(discriminator(x, y))
-                discriminator.step()
-            factors = kfac.curvature.factors.items()
-            assert all(float(factor.updates) == 3 for _, factor in factors)
-            found.append({key: factor.packed_P for key, factor in factors})
-        exact(*found, what=name)
-
-
 # programs that end steps themselves, and divide each micro-batch's loss by their number
 
 MANY = 4

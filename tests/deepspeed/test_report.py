@@ -14,7 +14,6 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 import ds_kfac
-from ds_kfac.diagnostics.text import folded
 from ds_kfac.step import proving
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, train, weights
@@ -24,20 +23,6 @@ from tests.ranks import on_ranks
 
 WIDTH, BLOCKS = 8, 32
 pytestmark = pytest.mark.distributed
-
-
-def test_equal_rows_become_one():
-    rows = [(f"blocks.{i}.mlp.up", "Linear", "8") for i in range(32)]
-    rows += [("head", "Linear", "9")]
-    rows += [(f"blocks.{i}.norm{j}", "Norm", "1") for i in (0, 2) for j in (1, 2)]
-    rows += [("blocks.7.mlp.up", "Linear", "99"), ("", "Conv1D", "9")]
-    assert folded(rows) == [
-        ("blocks.[0-31].mlp.up x 32", "Linear", "8"),
-        ("head", "Linear", "9"),
-        ("blocks.[0-2].norm[1-2] x 4", "Norm", "1"),
-        ("blocks.7.mlp.up", "Linear", "99"),
-        ("(model)", "Conv1D", "9"),
-    ]
 
 
 class Block(nn.Module):

@@ -16,7 +16,7 @@ from ds_kfac.zero.stages import Stage12, ZeroLayout
 from tests.close import exact
 from tests.deepspeed.modes import BY_NAME, KFAC, Mode
 from tests.deepspeed.runs import build, parameter_groups, train, weights
-from tests.deepspeed.said import error_of
+from tests.deepspeed.said import error_of, heard
 from tests.models import make_net
 from tests.ranks import on_ranks
 
@@ -119,6 +119,69 @@ def test_enable_makes_deepspeeds_door_ours_until_disable():
     ):
         switch()
         assert changed(start(deepspeed.initialize, kfac=BLOCK)) == expected, switch
+
+
+NOT_NAMED = "this engine trains without K-FAC: the DeepSpeed config names it nowhere"
+
+
+def said_by(action) -> str:
+    """What DeepSpeed's logger and we ourselves write meanwhile."""
+    with heard("INFO") as lines:
+        action()
+    return "\n".join(line for line in lines if "ds_kfac" in line)
+
+
+@on_ranks(2)
+def test_a_block_without_effect_is_said_once():
+    """By rank 0."""
+    first = dist.get_rank() == 0
+
+    def started(initialize, **kfac) -> str:
+        return said_by(lambda: start(initialize, **kfac))
+
+    text = started(deepspeed.initialize, kfac={})
+    if first:
+        assert text.count("not attached") == 1
+        assert "ds_kfac.enable()" in text and "DS_KFAC=1" in text
+    else:
+        assert text == ""
+    assert started(deepspeed.initialize) == started(deepspeed.initialize, kfac=OFF) == ""
+    assert ('"enabled": false' in started(ds_kfac.initialize, kfac=OFF)) == first
+    assert started(ds_kfac.initialize).count(NOT_NAMED) == first
+    engine = start(deepspeed.initialize, optimizer=BY_NAME["adam-z2"].config(1, 2)["optimizer"])
+    assert engine.kfac, "an optimizer that only ds_kfac knows needs no enable()"
+    ds_kfac.enable()
+    assert "not attached" not in started(deepspeed.initialize, kfac={})
+    assert "trains without" not in started(deepspeed.initialize), "as others have it"
+    ds_kfac.engine.entry._unattached = "as in a program whose first engine this is"
+    assert started(deepspeed.initialize).count(NOT_NAMED) == first
+
+
+@on_ranks(2)
+def test_a_second_attach_says_that_there_is_nothing_to_do():
+    engine = build(BY_NAME["z2"], 1)
+    line = "ds_kfac: attached already: this call of ds_kfac.attach changes nothing"
+    for given in ((), (engine.config["kfac"],)):
+        text = said_by(lambda: ds_kfac.attach(engine, *given))  # noqa: B023
+        assert text == (line if dist.get_rank() == 0 else "")
+
+
+@on_ranks(1)
+def test_a_frozen_model_is_left_as_it_is():
+    """A reference model, of which the config is that of a trained one."""
+    for name in ("adam-z0", "z0", "adam-z3"):
+        for dtype in (torch.float32, torch.bfloat16):
+            model = make_net().requires_grad_(False).to(dtype)
+            x = torch.ones(1, 3, 13, dtype=dtype)
+            expected = model(x)
+            config = BY_NAME[name].config(1, 1) | {"bf16": {"enabled": dtype is torch.bfloat16}}
+            engine, *_ = ds_kfac.initialize(model=model, config=config)
+            assert not hasattr(engine, "kfac"), name
+            exact(engine(x), expected, what=name)
+    frozen = "all parameters are frozen: unfreeze what is to be trained"
+    with pytest.raises(ValueError, match=frozen):
+        config = BY_NAME["adam-z2"].config(1, 1)
+        ds_kfac.initialize(model=make_net().requires_grad_(False), config=config)
 
 
 @on_ranks(1)

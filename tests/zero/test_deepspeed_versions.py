@@ -22,47 +22,31 @@ from ds_kfac.zero.stages import BF16
 
 PACKAGE = Path(deepspeed_versions.__file__).parent.parent
 OURS = Path(deepspeed_versions.__file__)
-NAMES = set(
-    """
-    _INSTRUCTION_MAP _manual_backward_expected _is_gradient_accumulation_boundary _config
-    _global_grad_norm _get_expert_parallel_rank _get_expert_data_parallel_group
-    _get_sequence_parallel_world_size _hp_optimizer_states_linked
-    _lazy_init_hp_params_optimizer_state _wait_for_offload_copies
-    _use_compact_grad_partition_buffer _build_compact_grad_partition_buffer
-    _offload_accumulated_param_ids _epilogue_ran_this_backward managed_gradient_accumulation
-    zero_compute_grad_norm torch_autocast_enabled torch_autocast_dtype zenflow is_decoupled
-    torch_autocast_gradscaler torch_autocast_z0_gradscaler loss_scale_config
-    master_weights_and_grads_dtype parameter_alignment check_grad_overflow
-    round_robin_bit16_offsets all_grad_tensors get_flat_partition micro_step_id
-    gradient_accumulation_dtype
-    """.split()
-)
-"""Private, not in every version, or what a version says more of than others."""
-IN_A_CONFIG = {"zenflow"}
-"""Keys of a DeepSpeed config, too, and our own fields."""
+SHARED = {"dtype", "partition_gradients", "use_grad_accum_attribute", "backup_optimizer", "zenflow"}
+"""Names that every version has on some object, or that are keys of a DeepSpeed config."""
 
 
-def touched(source: str) -> set[str]:
-    """Names of :data:`NAMES` that a program reads as an attribute, of another object than ``self``,
-    or as a string."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Attribute) and not (
-            isinstance(node.value, ast.Name) and node.value.id == "self"
-        ):
-            found.add(node.attr)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.add(node.value)
-    return found & NAMES
+def looked_up(path: Path) -> set[str]:
+    """Attributes that a file asks for by ``getattr`` or ``hasattr``: a version may lack them."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    calls = [call for call in calls if getattr(call.func, "id", "") in ("getattr", "hasattr")]
+    names = [call.args[1] for call in calls]
+    return {name.value for name in names if isinstance(name, ast.Constant)}
+
+
+def read(path: Path) -> set[str]:
+    """Attributes that a file reads of other objects than ``self``, or looks up."""
+    nodes = [
+        node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)
+    ]
+    return {n.attr for n in nodes if getattr(n.value, "id", "") != "self"} | looked_up(path)
 
 
 def test_what_depends_on_the_version_is_read_in_one_file():
-    assert touched(OURS.read_text()) == NAMES
+    versions = looked_up(OURS) - SHARED
+    assert "loss_scale_config" in versions
     for path in PACKAGE.rglob("*.py"):
-        if path != OURS:
-            assert touched(path.read_text()) <= IN_A_CONFIG, path
-    read = touched("engine._config; getattr(engine, 'zenflow'); self._global_grad_norm")
-    assert read == {"_config", "zenflow"}
+        assert path == OURS or not read(path) & versions, path
 
 
 def test_offsets_are_those_that_deepspeed_keeps_or_follow_from_the_numels():
@@ -107,7 +91,7 @@ def test_an_older_deepspeed_is_refused_and_a_newer_one_is_named(
 
 
 class Forgets:
-    """As in 0.18.0; what a micro-batch left is put in its place until the last one's is
+    """A ZeRO-2 as in 0.18.0; what a micro-batch left is put in its place until the last one's is
     averaged."""
 
     partition_gradients = True
@@ -127,13 +111,8 @@ class Keeps(Forgets):
                 self.all_grad_tensors[i] = self.new
 
 
-def test_a_stage_2_that_forgets_micro_batches_is_a_known_fault():
-    found = deepspeed_versions.accumulation_faults
-    assert len(found(Forgets(), 2)) == 1 and found(Forgets(), 1) == found(Keeps(), 2) == ()
-
-
 class LooksAlone:
-    """As ZeRO-1 of 0.17.6."""
+    """A ZeRO-1 as of 0.17.6."""
 
     partition_gradients, check_grad_overflow = False, True
 
@@ -152,38 +131,16 @@ class LooksTogether(LooksAlone):
         self.reduce()
 
 
-def test_ranks_that_look_for_overflow_alone_are_found_in_zero_1():
-    assert deepspeed_versions.looks_alone(LooksAlone()) and not deepspeed_versions.looks_alone(
-        LooksTogether()
-    )
-    zero_2, bf16 = LooksAlone(), LooksAlone()
-    zero_2.partition_gradients, bf16.check_grad_overflow = True, False
-    assert not deepspeed_versions.looks_alone(zero_2) and not deepspeed_versions.looks_alone(bf16)
+class LooksAloneInZero2(LooksAlone):
+    partition_gradients = True
 
 
-@pytest.mark.parametrize(
-    ("installed", "offload", "bf16_optimizer", "pipelines"),
-    [
-        ("0.17.0", 1, 0, 1),
-        ("0.18.0", 1, 0, 1),
-        ("0.18.9", 1, 1, 1),
-        ("0.19.0", 0, 0, 1),
-        ("0.19.4", 0, 0, 0),
-        ("0.19.8", 0, 0, 0),
-    ],
-)
-def test_what_a_version_mended_is_a_known_fault_of_those_before(
-    installed, offload, bf16_optimizer, pipelines, monkeypatch
-):
-    monkeypatch.setattr(deepspeed, "__version__", installed)
-    assert len(deepspeed_versions.offload_faults(3)) == offload
-    assert len(deepspeed_versions.bf16_optimizer_faults()) == bf16_optimizer
-    assert len(deepspeed_versions.pipeline_faults(2)) == pipelines
-    assert deepspeed_versions.offload_faults(2) == deepspeed_versions.pipeline_faults(1) == ()
+class NeverLooks(LooksAlone):
+    check_grad_overflow = False
 
 
 class AveragesACopy:
-    """As ZeRO-1 of 0.19.4 with ``grad_accum_dtype``."""
+    """A ZeRO-1 as of 0.19.4 with ``grad_accum_dtype``."""
 
     use_grad_accum_attribute, contiguous_gradients = True, True
 
@@ -198,6 +155,10 @@ class AveragesInPlace(AveragesACopy):
         return param.grad_accum
 
 
+class AveragesScattered(AveragesInPlace):
+    contiguous_gradients = False
+
+
 def splits_by_name_of_device(tensors):
     """As in 0.19.4."""
     return [one for one in tensors if one.type() == get_accelerator().device_name()]  # noqa: F821
@@ -208,20 +169,14 @@ def splits_by_dtype(tensors):
     return [one for one in tensors if one.dtype is torch.float16]
 
 
-def test_gradients_that_are_not_averaged_over_ranks_are_a_known_fault(monkeypatch):
-    found, module = deepspeed_versions.reduction_faults, deepspeed_versions.stage_1_and_2
-    monkeypatch.setattr(module, "split_half_float_double", splits_by_dtype)
-    (fault,) = found(AveragesACopy())
-    assert "leave data_types.grad_accum_dtype out" in fault
-    assert found(AveragesInPlace()) == ()
+def waits_for_the_last(launch_handles):
+    """As in 0.19.4."""
+    launch_handles[-1].wait()
 
-    scattered = AveragesInPlace()
-    scattered.contiguous_gradients = False
-    assert found(scattered) == ()
-    monkeypatch.setattr(module, "split_half_float_double", splits_by_name_of_device)
-    (fault,) = found(scattered)
-    assert "contiguous_gradients" in fault
-    assert found(AveragesInPlace()) == ()
+
+def waits_for_all(launch_handles):
+    for handle in launch_handles:
+        handle.wait()
 
 
 class ReturnsBeforeEveryStep(FP16_Optimizer):
@@ -241,40 +196,61 @@ class ReturnsOnOverflow(FP16_Optimizer):
         return self.optimizer.step()
 
 
+def test_faults_are_found_in_the_code_of_a_version(monkeypatch):
+    accumulation = deepspeed_versions.accumulation_faults
+    assert len(accumulation(Forgets(), 2)) == 1
+    assert accumulation(Forgets(), 1) == accumulation(Keeps(), 2) == ()
+
+    assert deepspeed_versions.looks_alone(LooksAlone())
+    for kind in (LooksTogether, LooksAloneInZero2, NeverLooks):
+        assert not deepspeed_versions.looks_alone(kind()), kind
+
+    reduction, module = deepspeed_versions.reduction_faults, deepspeed_versions.stage_1_and_2
+    for splits, kind, text in (
+        (splits_by_dtype, AveragesACopy, "leave data_types.grad_accum_dtype out"),
+        (splits_by_dtype, AveragesInPlace, ""),
+        (splits_by_dtype, AveragesScattered, ""),
+        (splits_by_name_of_device, AveragesScattered, "contiguous_gradients"),
+        (splits_by_name_of_device, AveragesInPlace, ""),
+    ):
+        monkeypatch.setattr(module, "split_half_float_double", splits)
+        faults = reduction(kind())
+        assert len(faults) == bool(text) and text in "".join(faults), (splits, kind, faults)
+
+    init, gather = deepspeed_versions.partition_parameters.Init, deepspeed_versions.gather_faults
+    for code in (waits_for_the_last, waits_for_all):
+        monkeypatch.setattr(init, "_allgather_params_coalesced", code)
+        assert len(gather("gloo")) == (code is waits_for_the_last) and gather("nccl") == ()
+
+    optimizer = object.__new__(FP16_Optimizer)
+    for version, dtype in (
+        (ReturnsBeforeEveryStep, torch.float16),
+        (ReturnsBeforeEveryStep, torch.bfloat16),
+        (ReturnsOnOverflow, torch.float16),
+    ):
+        monkeypatch.setattr(FP16_Optimizer, "step", version.step)
+        optimizer.fp16_groups = [[torch.zeros(1, dtype=dtype)]]
+        never = version is ReturnsBeforeEveryStep and dtype is torch.float16
+        assert deepspeed_versions.never_steps(optimizer) is never, (version, dtype)
+
+
 @pytest.mark.parametrize(
-    ("version", "dtype", "never"),
+    ("installed", "offload", "bf16_optimizer", "pipelines"),
     [
-        (ReturnsBeforeEveryStep, torch.float16, True),
-        (ReturnsBeforeEveryStep, torch.bfloat16, False),
-        (ReturnsOnOverflow, torch.float16, False),
+        ("0.18.0", 1, 0, 1),
+        ("0.18.9", 1, 1, 1),
+        ("0.19.0", 0, 0, 1),
+        ("0.19.4", 0, 0, 0),
     ],
 )
-def test_an_fp16_optimizer_that_never_steps_is_found(version, dtype, never, monkeypatch):
-    monkeypatch.setattr(FP16_Optimizer, "step", version.step)
-    optimizer = object.__new__(FP16_Optimizer)
-    optimizer.fp16_groups = [[torch.zeros(1, dtype=dtype)]]
-    assert deepspeed_versions.never_steps(optimizer) is never
-
-
-def waits_for_the_last(launch_handles):
-    """As in 0.19.4."""
-    launch_handles[-1].wait()
-
-
-def waits_for_all(launch_handles):
-    for handle in launch_handles:
-        handle.wait()
-
-
-@pytest.mark.parametrize(("code", "faults"), [(waits_for_the_last, 1), (waits_for_all, 0)])
-def test_gathers_that_are_not_waited_for_are_a_known_fault_with_gloo(code, faults, monkeypatch):
-    monkeypatch.setattr(
-        deepspeed_versions.partition_parameters.Init, "_allgather_params_coalesced", code
-    )
-    assert (
-        len(deepspeed_versions.gather_faults("gloo")) == faults
-        and deepspeed_versions.gather_faults("nccl") == ()
-    )
+def test_what_a_version_mended_is_a_known_fault_of_those_before(
+    installed, offload, bf16_optimizer, pipelines, monkeypatch
+):
+    monkeypatch.setattr(deepspeed, "__version__", installed)
+    assert len(deepspeed_versions.offload_faults(3)) == offload
+    assert len(deepspeed_versions.bf16_optimizer_faults()) == bf16_optimizer
+    assert len(deepspeed_versions.pipeline_faults(2)) == pipelines
+    assert deepspeed_versions.offload_faults(2) == deepspeed_versions.pipeline_faults(1) == ()
 
 
 @pytest.mark.parametrize("kind", [DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3])
