@@ -1,7 +1,7 @@
 """Run a function on several ranks: plain processes with gloo, no launcher, results by file.
 
     results = run_ranks("tests.deepspeed.worker:main", world=2, payload={...})   # one per rank
-    @on_ranks(2)                                        # the whole test runs, and asserts, there
+    @pytest.mark.ranks(2)                               # the whole test runs, and asserts, there
     result = run_alone("tests.deepspeed.worker:main", device="cuda", payload={...})   # NCCL
 
 Ranks are forked from a server process that has imported torch and deepspeed once, which alone takes
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -106,50 +106,44 @@ def run_ranks(
         return [pickle.loads(result.read_bytes()) for result in results]
 
 
-def on_ranks(world: int | None = None, **options):
-    """Run a test's body on so many ranks, with the test's arguments. It fails if it fails on any.
-
-    Each rank makes and checks its own engines, so that nothing travels back but the largest
-    difference / allowed of ``tests/close.py``.
+def bodies(calls: list[tuple[str, str, str, dict]]) -> dict[str, float]:
+    """Run the bodies of several tests one after the other, with their engines destroyed in between;
+    return what tests/close.py measured in each. See tests/rank_marks.py.
 
     Args:
-        world: number of ranks; None: the test's argument ``world``.
-        options: of :func:`run_ranks`.
+        calls: for each test its id, its module, its function and its arguments.
     """
+    import torch
 
-    def decorate(test):
-        @wraps(test)
-        def launched(**arguments):
-            from tests.close import record
-
-            __tracebackhide__ = True
-            ranks = world or arguments["world"]
-            payload = test.__module__, test.__name__, arguments
-            for ratio in run_ranks("tests.ranks:body", world=ranks, payload=payload, **options):
-                record(ratio)
-
-        return launched
-
-    return decorate
-
-
-def body(payload: tuple[str, str, dict]) -> float:
-    """What :func:`on_ranks` starts on each rank."""
     from tests.close import RATIOS
+    from tests.deepspeed import runs
 
-    module, name, arguments = payload
-    getattr(importlib.import_module(module), name).__wrapped__(**arguments)
-    return max(RATIOS.values(), default=0.0)
+    for test, module, function, arguments in calls:
+        os.environ["PYTEST_CURRENT_TEST"] = test
+        print(f"running {test}")
+        getattr(importlib.import_module(module), function)(**arguments)
+        torch.set_default_dtype(torch.float32)
+        runs.destroy_all()
+    return RATIOS
 
 
-def on_rank_0(action, *given) -> None:
-    """Do something with files while the other ranks wait."""
+def of_ranks(value) -> list:
+    """Return this value of every rank. Collective."""
     import torch.distributed as dist
 
-    dist.barrier()
-    if dist.get_rank() == 0:
-        action(*given)
-    dist.barrier()
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def on_rank_0(action, *given):
+    """Return to every rank what ``action`` returns on the first one, while the others wait.
+    Collective."""
+    import torch.distributed as dist
+
+    found = [action(*given) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    return found[0]
 
 
 def run_alone(target: str, *, device: str, payload=None, timeout: float = 900):

@@ -14,10 +14,10 @@ from tests import spread
 from tests.choices import STAGGERED
 from tests.close import exact
 from tests.deepspeed.modes import STEPS, Mode
-from tests.deepspeed.ranked import of_ranks, on_rank_0
 from tests.deepspeed.runs import Losses, trained
 from tests.models import cross_entropy, make_net
 from tests.oracle import ReferenceKFAC
+from tests.ranks import of_ranks, on_rank_0
 from tests.spread import difference, within
 
 SCALED = {

@@ -28,10 +28,10 @@ from tests.deepspeed.parallel import (
     train_whole,
     whole_state,
 )
-from tests.deepspeed.ranked import of_ranks
 from tests.deepspeed.runs import build, whole_batch
 from tests.deepspeed.said import error_of
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch, make_net
+from tests.ranks import of_ranks
 from tests.spread import FACTOR, FLOOR, Variation, difference, within
 
 pytestmark = pytest.mark.ranks(2)

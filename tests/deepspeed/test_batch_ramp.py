@@ -12,8 +12,8 @@ import ds_kfac
 from tests.close import close, near
 from tests.deepspeed.modes import BY_NAME, LR, MICRO_ROWS
 from tests.deepspeed.parallel import shared_folder
-from tests.deepspeed.ranked import of_ranks
 from tests.deepspeed.runs import build, micro_batches, patched, weights
+from tests.ranks import of_ranks
 
 FIRST = 2 * MICRO_ROWS  # samples of a step of 2 ranks
 STEPS = [1, 1, 1, 1, 2, 2, 4, 4]

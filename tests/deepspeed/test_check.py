@@ -12,7 +12,6 @@ from torch import nn
 import ds_kfac
 from ds_kfac.__main__ import main
 from ds_kfac.estimate.subject import Subject
-from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.distributed
 SGD = {"type": "SGD", "params": {"lr": 1.0}}
@@ -77,7 +76,7 @@ def engine_of(config: dict, model: type[nn.Module] = Net):
     return ds_kfac.initialize(model=made, model_parameters=made.parameters(), config=config)[0]
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_what_attach_refuses_check_refuses_in_the_same_words(tmp_path):
     for text, config in REFUSED.items():
         config = {"train_micro_batch_size_per_gpu": 2, **config}
@@ -87,7 +86,7 @@ def test_what_attach_refuses_check_refuses_in_the_same_words(tmp_path):
         assert said.startswith("ds_kfac check: ") and text in said, said
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_what_fits_is_planned_and_summed_up_as_attach_does(tmp_path):
     for name, config in FITS.items():
         config = {"train_micro_batch_size_per_gpu": 2, **config}

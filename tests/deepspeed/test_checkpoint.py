@@ -19,7 +19,7 @@ from tests.deepspeed.modes import KFAC as OFTEN
 from tests.deepspeed.runs import build, patched, train, weights
 from tests.deepspeed.said import error_of, heard
 from tests.models import FEATURES, Net, make_batch, make_net
-from tests.ranks import on_rank_0, on_ranks
+from tests.ranks import on_rank_0
 
 pytestmark = pytest.mark.distributed
 # Refresh at steps 0, 3, 6; saved after 4 steps, between two refreshes, so bases and factors differ
@@ -104,7 +104,7 @@ FIELDS += ["/last", "/before", "/captured"]
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@on_ranks()
+@pytest.mark.ranks()
 def test_resuming_gives_the_losses_of_not_stopping(world, tmp_path):
     """To the bit, in the same world and stage; and every field comes back: losses after resuming
     forgive what acts later."""
@@ -176,7 +176,7 @@ def layer_weights(engine) -> dict:
     return {name: w for name, w in weights(engine).items() if "norm" not in name}
 
 
-@on_ranks()
+@pytest.mark.ranks()
 def save_states(world, folder) -> None:
     """Save after four steps. A file beside the tag has the state of all ranks, the weights, and
     those after a step more."""
@@ -190,7 +190,7 @@ def save_states(world, folder) -> None:
         on_rank_0(torch.save, found, f"{folder}/{name}/found")
 
 
-@on_ranks()
+@pytest.mark.ranks()
 def load_states(world, folder) -> None:
     """Into another stage or world size, and a step."""
     for case in LOADED[world]:
@@ -248,7 +248,7 @@ def test_state_loads_at_any_world_size_and_stage(tmp_path):
         load_states(world=world, folder=str(tmp_path))
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_what_is_missing_or_damaged_is_said_on_every_rank(tmp_path):
     """K-FAC loads nothing then, and DeepSpeed its part."""
     mode, names = BY_NAME["z2"], ("whole", "file")
@@ -297,7 +297,7 @@ def test_what_is_missing_or_damaged_is_said_on_every_rank(tmp_path):
         assert error == "" and (text in said or dist.get_rank() > 0), (error, said)
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_an_overwritten_tag_never_mixes_two_saves(tmp_path):
     mode, folder = BY_NAME["z2"], str(tmp_path)
     engine = build(mode, 1, kfac=KFAC)
@@ -341,7 +341,7 @@ def regrouped(stage: int, left_out: list[str]):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_a_state_of_other_layers_is_refused_also_where_its_sizes_fit(stage, tmp_path):
     first = regrouped(stage, ["0"])
     first.backward(first(torch.randn(8, 4)).square().mean())
@@ -369,7 +369,7 @@ class Twin(Net):
         return super().forward(x + torch.tanh(self.one(x)) * self.other(x), y)
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_a_save_from_before_layers_shared_loads_when_they_do(tmp_path):
     engine = build(BY_NAME["z0"], 1, model=make_net(Twin))
     kfac, shared = engine.kfac.preconditioner, (("one", "other"),)

@@ -22,7 +22,7 @@ from tests.deepspeed.runs import build, train, weights
 from tests.deepspeed.said import error_of, heard
 from tests.deepspeed.test_checkpoint import check_same, own_state
 from tests.models import FEATURES, cross_entropy, make_net
-from tests.ranks import on_rank_0, on_ranks
+from tests.ranks import on_rank_0
 
 pytestmark = pytest.mark.distributed
 KFAC = {
@@ -49,7 +49,7 @@ def loading(engine, folder: Path, tag: str = "tag") -> tuple[str, str]:
     return error, "\n".join(messages)
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_no_damage_is_silent(tmp_path):
     """Refused on every rank with nothing changed, or harmless."""
     tag, whole = tmp_path / "tag", tmp_path / "whole"
@@ -102,7 +102,7 @@ class Adapters(nn.Module):
         return cross_entropy(self.out(x), y)
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_any_layer_name_can_be_saved(tmp_path):
     first = engine_of(steps=2, model=make_net(Adapters))
     first.save_checkpoint(str(tmp_path), tag="tag")
@@ -114,7 +114,7 @@ def test_any_layer_name_can_be_saved(tmp_path):
     assert folders == {tmp_path / "tag/kfac"}
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_ranks_that_loaded_different_saves_stop_at_once_and_say_whose(tmp_path):
     """A tag at stage 3 was written twice, one rank's second writing did not come to be; both K-FAC
     states are still there, as a killed save leaves them."""
@@ -137,7 +137,7 @@ def test_ranks_that_loaded_different_saves_stop_at_once_and_say_whose(tmp_path):
         assert "is torn" in error and "of step 3: rank 0" in error and "of step 1: rank 1" in error
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_a_save_that_did_not_reach_its_end_is_warned_of(tmp_path):
     engine = engine_of(steps=2)
     with UNFINISHED:
@@ -146,7 +146,7 @@ def test_a_save_that_did_not_reach_its_end_is_warned_of(tmp_path):
     assert "was interrupted before its end" in said or dist.get_rank() > 0
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_a_copy_is_the_same_save_until_one_over_it_does_not_replace_all_files(tmp_path):
     """A tool copied the tag, without files named latest and with a new time for every file; then a
     save was killed before it had replaced one rank's optimizer states, which are named."""
@@ -173,7 +173,7 @@ def test_a_copy_is_the_same_save_until_one_over_it_does_not_replace_all_files(tm
     assert "zero_pp_rank_1_mp_rank_00_optim_states.pt" in error and "states.json" in error
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_a_save_that_ends_while_latest_is_written_leaves_the_last_one_named(tmp_path):
     """DeepSpeed opens the file, then writes it: a kill between the two left an empty one."""
     engine, replaced = engine_of(steps=2), files.os.replace
@@ -192,7 +192,7 @@ def test_a_save_that_ends_while_latest_is_written_leaves_the_last_one_named(tmp_
     assert "/first/" in engine.load_checkpoint(str(tmp_path))[0]
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_a_save_of_ours_that_fails_leaves_deepspeeds_whole(tmp_path):
     """One rank's disk is full; and next time it is not."""
     engine, written = engine_of(steps=2), files.write_payload
@@ -220,7 +220,7 @@ def test_a_save_of_ours_that_fails_leaves_deepspeeds_whole(tmp_path):
     assert loading(second, tmp_path, "again")[0] == ""
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_a_folder_that_not_all_ranks_see_is_refused_at_the_first_save(tmp_path):
     """Each rank has a disk of its own."""
     engine, disk = engine_of(steps=1), tmp_path / f"disk{dist.get_rank()}"
@@ -250,7 +250,7 @@ CHANGES = [("empirical", "none"), ("none", "empirical")]
 CHANGES += [("empirical", "sampled"), ("empirical", "reduce")]
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_a_factor_of_another_kind_begins_anew(tmp_path):
     """Before, a saved G stayed for ever, as the identity's eigenbasis or in the average."""
     intervals = {"eigenbasis": {"refresh_interval": 4}, "burn_in": {"steps": 0}}

@@ -9,9 +9,9 @@ from ds_kfac.model.capture import Capture
 from ds_kfac.model.scan import LayerChoice, scan
 from tests.deepspeed.features import merged
 from tests.deepspeed.modes import BY_NAME, KFAC
-from tests.deepspeed.ranked import on_rank_0
 from tests.deepspeed.runs import build, expected, train, weights
 from tests.models import make_net
+from tests.ranks import on_rank_0
 from tests.spread import difference, within
 
 STEPS, CAPTURED = 7, (0, 3, 6)

@@ -9,7 +9,6 @@ from ds_kfac.model.convolutions import phase
 from tests.covering import some
 from tests.deepspeed.modes import KFAC, MICRO_ROWS, Mode
 from tests.deepspeed.runs import build, expected, train, weights
-from tests.ranks import on_ranks
 from tests.spread import difference, within
 
 pytestmark = pytest.mark.distributed
@@ -69,7 +68,7 @@ def only(reference, plan, key: str, step: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-@on_ranks()
+@pytest.mark.ranks()
 def test_factors_of_some_ranks_match_the_reference_with_their_rows(world):
     wrong = []
     for name in some(CASES, world):
@@ -108,14 +107,14 @@ def test_factors_of_some_ranks_match_the_reference_with_their_rows(world):
     assert not wrong, "\n".join(wrong)
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def save(folder) -> None:
     engine = build(CASES["strided-one"][0], 1)
     train(engine, 1, steps=2)
     engine.save_checkpoint(folder, tag="tag")
 
 
-@on_ranks()
+@pytest.mark.ranks()
 def load(world, folder) -> None:
     engine = build(CASES["strided-one"][0], 1, seed=99)
     without = {"load_optimizer_states": False, "load_lr_scheduler_states": False}

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from tests import spread
 from tests.deepspeed.modes import Mode
-from tests.deepspeed.ranked import of_ranks
 from tests.deepspeed.runs import build
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch, make_net
+from tests.ranks import of_ranks
 from tests.spread import Variation, difference
 
 ROWS, LAYERS = 40, ("first", "middle", "head")

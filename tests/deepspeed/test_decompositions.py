@@ -18,9 +18,9 @@ from tests.deepspeed import expert_stacks
 from tests.deepspeed.features import DAMPINGS, INVERSE, NO_G, as_on_a_gpu, merged
 from tests.deepspeed.modes import KFAC, OPTIMIZERS, Mode
 from tests.deepspeed.parallel import shared_folder
-from tests.deepspeed.ranked import of_ranks
 from tests.deepspeed.runs import build, train, weights
 from tests.deepspeed.said import error_of
+from tests.ranks import of_ranks
 
 pytestmark = pytest.mark.ranks
 

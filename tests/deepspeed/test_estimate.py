@@ -27,8 +27,8 @@ from tests.close import close
 from tests.covering import some
 from tests.deepspeed.features import merged
 from tests.deepspeed.modes import FP32_ACCUM, OFFLOAD, Mode
-from tests.deepspeed.ranked import of_ranks
 from tests.deepspeed.runs import build
+from tests.ranks import of_ranks
 
 pytestmark = pytest.mark.ranks
 GPT_2 = GPTConfig(width=32, blocks=2, heads=2, context=16)

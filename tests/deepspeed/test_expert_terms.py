@@ -10,9 +10,9 @@ from tests.close import close
 from tests.deepspeed.expert_stacks import EXPERTS, WIDTH, Upright, batch, make
 from tests.deepspeed.features import merged
 from tests.deepspeed.modes import BY_NAME, KFAC, Mode
-from tests.deepspeed.ranked import of_ranks
 from tests.deepspeed.runs import build
 from tests.models import cross_entropy
+from tests.ranks import of_ranks
 
 ROWS, CLASSES = 8, 5
 SOME, ALL = [0, 0, 0, 1, 0, 1, 0, 0], [0] * ROWS

@@ -15,7 +15,6 @@ from tests.deepspeed.modes import BY_NAME, KFAC
 from tests.deepspeed.runs import build, train
 from tests.deepspeed.said import error_of, heard
 from tests.models import cross_entropy
-from tests.ranks import on_ranks
 from tests.step.test_proving import Helped, Zero
 
 pytestmark = pytest.mark.distributed
@@ -41,7 +40,7 @@ class Own(nn.Linear):
 
 
 @pytest.mark.parametrize("name", ["z2", "adam-z2"])
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_one_rank_alone_may_ask(name):
     """Before the first step and after the third, of the layer that rank 1 keeps."""
     engine = build(BY_NAME[name], 1)
@@ -184,7 +183,7 @@ def explained(*, layer="middle", model=None, block=(), event=None, after=0, step
     return engine.kfac.explain(layer)
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_it_says_what_became_of_the_factors():
     proving.RAISES = False
     for name, (run, texts) in SAYS.items():
@@ -193,7 +192,7 @@ def test_it_says_what_became_of_the_factors():
         assert all(text in said for text in texts), (name, said)
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_layers_without_a_basis_are_named_once_after_five_updates():
     engine = build(BY_NAME["adam-z2"], 1, model=Deep())
     make_zero(engine)
@@ -206,7 +205,7 @@ def test_layers_without_a_basis_are_named_once_after_five_updates():
     assert f"5 updates of theirs in a row: {names}; engine.kfac.explain" in said[0]
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_layers_that_are_trained_in_other_steps_than_those_of_their_updates_are_named_once():
     block = {"factor": {"update_interval": 2}, "burn_in": {"steps": 0}}
     engine = build(BY_NAME["adam-z2"], 1, model=Deep(), kfac=block)
@@ -220,7 +219,7 @@ def test_layers_that_are_trained_in_other_steps_than_those_of_their_updates_are_
     assert frozen in said
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_a_basis_of_a_checkpoint_is_one_until_the_next_refresh(tmp_path):
     engine = build(BY_NAME["z2"], 1)
     train(engine, 1, 2)

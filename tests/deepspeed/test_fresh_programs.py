@@ -19,7 +19,6 @@ from ds_kfac.step import proving
 from tests.close import close
 from tests.deepspeed.modes import Mode
 from tests.deepspeed.runs import build
-from tests.ranks import on_ranks
 from tests.truth import Truth
 
 pytestmark = pytest.mark.distributed
@@ -375,7 +374,7 @@ def steps_of(kind: type[Program]) -> Iterator[tuple[set[str], dict, dict]]:
         engine.destroy()
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_every_layer_has_the_factors_of_plain_autograd():
     for kind in RIGHT:
         for step, (unfit, factors, expected) in enumerate(steps_of(kind)):
@@ -385,7 +384,7 @@ def test_every_layer_has_the_factors_of_plain_autograd():
                 close(factors[name], [A, G], sums=1000, what=f"A and G of {name}: {what}")
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_layers_whose_gradient_is_not_of_their_rows_are_told():
     proving.RAISES = False
     for kind in UNFIT:

@@ -25,7 +25,6 @@ from tests.deepspeed.modes import BY_NAME, KFAC
 from tests.deepspeed.runs import build, micro_batches, patched, train, weights
 from tests.deepspeed.said import error_of
 from tests.models import make_net
-from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.distributed
 MODES = ["z0", "z0-bf16", "z0-fp16-fused", "z1", "z1-offload", "z1-bf16-accum32", "z2"]
@@ -80,7 +79,7 @@ def is_same(one: object, other: object) -> bool:
     return one is other or (isinstance(one, (int, float)) and one == other)
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_nothing_that_deepspeed_handed_out_is_replaced_nor_a_counter_or_loss_scale_changed():
     for name in (*MODES, "z1-fp16", "z3-sub_groups", "z2-autocast_float16"):
         engine = build(BY_NAME[name], 1, **OFF)
@@ -129,7 +128,7 @@ def put(engine, value: float) -> dict[str, torch.Tensor]:
     return {name: safe_get_full_grad(param).detach().clone() for name, param in named.items()}
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_gradients_are_got_and_set_as_without_kfac():
     proving.RAISES = False  # a gradient that is set is not that of the rows
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.0}}, "gradient_clipping": 0.0}
@@ -161,7 +160,7 @@ def test_gradients_are_got_and_set_as_without_kfac():
         ours.destroy()
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_attaching_in_the_middle_of_a_step_is_refused_and_loses_nothing():
     """Of two micro-batches."""
     refusal = "middle of a step: there is a gradient that no step has taken yet"
@@ -200,7 +199,7 @@ def set_local(param, key: str) -> None:
     safe_set_local_optimizer_state(param, torch.ones_like(param.ds_tensor), key)
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_a_layer_one_of_whose_gradients_is_taken_away_stands_still():
     for which in ("weight", "bias"):
         engine = build(BY_NAME["adam-z0"], 1, gradient_clipping=0.0)
@@ -215,7 +214,7 @@ def test_a_layer_one_of_whose_gradients_is_taken_away_stands_still():
         assert not torch.equal(after["head.weight"], before["head.weight"])
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_a_state_that_is_set_by_hand_is_an_error_that_says_how_to_reset():
     """As ReLoRA does."""
     for name in ("adam-z0", "adam-z2"):
@@ -232,7 +231,7 @@ STATES = ["adam-z1", "adam-z2", "adam-z2-groups", "adam-z2-offload", "adam-z3", 
 STATES += ["adam-z1-bf16-accum32"]
 
 
-@on_ranks(2, timeout=90)
+@pytest.mark.ranks(2, timeout=90)
 def test_states_of_kfacs_parameters_are_refused_on_every_rank_and_those_of_others_are_there():
     """Else two of two ranks in ZeRO-1/2: one that raised, one that waited for it."""
     shapes = {name: p.shape for name, p in make_net().named_parameters()}

@@ -11,9 +11,9 @@ from torch import nn
 from ds_kfac.step import proving
 from tests.close import close
 from tests.deepspeed.modes import Mode
-from tests.deepspeed.ranked import of_ranks
 from tests.deepspeed.runs import build
 from tests.models import cross_entropy
+from tests.ranks import of_ranks
 
 EVERY_STEP = {
     "factor": {"update_interval": 1},

@@ -23,7 +23,7 @@ from tests.deepspeed.runs import build, train, weights
 from tests.deepspeed.said import error_of, heard
 from tests.deepspeed.test_no_rows import FusedHead, Hidden
 from tests.models import FEATURES, Net, cross_entropy, make_net
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import run_ranks
 from tests.tape import taped
 
 pytestmark = pytest.mark.distributed
@@ -54,7 +54,7 @@ class Fragile(Net):
         raise self.error
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_a_forward_or_backward_that_raises_leaves_nothing_behind():
     """A Ctrl-C before each step's own passes; torch is as it was, too."""
     batch, plain = (torch.randn(3, 4, FEATURES), torch.zeros(3, 4, dtype=torch.int64)), F.linear
@@ -120,7 +120,7 @@ def interrupt(engine, step: int, place: str, folder: str) -> None:
             engine.load_checkpoint(folder, tag="before")
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_a_step_that_is_interrupted_leaves_nothing_behind_or_is_undone_by_a_checkpoint(tmp_path):
     """It is said, once, where state and weights are those of no step."""
     for turn, name in enumerate(("z0", "adam-z0", "adam-z2", "adam-z3")):
@@ -150,7 +150,7 @@ RAISED = ["z0-groups", "z2-groups", "z3-sub_groups", "z1-bf16-accum32", "adam-z1
 RAISED += ["adam-z3", "adam-z2-offload", "adam-z2-bf16-accum32"]
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_a_step_that_raised_is_said_once_and_training_goes_on():
     """In the middle of K-FAC's part, twice: groups are whole, and no gradient is kept."""
     for name in RAISED:
@@ -186,7 +186,7 @@ def no_memory(*_) -> None:
     raise torch.OutOfMemoryError("no memory")
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_a_micro_batch_whose_backward_raises_behind_a_whole_one_leaves_nothing_behind():
     for name in ("adam-z1", "adam-z2", "adam-z2-bf16-accum32", "adam-z2-offload", "adam-z3"):
         engine = build(BY_NAME[name], 2, kfac={**BY_NAME[name].kfac_block, **EVERY})
@@ -260,7 +260,7 @@ class Lost(FusedHead):
         return super().forward(x, y)
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_a_layer_whose_rows_are_lost_keeps_its_moments():
     proving.RAISES = False
     kfac = {**BY_NAME["adam-z2"].kfac_block, **EVERY}
@@ -298,7 +298,7 @@ ADAM = {"type": "KFACAdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 
 
 @pytest.mark.parametrize("hidden", ["a", "b"])
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_a_recorded_step_scales_each_layer_by_its_own_where_one_has_no_rows(hidden):
     proving.RAISES, found = False, []
     kfac = {**EVERY, "eigenbasis": {"refresh_interval": 4}, "preconditioner": {"kl_clip": 1e-5}}
@@ -326,7 +326,7 @@ class Attends(nn.Module):
         return self.out(self.attention(x, x, x)[0]).square().mean()
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_programs_that_profile_or_give_parameters_that_no_layer_has():
     profiler = {"enabled": True, "profile_step": 2, "output_file": "/dev/null"}
     engine = engine_of(Attends(), optimizer=ADAM, kfac=EVERY, flops_profiler=profiler)
@@ -347,7 +347,7 @@ def test_programs_that_profile_or_give_parameters_that_no_layer_has():
         assert "parameter of shape [1] that the model has not got" in said, said
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_a_plan_that_changes_before_the_first_step_prepares_its_hooks_again():
     engine = build(BY_NAME["z2"], 1)
     kfac = engine.kfac.preconditioner

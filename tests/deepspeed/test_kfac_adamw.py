@@ -14,10 +14,10 @@ from benchmarks.held import nbytes_of
 from ds_kfac.directions.kfac_adamw import group_step
 from tests.close import close
 from tests.deepspeed.modes import BY_NAME
-from tests.deepspeed.ranked import of_ranks
 from tests.deepspeed.runs import build, micro_batches, patched, train, weights
 from tests.deepspeed.said import error_of, heard
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch, make_net
+from tests.ranks import of_ranks
 
 pytestmark = pytest.mark.ranks(1)
 PLAIN = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}

@@ -19,7 +19,6 @@ from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, held, train, weights
 from tests.deepspeed.said import error_of
 from tests.models import make_net
-from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.distributed
 KFAC = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 2}}
@@ -60,7 +59,7 @@ def leave_alone(engine, signal) -> None:
     engine.destroy()
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_destroy_gives_everything_back(tmp_path):
     plain = engine_of(kfac={"enabled": False})
     before = held(plain.module)
@@ -79,7 +78,7 @@ def test_destroy_gives_everything_back(tmp_path):
         assert held(model) == before, (name, leave)
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_an_engine_can_be_detached_after_the_jobs_groups_and_has_their_timeout(tmp_path):
     hooks = held(engine_of(kfac={"enabled": False}).module)["hooks"]
     # as init_distributed(timeout=...) does
@@ -96,7 +95,7 @@ def test_an_engine_can_be_detached_after_the_jobs_groups_and_has_their_timeout(t
     dist.init_process_group("gloo", init_method=store, rank=int(os.environ["RANK"]), world_size=2)
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_attaching_again_trains_as_attaching_once():
     expected, engine = trained("z2"), engine_of()
     engine.kfac.detach()
@@ -106,7 +105,7 @@ def test_attaching_again_trains_as_attaching_once():
     exact(weights(engine), expected)
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_a_models_callbacks_find_its_newer_engine_when_an_older_one_goes():
     """Of two Trainers, of which the first one's engine goes when the second has one."""
     model = make_net()
@@ -117,7 +116,7 @@ def test_a_models_callbacks_find_its_newer_engine_when_an_older_one_goes():
     assert attached(model) is None
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_engines_that_nobody_destroys_share_one_group_and_train_as_if_alone():
     """As those of several Trainers in one process; ZeRO's are never collected."""
     for name in ("z0", "adam-z2", "z3"):
@@ -147,7 +146,7 @@ def test_engines_that_nobody_destroys_share_one_group_and_train_as_if_alone():
         assert held()["groups"] == before, name
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_an_engine_without_an_optimizer_is_left_alone_unless_it_is_named():
     """Engines that will not train, as a Trainer makes them of reference models and for
     evaluation."""
@@ -177,7 +176,7 @@ class Wrapper(torch.optim.Optimizer):
         self.base.load_state_dict(state_dict)
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_an_optimizer_that_calls_no_initialiser_of_torchs_is_stepped_and_warns_when_it_loads():
     model = make_net()
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}

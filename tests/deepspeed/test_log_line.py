@@ -17,7 +17,6 @@ from tests.close import close, near
 from tests.deepspeed import expert_runs
 from tests.deepspeed.modes import BY_NAME, Mode
 from tests.deepspeed.runs import build, train, weights
-from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.distributed
 LR = 0.01
@@ -38,7 +37,7 @@ def check_step_to_weight(engine, step, bound: float = 0.05) -> None:
     near(logged, ratio, bound * ratio, "of the weights before or after the step, or of a half")
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_the_logs_say_how_far_a_step_goes_and_how_spread_curvature_is():
     for name in ("adam-z0", "adam-z2", "adam-z3", "z2"):
         engine = build(BY_NAME[name], 1, **({} if name == "z2" else {"optimizer": OPTIMIZER}))
@@ -58,7 +57,7 @@ def test_the_logs_say_how_far_a_step_goes_and_how_spread_curvature_is():
         assert ("kfac/step_to_weight" in logged) == (name != "z2")
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_the_size_of_a_step_is_of_all_domains_where_there_are_several():
     """Of dense layers and experts together."""
     engine = expert_runs.make_engine(EXPERTS, expert_runs.DistributedNet(1))
@@ -66,7 +65,7 @@ def test_the_size_of_a_step_is_of_all_domains_where_there_are_several():
     check_step_to_weight(engine, lambda: expert_runs.train(engine, 1))
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_shares_of_the_weights_are_known_on_several_ranks():
     engine = build(BY_NAME["adam-z3"], 1, optimizer=OPTIMIZER)
     train(engine, 1, steps=2)
@@ -91,7 +90,7 @@ LINES = {  # mode, report: names of a line, of constants, and others in the moni
 }
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_a_line_has_few_numbers_failures_where_there_are_any_and_the_monitors_names(tmp_path):
     for (name, report), (line, constants, others) in LINES.items():
         folder = tmp_path / f"{name}-{report}"
@@ -111,7 +110,7 @@ def test_a_line_has_few_numbers_failures_where_there_are_any_and_the_monitors_na
             assert len(lines) == 2, "a heading and one value"
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_stages_are_timers_of_deepspeeds_breakdown_until_detach():
     engine = build(BY_NAME["z2"], 1, wall_clock_breakdown=True)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -125,14 +124,14 @@ def test_stages_are_timers_of_deepspeeds_breakdown_until_detach():
     assert not ours & set(timers.global_timers)
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_deepspeeds_log_of_stragglers_prints():
     logger = {"enabled": True, "verbose": False, "prof_all": True, "debug": False}
     train(build(BY_NAME["adam-z2"], 1, comms_logger=logger), 1, steps=2)
     deepspeed.comm.log_summary(show_straggler=True)
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_all_counters_are_there_as_zeros_from_attach_on():
     # there is nothing to measure before a step
     measured = {"nu", "kl", "step_to_weight", "eigenvalue_spread"}

@@ -13,10 +13,10 @@ from tests.close import close, exact
 from tests.deepspeed.features import merged
 from tests.deepspeed.modes import BY_NAME, Mode
 from tests.deepspeed.parallel import shared_folder
-from tests.deepspeed.ranked import of_ranks
 from tests.deepspeed.runs import build, micro_batches, patched, train, weights
 from tests.deepspeed.said import error_of
 from tests.models import Net, cross_entropy, make_net
+from tests.ranks import of_ranks
 
 pytestmark = pytest.mark.ranks(1)
 ROWS, INPUTS, OUTPUTS = 16, 5, 3

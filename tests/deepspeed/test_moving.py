@@ -20,7 +20,6 @@ from tests.deepspeed.modes import Mode
 from tests.deepspeed.runs import patched, train, weights
 from tests.deepspeed.said import error_of
 from tests.models import make_net
-from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.distributed
 KINDS = ("AdamW", "KFACAdamW")
@@ -126,7 +125,7 @@ MOVES = [((kind, stage), (OTHER[kind], stage)) for kind in KINDS for stage in (0
 MOVES += [(("AdamW", 1), ("KFACAdamW", 2)), (("AdamW", 2), ("KFACAdamW", 1))]
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_weights_step_schedule_and_adamws_moments_move_to_the_other_optimizer(tmp_path):
     """DeepSpeed alone leaves all weights but those of the first group as they were, at stages 1 and
     2."""
@@ -205,7 +204,7 @@ def in_halves(bits: str, *, fused: bool):
         yield {bits: {"enabled": True, **scale}}
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_in_16_bits_at_stage_0_fp32_weights_and_moments_move_too(tmp_path):
     """They were refused: DeepSpeed keeps them by group, in lists or one flat tensor."""
     for kind in KINDS:
@@ -243,7 +242,7 @@ def partly_trained(seed: int):
 PARTLY = [(kind, stage) for kind in KINDS for stage in (0, 2, 3)]
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def save_partly_trained(folder) -> None:
     for kind, stage in PARTLY:
         engine = engine_of(kind, stage, model=partly_trained(0))
@@ -252,7 +251,7 @@ def save_partly_trained(folder) -> None:
         torch.save(weights(engine), f"{folder}/{kind}-{stage}/weights")
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def load_partly_trained(folder) -> None:
     for kind, stage in PARTLY:
         universal = {"load_universal": stage > 0}
@@ -284,7 +283,7 @@ DIRECT = {
 SAVED_AT = {0: "stage 0", 1: "stage 1 or 2", 2: "stage 1 or 2", 3: "stage 3"}
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_what_cannot_be_loaded_is_told_what_to_do(tmp_path):
     """And what it says works, followed to the letter."""
     for then, loaded in DIRECT.items():
@@ -325,7 +324,7 @@ def test_what_cannot_be_loaded_is_told_what_to_do(tmp_path):
 COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 20, "warmup_num_steps": 2}}
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_a_scheduler_of_deepspeeds_goes_on_at_its_place_in_the_first_step(tmp_path):
     """It leaves no initial rates in groups; a fresh engine's rate is that of its first step, 0."""
     rates = {}

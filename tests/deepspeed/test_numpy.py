@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from tests import spread
 from tests.deepspeed.modes import Mode
-from tests.deepspeed.ranked import on_rank_0
 from tests.deepspeed.runs import build, weights
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch, make_net
+from tests.ranks import on_rank_0
 from tests.spread import PLAIN, Variation, difference
 
 WORLD, ACCUMULATION, ROWS, STEPS = 2, 2, 4, 7

@@ -21,7 +21,6 @@ from tests.deepspeed.modes import BY_NAME, LR
 from tests.deepspeed.runs import parameter_groups, train, weights
 from tests.deepspeed.said import error_of
 from tests.models import make_net
-from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.distributed
 OPTIONS = {"lr": LR, "adam_lr": LR / 4, "betas": (0.8, 0.9), "eps": 0.01, "weight_decay": 0.1}
@@ -78,7 +77,7 @@ def listed(optimizer) -> LambdaLR:
     return LambdaLR(optimizer, [schedule, lambda step: 1 / (step + 2)])
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_the_object_trains_as_the_config_does(tmp_path):
     """Also where it is saved and loaded."""
     for stage in range(4):
@@ -99,7 +98,7 @@ def test_the_object_trains_as_the_config_does(tmp_path):
         exact(weights(resumed), expected, what=f"stage {stage}")
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_callables_and_lists_see_the_groups_of_the_user():
     """Not the four that DeepSpeed steps: their errors said that two of something are too few."""
     warmup = {"warmup_min_lr": [0.0, 0.01], "warmup_max_lr": [0.05, 0.02], "warmup_num_steps": 8}
@@ -132,7 +131,7 @@ def test_callables_and_lists_see_the_groups_of_the_user():
         assert hasattr(engine, "kfac") and rates(engine.basic_optimizer) == [LR, LR]
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_a_schedule_of_other_groups_is_not_taken_by_place(tmp_path):
     engine = engine_of(2, "named", scheduled)
     # of the groups that are stepped, as it once was
@@ -180,7 +179,7 @@ WAYS = {
 }
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_a_group_is_what_deepspeed_steps_however_it_is_changed():
     for stage in (0, 2, 3):
         changed_inside = engine_of(stage, "object")
@@ -202,7 +201,7 @@ def test_a_group_is_what_deepspeed_steps_however_it_is_changed():
             exact(weights(engine), weights(changed_inside), what=f"{way} {stage}")
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_what_a_group_in_an_engine_cannot_take_is_said():
     engine = engine_of(0, "object")
     optimizer, inner = engine.given, engine.basic_optimizer
@@ -264,7 +263,7 @@ def with_biases(stage: int, named: bool, change: dict, exclude: list[str]):
     return ds_kfac.initialize(model=model, config=config, **given)[0]
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_betas_and_eps_of_a_bias_alone_are_refused_unless_they_are_used():
     """They were ignored: a layer's weight and bias have one pair of moments."""
     for stage, named in ((0, True), (2, True), (2, False), (3, True)):
@@ -288,7 +287,7 @@ TRAINS_WITH = {"type": "AdamW", "params": {"lr": LR, "torch_adam": True}}
 
 
 @pytest.mark.parametrize("initialize", [deepspeed.initialize, ds_kfac.initialize])
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_an_object_that_is_not_passed_on_is_an_error(initialize):
     def said(model, passed=None, **more) -> str:
         config = {"train_micro_batch_size_per_gpu": 1, "zero_force_ds_cpu_optimizer": False, **more}

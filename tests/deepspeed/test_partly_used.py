@@ -10,9 +10,9 @@ from tests.close import near
 from tests.deepspeed.features import merged
 from tests.deepspeed.modes import KFAC, MICRO_ROWS, Mode
 from tests.deepspeed.parallel import shared_folder
-from tests.deepspeed.ranked import of_ranks
 from tests.deepspeed.runs import build, train
 from tests.models import FEATURES, Net, make_batch
+from tests.ranks import of_ranks
 
 STEPS, DECAY, EXTRA = 10, 0.9, ("extra/A", "extra/G")
 

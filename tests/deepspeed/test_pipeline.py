@@ -24,10 +24,10 @@ from tests.deepspeed.parallel import (
     train_whole,
     whole_state,
 )
-from tests.deepspeed.ranked import of_ranks
 from tests.deepspeed.runs import build, whole_batch
 from tests.deepspeed.said import error_of
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
+from tests.ranks import of_ranks
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -13,7 +13,6 @@ from tests.covering import covering
 from tests.deepspeed.modes import BY_NAME, Mode
 from tests.deepspeed.runs import build, difference, micro_batches, reference, train, weights
 from tests.models import Net, Stoppable, cross_entropy, make_net
-from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.distributed
 STILL = {"type": "SGD", "params": {"lr": 1e-30}}
@@ -83,7 +82,7 @@ PROGRAMS = [
 """Mode, what happens, and on which ranks."""
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_programs_that_change_their_calls_run():
     for name, program, who in PROGRAMS:
         engine = build(BY_NAME[name], 1, model=make_net(Stoppable))
@@ -127,7 +126,7 @@ class Attention(Net):
         return cross_entropy(self.head(torch.tanh(self.middle(z))), y)
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_layers_of_a_group_may_have_different_inputs_in_a_step_on_some_ranks():
     for name, interval, who in (
         ("z0", 2, (1,)),
@@ -199,7 +198,7 @@ def factors_of(mode: str, way: str, logits: bool) -> dict:
     return found
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_G_is_that_of_deepspeeds_own_accumulation_whoever_divides():
     """Also where the model returns logits. By another number than that of the micro-batches the
     gradients are larger, and G by the square of it."""

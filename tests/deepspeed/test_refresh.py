@@ -8,9 +8,9 @@ import torch.distributed as dist
 from tests.choices import STAGGERED
 from tests.deepspeed.features import DAMPINGS, merged
 from tests.deepspeed.modes import BY_NAME, KFAC
-from tests.deepspeed.ranked import of_ranks
 from tests.deepspeed.runs import build, expected, train, weights
 from tests.oracle import ReferenceKFAC, _eigh
+from tests.ranks import of_ranks
 from tests.spread import difference, within
 
 STEPS = 14

@@ -19,7 +19,6 @@ from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, train, weights
 from tests.deepspeed.said import heard
 from tests.models import FEATURES, make_net
-from tests.ranks import on_ranks
 
 WIDTH, BLOCKS = 8, 32
 pytestmark = pytest.mark.distributed
@@ -70,7 +69,7 @@ def reported(model: type[nn.Module] = Model, lr: float = 0.01, **kfac) -> tuple[
     return [line for line in seen.getvalue().splitlines() if "[Gloo]" not in line], report
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_rank_0_prints_a_summary_whatever_the_level_of_loggers_is():
     """Of a Llama of 32 blocks it is short, and so is the report."""
     seen, report = reported()
@@ -91,7 +90,7 @@ def test_rank_0_prints_a_summary_whatever_the_level_of_loggers_is():
     assert dist.get_rank() > 0 or seen == full.splitlines()
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_warnings_are_in_the_summary():
     idle, _ = reported(damping={"value": 2.0})
     assert "without effect with KFACAdamW: kfac.damping.value" in "\n".join(idle)
@@ -153,7 +152,7 @@ NEW = {"thawed": (0, 2), "thawed, not rotated": (0, 2), "replaced": (0,)}
 no optimizer state, which is asked of all."""
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_hooks_that_change_gradients_are_told_with_their_layers_which_may_be_excluded():
     """Hooks that only look are not, nor are those of DeepSpeed, which has some in every ZeRO
     stage."""
@@ -187,7 +186,7 @@ def test_hooks_that_change_gradients_are_told_with_their_layers_which_may_be_exc
             engine.destroy()
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_several_groups_behind_a_scaler_that_grows_are_a_known_fault():
     fault = "it divides all parameter groups but the first by the new scale"
     for groups in ("one", "decay"):

@@ -10,7 +10,6 @@ from tests.deepspeed.runs import train, weights
 from tests.deepspeed.said import error_of, heard
 from tests.deepspeed.test_moving import engine_of, in_halves
 from tests.models import CLASSES, FEATURES, cross_entropy
-from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -87,7 +86,7 @@ RESUMED += [
 ]
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_it_resumes_as_if_it_had_not_stopped(tmp_path):
     for number, (kind, stage, case) in enumerate(RESUMED):
         options, folder = {**case}, tmp_path / str(number)
@@ -107,7 +106,7 @@ def test_it_resumes_as_if_it_had_not_stopped(tmp_path):
         assert max(moved) > 1e-3, "a step moves the weights: many times their rounding"
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_a_model_in_another_order_is_refused(tmp_path):
     """Weights and moments were mixed up, without a word: DeepSpeed takes them by place."""
     for kind, stage in (("KFACAdamW", 0), ("KFACAdamW", 2), ("KFACAdamW", 3), ("AdamW", 0)):
@@ -122,7 +121,7 @@ def test_a_model_in_another_order_is_refused(tmp_path):
 HALVES, ALONE = {"bf16": {"enabled": True}}, {"load_optimizer_states": False}
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_weights_that_are_loaded_alone_are_those_that_go_on(tmp_path):
     """At stage 0 in 16 bits DeepSpeed's fp32 copies stayed those of the start, and were the weights
     after a step."""
@@ -147,7 +146,7 @@ def test_weights_that_are_loaded_alone_are_those_that_go_on(tmp_path):
             near(weights(engine), loaded, 0.5, "two steps", what=f"{kind} {stage}")
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_a_state_that_the_optimizer_loads_alone_is_said_to_be_without_k_fac(tmp_path):
     """Moments of KFACAdamW's layers were lost without a word, where a program saves
     ``optimizer.state_dict()``. Of a model a layer of which was replaced since attach, whose save
@@ -165,7 +164,7 @@ def test_a_state_that_the_optimizer_loads_alone_is_said_to_be_without_k_fac(tmp_
         assert not any("optimizer.load_state_dict" in text for text in messages), messages
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_a_run_without_k_fac_does_not_get_its_part_of_the_client_state(tmp_path):
     """Whoever saved it again said that there is K-FAC state, which was an older run's."""
     saved_engine(tmp_path, "KFACAdamW", 0)

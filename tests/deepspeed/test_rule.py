@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tests.close import exact, near
 from tests.deepspeed.modes import Mode
-from tests.deepspeed.ranked import of_ranks
 from tests.deepspeed.runs import build
 from tests.models import make_net
+from tests.ranks import of_ranks
 from tests.rule_cases import CASES, Case, truth_of
 from tests.truth import factors_of_ranks
 

@@ -18,7 +18,6 @@ from tests.deepspeed.modes import BY_NAME, KFAC, Mode
 from tests.deepspeed.runs import build, parameter_groups, train, weights
 from tests.deepspeed.said import error_of, heard
 from tests.models import make_net
-from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.distributed
 BLOCK = BY_NAME["z2"].config(1, 1)["kfac"]
@@ -59,7 +58,7 @@ WITHOUT = {"load_checkpoint"}
 """Of an engine without K-FAC, which may be given KFACAdamW's checkpoint."""
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_every_door_attaches_once_and_detach_leaves_nothing_behind():
     original = deepspeed.initialize
     plain = start(original)
@@ -100,7 +99,7 @@ def test_every_door_attaches_once_and_detach_leaves_nothing_behind():
     assert "model: got none; must be a torch.nn.Module" in nothing
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_enable_makes_deepspeeds_door_ours_until_disable():
     original = deepspeed.initialize
     ds_kfac.enable()
@@ -131,7 +130,7 @@ def said_by(action) -> str:
     return "\n".join(line for line in lines if "ds_kfac" in line)
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_a_block_without_effect_is_said_once():
     """By rank 0."""
     first = dist.get_rank() == 0
@@ -157,7 +156,7 @@ def test_a_block_without_effect_is_said_once():
     assert started(deepspeed.initialize).count(NOT_NAMED) == first
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_a_second_attach_says_that_there_is_nothing_to_do():
     engine = build(BY_NAME["z2"], 1)
     line = "ds_kfac: attached already: this call of ds_kfac.attach changes nothing"
@@ -166,7 +165,7 @@ def test_a_second_attach_says_that_there_is_nothing_to_do():
         assert text == (line if dist.get_rank() == 0 else "")
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_a_frozen_model_is_left_as_it_is():
     """A reference model, of which the config is that of a trained one."""
     for name in ("adam-z0", "z0", "adam-z3"):
@@ -184,7 +183,7 @@ def test_a_frozen_model_is_left_as_it_is():
         ds_kfac.initialize(model=make_net().requires_grad_(False), config=config)
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_the_report_lists_every_module():
     report = start(kfac={**BLOCK, "report": "full"}).kfac.report
     for text in ("ZeRO stage 2", "DeepSpeedZeroOptimizer", "relayout moves 0 of", "kl-clip 0.0005"):
@@ -255,7 +254,7 @@ def with_adagrad(mode: Mode, groups: str) -> str:
     return engine.kfac.report
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_refusals_say_what_to_change():
     def refused(**extra) -> str:
         return error_of(lambda: start(**extra))
@@ -299,7 +298,7 @@ DIFFERENT = {  # what the second rank has otherwise, and what every rank is told
 }
 
 
-@on_ranks(3, timeout=60)
+@pytest.mark.ranks(3, timeout=60)
 def test_a_block_that_is_another_one_on_some_rank_is_an_error_on_every_rank():
     def attempt(own: dict) -> str:
         mode = Mode("", 2, kfac=own if dist.get_rank() == 1 else {})
@@ -355,7 +354,7 @@ LATER = {
 }
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_the_self_test_notices_a_changed_layout_on_every_rank():
     names = ("z0", "z1-bf16-accum32", "z2", "z2-offload", "z3-offload", "z3-bf16")
     cases = [(BY_NAME[name], fault) for name in names for fault in FAULTS.items()]
@@ -369,7 +368,7 @@ def test_the_self_test_notices_a_changed_layout_on_every_rank():
         assert "self-test failed" in said and "rank " in said and text in said, (mode, fault, said)
 
 
-@on_ranks(2, timeout=90)
+@pytest.mark.ranks(2, timeout=90)
 def test_a_fault_on_one_rank_is_an_error_on_all():
     """DeepSpeed's partition size is not what the shard map was built from, on one rank."""
     plain = Stage12._shards

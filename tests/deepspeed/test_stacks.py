@@ -27,8 +27,8 @@ from tests.deepspeed.expert_stacks import (
 )
 from tests.deepspeed.modes import BY_NAME, Mode
 from tests.deepspeed.parallel import shared_folder
-from tests.deepspeed.ranked import of_ranks
 from tests.deepspeed.runs import build, patched, weights
+from tests.ranks import of_ranks
 from tests.spread import FACTOR, FLOOR, Variation, difference, within
 
 pytestmark = pytest.mark.ranks

@@ -18,7 +18,6 @@ from tests.close import close, exact, near
 from tests.deepspeed.modes import BY_NAME, KFAC, Mode
 from tests.deepspeed.runs import build, expected, micro_batches, patched, train, weights
 from tests.models import FEATURES, Net, cross_entropy, make_net
-from tests.ranks import on_ranks
 from tests.spread import difference, within
 
 pytestmark = pytest.mark.distributed
@@ -42,7 +41,7 @@ def snapshot(kfac) -> dict[str, torch.Tensor]:
 # overflow
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_a_skipped_step_leaves_everything_as_it_was():
     names = ("z1-fp16", "z2-fp16", "z2-fp16-offload", "z3-fp16", "z0-fp16", "z0-fp16-fused")
     for name in (*names, "z1-bf16-accum32", "adam-z2-fp16"):
@@ -64,7 +63,7 @@ def test_a_skipped_step_leaves_everything_as_it_was():
         assert all(weight.isfinite().all() for weight in weights(engine).values()), name
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_a_step_that_gradscaler_skips_is_dropped():
     """It starts at a scale that overflows fp16, and skips by itself until it fits."""
     engine = build(BY_NAME["z0-autocast_float16"], 1)
@@ -133,7 +132,7 @@ DIRECT_STYLES = ("direct", "direct_logits", "scale")
 CHECKPOINTS = ("reentrant", "non_reentrant", "deepspeed")
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_every_way_to_run_a_model_trains_like_the_reference():
     deepspeed.checkpointing.configure(None, partition_activations=False)
     cases = [(mode, style, Net, 2) for mode in ("z0", "z2", "z3") for style in PLAIN_STYLES]
@@ -175,7 +174,7 @@ class PartlyFrozen(Net):
         return super().forward(self.tied_b(torch.tanh(self.tied_a(x))), y)
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_frozen_and_tied_parameters_are_left_alone_in_every_stage():
     widths = {"first": FEATURES + 1, "middle": 17, "head": 20, "partly": FEATURES}
     of_stage_0 = {}
@@ -199,7 +198,7 @@ NORMS = ["z1", "z2-offload", "z2-round_robin", "z3", "z1-bf16-accum32", "z2-bf16
 NORMS += ["z3-fp16", "z0-bf16-fused"]
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_the_reported_norm_is_of_the_raw_gradient():
     """Also where nothing is clipped."""
     for name, clip in [
@@ -221,7 +220,7 @@ DAMPING, RATE = 1e-11, 1e-6
 """With them results leave fp16, and weights move all the same."""
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_results_that_leave_fp16_are_no_overflow_and_an_inf_of_one_rank_is():
     """FP16_UnfusedOptimizer takes the norm of gradients in the parameters' dtype: all steps were
     skipped."""
@@ -258,7 +257,7 @@ def test_results_that_leave_fp16_are_no_overflow_and_an_inf_of_one_rank_is():
         near(*after_one_step, rounded, "rounding of a gradient, over the damping", what=dtype)
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_our_own_nan_is_never_applied():
     """A preconditioned gradient of NaN, which bf16 ZeRO-2 would apply."""
     engine = build(BY_NAME["z2-bf16"], 1)
@@ -271,7 +270,7 @@ def test_our_own_nan_is_never_applied():
     assert kfac.owned and float(kfac.metrics.summary[0]) == 3, "counted over all ranks"
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_no_layer_moves_or_learns_where_deepspeed_clips_an_infinite_norm_and_all_are_counted():
     """DeepSpeed is told to apply gradients in bf16 that are not finite, and clips them: it
     multiplies all by 0."""
@@ -305,7 +304,7 @@ def test_no_layer_moves_or_learns_where_deepspeed_clips_an_infinite_norm_and_all
 # a learning rate schedule, and a failing decomposition
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_kl_clip_respects_a_learning_rate_schedule():
     """It goes by the largest rate so far, whoever sets it: halving lr halves the step."""
     sgd = {"type": "SGD", "params": {"lr": 0.1}}
@@ -331,7 +330,7 @@ def test_kl_clip_respects_a_learning_rate_schedule():
     close(peaks, [0.1, 0.1])
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_a_failed_refresh_keeps_the_old_basis_and_is_counted_and_said():
     """Also that of a factor which is not finite any more."""
     engine = build(BY_NAME["z2"], 1)

@@ -21,7 +21,7 @@ from tests.deepspeed.test_checkpoint import (
     train_rows,
 )
 from tests.deepspeed.test_moving import converted
-from tests.ranks import on_rank_0, on_ranks
+from tests.ranks import on_rank_0
 
 KFAC = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 3}}
 # saved at two ranks -> loaded at one, in another stage where DeepSpeed allows it
@@ -63,7 +63,7 @@ def moments_of_layers(engine) -> list[torch.Tensor]:
     return [x for state in states for x in state.values() if isinstance(x, torch.Tensor)]
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def save(folder, names) -> None:
     """After four steps. A file beside the tag has what was there, and the weights after two steps
     more."""
@@ -78,7 +78,7 @@ def save(folder, names) -> None:
         on_rank_0(torch.save, found, f"{folder}/{name}/found")
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def resume(folder, cases) -> None:
     for saved, loaded in cases.items():
         was = torch.load(f"{folder}/{saved}/found")

@@ -16,7 +16,6 @@ from tests.close import close
 from tests.deepspeed.modes import BY_NAME, Mode
 from tests.deepspeed.runs import build, expected, patched, train, weights
 from tests.models import FEATURES, Net, make_net
-from tests.ranks import on_ranks
 from tests.spread import difference, within
 
 pytestmark = pytest.mark.distributed
@@ -64,7 +63,7 @@ def steps_of(engine, accumulation: int = 1) -> Iterator[tuple[int, set[str]]]:
         before = after
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_a_layer_that_a_step_does_not_use_is_left_as_it_is_in_every_mode():
     """No step, no decay, moments and their count kept; and everything else trains like the
     reference."""
@@ -87,7 +86,7 @@ def test_a_layer_that_a_step_does_not_use_is_left_as_it_is_in_every_mode():
         engine.destroy()
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_an_offloaded_gradient_that_was_not_renewed_is_not_preconditioned_again():
     for name in ("z0-noclip", "z1-offload", "z2", "z2-offload", "z3-offload"):
         model = make_net(Alternating)
@@ -97,7 +96,7 @@ def test_an_offloaded_gradient_that_was_not_renewed_is_not_preconditioned_again(
             assert ("extra.weight" in moved) == (step == 0), (name, step)
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_a_frozen_parameter_is_not_moved_whenever_it_was_frozen():
     """One layer frozen from the start; later all of another one, and only the weight of a third."""
     names = ("adam-z0", "adam-z1", "adam-z2-offload", "adam-z3", "adam-z3-offload", "adam-z2-bf16")
@@ -159,7 +158,7 @@ THAWED = [  # stage, what is frozen at first, 16 bits
 ]
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_what_is_unfrozen_later_is_trained_where_adamw_trains_it():
     """At stage 0 in fp32: all other engines of DeepSpeed's drop for good what is frozen at
     first."""
@@ -179,7 +178,7 @@ def test_what_is_unfrozen_later_is_trained_where_adamw_trains_it():
         engine.destroy()
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_what_no_row_prepared_steps_along_its_gradient_in_every_stage():
     proving.RAISES, trained = False, []
     for stage in (0, 2, 3):

@@ -16,7 +16,7 @@ from ds_kfac.step import proving
 from tests.deepspeed.modes import BY_NAME, KFAC
 from tests.deepspeed.runs import build, micro_batches, train
 from tests.models import CLASSES, FEATURES, Net, cross_entropy
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 OFTEN = {**KFAC, "eigenbasis": {"refresh_interval": 1}, "burn_in": {"steps": 0}}
@@ -330,7 +330,7 @@ class Island(Net):
             return super().forward(x, y)
 
 
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_layers_fit_whose_gradients_are_sent_in_16_bits_or_whose_bias_is_frozen_since_attach():
     """torch_autocast sends the gradient of a Linear in 16 bits, also where the model runs it in
     fp32. A layer that does not fit raises in tests."""

@@ -19,7 +19,6 @@ from tests.close import exact
 from tests.deepspeed.modes import BY_NAME, CLIPPED, LR, Mode
 from tests.deepspeed.runs import build, micro_batches, parameter_groups, patched, train, weights
 from tests.models import make_net
-from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.distributed
 GROWS = {"fp16": {"initial_scale_power": 8, "loss_scale_window": 2}}
@@ -112,7 +111,7 @@ class Doubling:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@on_ranks(2)
+@pytest.mark.ranks(2)
 def test_the_inner_optimizer_steps_once_with_the_gradient_times_the_factor(stage):
     """To the bit, of the first group and of all later ones; and gradients that are doubled in place
     give the weights of twice the rate."""
@@ -141,7 +140,7 @@ class OwnAdamW(torch.optim.AdamW):
         return super().step(closure)
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_hooks_that_torch_runs_twice_are_one_step():
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     model = make_net()
@@ -154,7 +153,7 @@ def test_hooks_that_torch_runs_twice_are_one_step():
     assert doubling.told == ["begin", "step", "end True"] * 2
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_a_step_without_gradients_is_none_after_one_that_raised():
     engine = plain_engine(BY_NAME["z0-noclip"])
     doubling = Doubling(engine)
@@ -171,7 +170,7 @@ OUTER = ["z0-noclip", "z0-fp16", "z0-bf16-fused", "z1-bf16-accum32", "z2", "z2-f
 OUTER += ["z3-offload", "adam-z2", "adam-z3"]
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_the_optimizers_step_in_place_of_the_engines_gives_the_same_weights():
     for name in OUTER:
         mode, trained = replace(BY_NAME[name], groups="decay"), []
@@ -191,7 +190,7 @@ def test_the_optimizers_step_in_place_of_the_engines_gives_the_same_weights():
         exact(*trained, what=name)
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_a_second_step_after_one_backward_changes_nothing_at_stage_0():
     engine = build(BY_NAME["z0-noclip"], 1)  # clipping, DeepSpeed itself fails without gradients
     train(engine, 1, steps=2)
@@ -203,7 +202,7 @@ def test_a_second_step_after_one_backward_changes_nothing_at_stage_0():
     exact({key: factor.packed_P for key, factor in kfac.curvature.factors.items()}, factors)
 
 
-@on_ranks(1)
+@pytest.mark.ranks(1)
 def test_a_step_past_the_wrapped_one_is_an_error_and_moves_nothing():
     """A program puts back the step of the optimizer that it kept from before attach."""
     for name in ("adam-z2", "z2", "z0-bf16"):
