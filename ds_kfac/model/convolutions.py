@@ -9,12 +9,14 @@ and positions, and G sums over positions. For a classifier that is KFC's Fisher.
 Rows of A are the input's pixels, rows of G the patches that the transposed convolution sees in the
 output's gradient. The matrix is [O * kernel, C]; the bias is left to the optimizer.
 
-**Patches** have an entry for each channel and place of the kernel, in the order of a convolution's
-weight; a pixel is a patch of a kernel of 1. Only a few patches are in memory at a time.
+**Patches** have an entry for each channel and each position in the kernel, in the order of a
+convolution's weight. A pixel is the patch of a kernel of size 1. Only a few patches are in memory
+at a time.
 
-**Grid.** Positions are many, and neighbours are similar. A grid takes one position in r along each
-of d dimensions, with an offset that changes with the step. Every position is equally likely, so r^d
-times the sum is unbiased for any r and size, at 1/r^d of the cost.
+**Grid.** An image has many positions, and neighbouring patches are similar. A grid takes every r-th
+position along each of d dimensions, with an offset that changes with the training step. Every
+position is equally likely to be taken. So r^d times the sum over a grid is an unbiased estimate of
+the sum over all positions, for any r and image size, at 1/r^d of the cost.
 
 Shape suffixes: N examples, C channels, R rows, D entries of a patch.
 """
@@ -35,7 +37,7 @@ from ds_kfac.model.layers import Linear, computed_parameter, parameter_shape
 CHUNK = 1 << 22
 """Largest number of elements of patches that are in memory at a time."""
 ROWS = 4
-"""Smallest number of patches that a grid takes, for each row of the wider factor."""
+"""A grid takes at least this many patches for each row of the wider factor."""
 SPARSEST = 16
 """A grid takes at least one position in this many."""
 
@@ -53,8 +55,9 @@ def phase(turn: int, stride: int) -> int:
 
 
 def grid_step(rows: int, dims: int, width: int) -> int:
-    """Return the largest step of a grid over ``dims`` dimensions that takes enough of ``rows``
-    rows: at least :data:`ROWS` times ``width``, and at least one in :data:`SPARSEST`."""
+    """Return the largest step of a grid over ``dims`` dimensions with which the grid takes enough
+    of all ``rows`` positions: at least :data:`ROWS` times ``width``, and at least one in
+    :data:`SPARSEST`."""
     step = 1
     while (step + 1) ** dims <= SPARSEST and rows >= ROWS * width * (step + 1) ** dims:
         step += 1
@@ -140,14 +143,15 @@ class Patches:
         gain: Tensor | float = 1.0,
         kept: Tensor | None = None,
     ) -> None:
-        """Add the second moment of all patches to a packed sum, in place. It is estimated from the
-        grid's patches.
+        """Add the sum of x x^T over all patches x to a packed sum, in place. The sum is estimated
+        from the grid's patches.
 
         Args:
             sum_P: the packed sum.
             side: the side of the layer that it belongs to.
             grid: which patches are taken.
-            bias: whether a 1 is appended to each patch, or to each channel group's part of it.
+            bias: whether a 1 is appended to each patch, or with channel groups to each group's part
+                of a patch.
             gain: factor on the patches.
             kept: bool scalar, whether the patches count; None: they do.
         """
@@ -257,8 +261,8 @@ class Convolution(Linear):
         return computed_parameter(module)
 
     def overridden(self, module: nn.Module) -> str | None:
-        """Return the name of a method of torch's class that a module overrides, so that its patches
-        are unknown; None if it overrides none."""
+        """Return the name of a method of torch's class that a module overrides, so that the
+        module's patches are unknown; None if it overrides neither method."""
         for name in ("forward", "_conv_forward"):
             if getattr(type(module), name, None) is not getattr(self.kind, name, None):
                 return name

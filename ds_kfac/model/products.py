@@ -1,14 +1,14 @@
-"""Watch products of rows with a matrix that is a parameter, while a forward pass runs.
+"""Watch, during a forward pass, the products of rows with a matrix that is a parameter.
 
 ``product_code.py`` finds such parameters in a module's code. In a captured forward pass
 :class:`Products` sees every call of a torch function. It reports the calls whose matrix is such a
-parameter, a view of one, or entries picked out of one. It is a ``TorchFunctionMode`` that is active
-only in captured forward passes and in recomputations of them.
+parameter, a view of the parameter, or entries picked out of the parameter. It is a
+``TorchFunctionMode`` that is active only in captured forward passes and in recomputations of them.
 
 A reported product is exact: the sum of g a^T over its rows is the parameter's gradient through that
-product. Therefore two things are required. First, the operand must hold all inputs of one matrix of
-the parameter, or of several matrices of a stack, as they lie in memory (``places.py``). Second, the
-rows must come from a batch. This excludes products of two parameters.
+product. Therefore two things are required. First, the operand must hold one matrix of the
+parameter, or several matrices of a stack, with all inputs and with the parameter's order in memory
+(``places.py``). Second, the rows must come from a batch. This excludes products of two parameters.
 
 Shape suffixes: O and I, the outputs and inputs of a matrix.
 """
@@ -46,14 +46,14 @@ Entry = tuple[int, slice | Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """A product of rows x [.., I] with a matrix, which gave rows [.., O] of ``output``.
+    """A product of rows x [.., I] with a matrix. Its result is ``output``, with rows [.., O].
 
     Attributes:
         param: the parameter that holds the matrix, or the stack of matrices.
         x: [.., I]; for a stack [matrices, .., I].
         output: the result of the torch function. The gradient that arrives here gives the rows of
             G.
-        transposed: whether the matrix lies [I, O] in the parameter.
+        transposed: whether the parameter stores the matrix as [I, O].
         entries: one (matrix, rows) pair for each matrix of the stack that was used, for example
             ``((3, slice(0, 17)),)``. The rows index x and the output, flattened to [rows, ..]. A
             plain matrix has one entry, ``((0, slice(None)),)``.
@@ -97,13 +97,14 @@ class Product:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What a product means for one of the layers whose matrices are in the parameter.
+    """The part of a product that belongs to one layer. The product's parameter may hold the
+    matrices of several layers.
 
     Attributes:
         layer: the layer.
-        picked: which rows of the product belong to the layer. None if the matrix is not in a stack,
-            so that all rows do.
-        number: number of these rows.
+        picked: which rows of the product belong to the layer. None if all rows belong to it,
+            because the matrix is not in a stack.
+        number: number of rows of the product that belong to the layer.
         sides: the factors that the rows are for: "AG", "A" or "G".
     """
 
@@ -114,7 +115,7 @@ class Part:
 
 
 def parts_of(product: Product, layers: Sequence[LayerSpec]) -> list[Part]:
-    """Return what a product means for each layer of its parameter.
+    """Return the parts of a product that belong to the layers of its parameter.
 
     If the layers of a stack share one A, all rows go to the A of the first layer, and each layer's
     own rows go to its G. The list is empty if the sum of g a^T over the rows would not be the
@@ -128,7 +129,7 @@ def parts_of(product: Product, layers: Sequence[LayerSpec]) -> list[Part]:
     # the bias's gradient is not the sum of these rows
     if first.bias is not None and not product.biased:
         return []
-    # the product is not the one that was read from the code
+    # the product differs from the one that was found in the code
     is_turned = product.transposed != LAYERS[first.kind].transposed and min(first.shape) > 1
     if is_turned or product.x.shape[-1] != first.A.dim - (first.bias is not None):
         return []
@@ -156,11 +157,11 @@ class _Operand:
 
     Attributes:
         place: where its elements are in the parameter.
-        outputs, inputs: O and I of one matrix, as far as the operand holds it.
-        transposed: whether the matrix lies [I, O] in the parameter.
+        outputs, inputs: numbers of outputs and inputs of one matrix that the operand holds.
+        transposed: whether the parameter stores the matrix as [I, O].
         columns: which outputs of the parameter's matrix it holds; None: all.
-        start: index in the parameter of the operand's first matrix.
-        step: difference between the indices of one matrix of the operand and the next.
+        start: index of the operand's first matrix in the parameter's stack.
+        step: difference between the indices of successive matrices of the operand.
         stack_dim: the dimension of the operand that numbers the matrices. None if the operand is a
             single matrix.
     """
@@ -180,11 +181,11 @@ class _How:
     """How a product was computed from its operands.
 
     Attributes:
-        is_left: whether the matrix is the left operand: W x = (x' W')'.
+        is_left: whether the matrix is the left operand, as in W x.
         scale: factor on the product, addmm's alpha.
         biased: see :class:`Product`.
-        group_ends: int [matrices], for a grouped product the last row + 1 of each group. None for
-            other products.
+        group_ends: int [matrices], the end (last row + 1) of each group of a grouped product. None
+            for other products.
     """
 
     is_left: bool
@@ -231,8 +232,9 @@ class Products(TorchFunctionMode):
     def enter(self, module: nn.Module) -> None:
         """Note that a module's forward begins, and enter the mode unless it is active.
 
-        The mode may be inactive inside of a forward that entered it: autograd runs a backward pass,
-        and what reentrant checkpointing recomputes there, without the modes around it.
+        The mode may be inactive although an outer module's forward has entered it. Autograd runs a
+        backward pass without the surrounding modes, and reentrant checkpointing recomputes
+        functions there.
         """
         begins = all(mode is not self for mode in _get_current_function_mode_stack())
         self.inside.append((module, begins))
@@ -249,8 +251,8 @@ class Products(TorchFunctionMode):
                 return
 
     def __enter__(self) -> Any:
-        # F.linear is replaced, because a mode does not see it where ZeRO-3 has put its own Python
-        # function there, nor where torch's attention calls it
+        # Replace F.linear, because a mode does not see a call of it if ZeRO-3 has replaced it by a
+        # Python function, or if torch's attention makes the call
         if not self._depth:
             self._plain = F.linear
             F.linear = self._linear
@@ -271,9 +273,10 @@ class Products(TorchFunctionMode):
         """Watch a backward pass, in which checkpointing may recompute functions outside of any
         module's call.
 
-        Autograd runs everything with the modes that are active when its engine begins. It is not
-        enough to enter the mode around ``loss.backward()``, which is itself a torch function: the
-        mode sees it, and torch runs it without the mode. So the mode is entered inside of it.
+        Autograd runs everything with the modes that are active when its engine starts. It is not
+        enough to enter the mode around ``loss.backward()``, because this call is itself a torch
+        function. Torch would pass the call to the mode, and then run it without the mode. So the
+        mode is entered inside of the call.
         """
         plain = torch.autograd._engine_run_backward
 
@@ -437,8 +440,8 @@ class Products(TorchFunctionMode):
         return is_aligned and prod(place.shape) * count == place.param.numel()
 
     def _operand(self, place: Place, *, is_upright: bool) -> _Operand | None:
-        """Return what an operand of a matrix product holds; None if it is not made of whole rows of
-        matrices of the parameter.
+        """Return what an operand of a matrix product holds; None if it does not hold all inputs of
+        the parameter's matrices.
 
         Args:
             place: the operand's place.
@@ -547,7 +550,7 @@ class Products(TorchFunctionMode):
         has_columns: bool,
         how: _How,
     ) -> Product:
-        """Return a product in which each matrix of a stack has as many rows as the others.
+        """Return a product in which all matrices of a stack have equally many rows.
 
         Args:
             x: [.., I], with all dimensions of the output but the last.
@@ -555,7 +558,7 @@ class Products(TorchFunctionMode):
             stack_dim: the dimension of the operand that numbers the matrices.
             output: the product.
             rows: number of rows of all matrices together.
-            has_columns: whether the output has rows as columns.
+            has_columns: whether the rows of the product are columns of the output, as in W x.
             how: how the product was computed.
         """
         place = operand.place
@@ -618,26 +621,26 @@ def is_plain(x: Tensor) -> bool:
 
 
 def _between(ends: Sequence[int]) -> list[tuple[int, slice]]:
-    """Return (number of a matrix, its rows) for each matrix that has rows, if the rows of the
-    matrices follow each other up to these ends."""
+    """Return (number of a matrix, its rows) for each matrix that has rows. The rows of each matrix
+    begin where those of the matrix before it end."""
     starts = [0, *ends[:-1]]
     pairs = enumerate(zip(starts, ends, strict=True))
     return [(k, slice(start, end)) for k, (start, end) in pairs if end > start]
 
 
 def _equal_parts(matrices: int, each: int) -> list[tuple[int, slice]]:
-    """Return (number of a matrix, its rows) for matrices that have ``each`` rows, if any."""
+    """Return (number of a matrix, its rows) for each of several matrices with ``each`` rows."""
     return _between([(k + 1) * each for k in range(matrices)])
 
 
 def _rows_by_matrix(chosen: Tensor, each: int, count: int) -> list[Entry]:
     """Return (number of a matrix, its rows) for matrices that were picked out of a stack.
 
-    A matrix may have been picked several times. It then has the rows of each time.
+    A matrix may have been picked several times. It then has the rows of all its copies.
 
     Args:
         chosen: int64, the numbers of the picked matrices. Each has ``each`` rows of the product, in
-            this order.
+            the order of ``chosen``.
         count: number of matrices in the stack.
     """
     of_each = torch.arange(each, device=chosen.device)
@@ -662,7 +665,7 @@ def gradient_to_rows(
     Args:
         output: the result of a product. The function does not hold it.
         sums: the einsum that made the output; None: no einsum did.
-        columns: whether the output has rows as columns, as W x has.
+        columns: whether the rows of the product are columns of the output, as in W x.
         front: dimension of the output that numbers a stack's matrices. It is moved to the front.
         scale: factor on the gradient, such as addmm's alpha.
     """
@@ -697,7 +700,7 @@ SKIPPED_FOLDERS = (
     str(Path("deepspeed", "runtime")),
 )
 MOST = 4
-"""Largest number of lines that a message names for one weight."""
+"""Largest number of lines of code that a message names for one weight."""
 
 
 class Uses(TorchFunctionMode):

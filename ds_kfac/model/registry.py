@@ -3,8 +3,8 @@
 To add a layer type, write a class and add a line to the table.
 
 The factor of a norm has a 2 x 2 block for each channel. It is the second moment of (xhat g, g),
-which is the gradient of (weight, bias) for one loss term. RMSNorm has no bias, and so a single
-number for each channel. The layer is a matrix of one row, in which a channel's weight and bias are
+which is the gradient of (weight, bias) for one loss term. RMSNorm has no bias, so its blocks are
+single numbers. The layer is a matrix of one row, in which a channel's weight and bias are
 neighbours. A has blocks of 2, and G is the identity. In norms of images [N, C, ..] the gradient of
 a loss term is the sum over an example's positions.
 
@@ -172,6 +172,7 @@ TYPES = tuple(kind for kind in LAYERS if kind not in SHARDS)
 
 
 def is_linear_map(module: nn.Module) -> bool:
-    """Return whether a module is a linear map or a convolution, even if K-FAC cannot step it."""
+    """Return whether a module is a linear map or a convolution, even if K-FAC cannot precondition
+    it."""
     named = ("Conv1D", *layers.AUTOTP_KINDS, *SHARDS)
     return isinstance(module, nn.Linear | nn.modules.conv._ConvNd) or type(module).__name__ in named
