@@ -52,8 +52,8 @@ class DampedInverse:
         blocks: fp32 [n, b, b] for each group of equal blocks, exactly symmetric; empty for a
             diagonal or an identity.
         diagonal: fp32 [D] for a diagonal side, else None. An identity has neither blocks nor a
-            diagonal: its damped inverse is one number, by which the partner's inverse is
-            multiplied.
+            diagonal. Its damped inverse is one number, by which the inverse of the layer's other
+            factor is multiplied.
     """
 
     blocks: tuple[Tensor, ...] = ()
@@ -179,8 +179,9 @@ def cholesky_inverse(matrix: Tensor, *, added: Scalar, scale: Scalar = 1.0) -> T
 
     If the Cholesky decomposition of a matrix fails, its result is NaN. The caller checks for NaN
     anyway, and a check here would wait for the device. A pivot as small as rounding errors also
-    counts as a failure, because only some processors notice it. The damping is added in the dtype
-    of the matrices, because fp32 may round it away next to a large diagonal.
+    counts as a failure, because the decomposition reports such pivots on some processors only. The
+    damping is added in the dtype of the matrices, because fp32 may round it away next to a large
+    diagonal.
 
     Args:
         matrix: positive definite [n, b, b].
@@ -202,8 +203,8 @@ def cholesky_inverse(matrix: Tensor, *, added: Scalar, scale: Scalar = 1.0) -> T
 def passes_residual_check(
     blocks: Tensor, inverse: Tensor, *, added: Scalar, scale: Scalar = 1.0
 ) -> Tensor:
-    """Return for each block, bool [n], whether (C + added I) inverse x = scale x for one x. It is
-    computed elementwise, like the check of an eigenbasis."""
+    """Return for each block, bool [n], whether (C + added I) inverse x = scale x for one x. The
+    check uses no matrix product, like the check of an eigenbasis."""
     x = probe(blocks)
     y = (inverse * x).sum(-1)
     residual = (blocks * y.unsqueeze(-2)).sum(-1) + added * y - scale * x

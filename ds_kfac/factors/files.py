@@ -34,7 +34,8 @@ from ds_kfac.model.layers import LayerSpec
 
 INDEX = "index.json"
 VERSION = 3
-"""Number of the layout of the files. Raise it if older versions could not read the new files."""
+"""Number of the layout of the files. Increase this number if older versions of ds_kfac could not
+read the new files."""
 
 
 class FactorsError(ValueError):

@@ -1,11 +1,13 @@
 """Compute exact factors of any model without training: ``ds_kfac.fit``.
 
-Each factor has one rank as its owner. In a first pass over the data, batch sums of a few layers at
-a time are sent to their owners, which add them up in fp64. Factors are means over all rows, without
-decay. Then their owners decompose them, and a second pass computes EKFAC's eigenvalues.
+Each factor is owned by one rank. In a first pass over the data, the ranks send batch sums of a few
+layers at a time to the factors' owners, which add them up in fp64. Factors are means over all rows,
+without decay. Then the owners decompose the factors, and a second pass over the data computes
+EKFAC's eigenvalues.
 
-In a pass a rank needs this memory beside the model's: inputs and output gradients of all layers for
-one batch; batch sums, of one layer or at most :data:`ROUND_BYTES`; and the messages of these sums.
+In addition to the model, a rank needs memory for the inputs and output gradients of all layers for
+one batch, for batch sums of at most :data:`ROUND_BYTES` (or of one layer, if these take more), and
+for the messages with these sums.
 """
 
 import json
@@ -86,7 +88,7 @@ def fit(
             returns its attention masks [N, T]: one, several or None. None: the arguments whose
             names end in ``attention_mask``.
         corrected: whether to make a second pass over the data, for EKFAC's eigenvalues. They assume
-            that the first dimension of a layer's input is the sequences.
+            that the first dimension of a layer's input numbers the sequences.
         progress: whether rank 0 shows a progress bar.
 
     Raises:
@@ -122,7 +124,8 @@ def joined() -> Iterator[None]:
     is_new = not dist.is_initialized()
     is_alone = is_new and int(os.environ.get("WORLD_SIZE", "1")) == 1
     if is_new:
-        # do not use this extension: compiling it takes minutes, and there is little communication
+        # do not use this extension, because compiling it takes minutes, and there is little
+        # communication
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if is_alone:
         is_cpu = get_accelerator().device_name() == "cpu"
@@ -266,7 +269,8 @@ class _Fitting:
         return round(batches), round(sequences)
 
     def _check_rows(self, capture: Capture) -> None:
-        """Raise FactorsError if it is not known which rows of a layer count, or if it had none."""
+        """Raise FactorsError if it is not known which rows of a layer count, or if a layer had no
+        row."""
         for name, error in capture.failed.items():
             raise FactorsError(f"{name}: {error}")
         without_rows = {key[:-2] for key, count in self.counts.items() if not count}
@@ -327,8 +331,8 @@ def plan_of(
 def peak_bytes(plan: Plan) -> list[int]:
     """Return the largest number of bytes that :func:`fit` keeps on each rank.
 
-    They are for factors and eigenbases in fp32, and for sums in fp64. The sums are of factors in
-    the first pass, and of corrected eigenvalues in the second.
+    This includes factors and eigenbases in fp32, and sums in fp64. The first pass adds up factors,
+    and the second pass adds up corrected eigenvalues.
     """
     roles = plan.assignment
     results = [0] * roles.world

@@ -5,10 +5,11 @@ stride or a size. Plain torch supports all arguments and runs instead. Both rais
 wrong arguments, such as shapes that do not fit.
 
 The first time a compiled op is used, its results are compared with those of plain torch. This is
-done in every dtype of the op and on two odd shapes: a single program computes the first, and the
-second has many tiles. Rows and matrices contain small integers, so products and sums are exact in
-every dtype. The outcome is stored in the build folder for this combination of sources, versions,
-driver and GPU. Delete the file to check again. ``DS_KFAC_CHECK_OPS=0`` turns the check off.
+done in every dtype of the op and on two unusual shapes: the first is computed by a single program,
+and the second has many tiles. Rows and matrices contain small integers, so products and sums are
+exact in every dtype. The outcome is stored in the build folder for this combination of sources,
+versions, driver and GPU. Delete the file to check again. ``DS_KFAC_CHECK_OPS=0`` turns the check
+off.
 """
 
 import hashlib
@@ -105,8 +106,8 @@ def check_device(op: str, tensors: Sequence[Any], device_type: str | None) -> No
 
 
 SIDES = ((65, 63), (33, 648))
-"""(rows, columns) of the arguments. The second shape is aligned, and wide enough to use the tiles
-of large sides."""
+"""(rows, columns) of the matrices with which ops are checked. The second shape is aligned, and wide
+enough to use the tiles of large sides."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALLOWED = 1e-5
 """Largest allowed difference from plain torch, relative to the largest value. fp32 divisions and
@@ -257,8 +258,8 @@ def faults(
 def _checked(
     compiled: Mapping[str, tuple[str, Callable]], device: torch.device, path: Path | None
 ) -> dict[str, str]:
-    """Return ``OP by BACKEND`` -> what is wrong with it, or "". Ops that are not in the file
-    ``path`` are checked and added to it."""
+    """Return ``OP by BACKEND`` -> what is wrong with the op, or "". Ops that are not yet in the
+    file ``path`` are checked and added to the file."""
     results: dict[str, str] = {}
     with suppress(OSError, ValueError):
         results = json.loads(path.read_text()) if path else {}
