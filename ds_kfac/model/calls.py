@@ -31,8 +31,8 @@ def node_that_saves(x: Tensor, *, multiplies: bool = True) -> Any:
     """Return an autograd node whose ``saved_tensors`` is (x,).
 
     Autograd keeps the storage of x anyway, for the weight's gradient, so this costs no memory.
-    Whatever treats saved tensors specially, such as activation checkpointing and offload to the
-    host, treats this one in the same way.
+    Activation checkpointing, offload to the host and other code that treats saved tensors specially
+    do the same with this one.
 
     Args:
         x: the input of a layer.
@@ -50,7 +50,7 @@ def node_that_saves(x: Tensor, *, multiplies: bool = True) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows of one call of a layer. K-FAC need not step this layer.
+    """The rows of one call of a layer. K-FAC need not precondition this layer.
 
     Attributes:
         layer: name of the parameter, or of the module.

@@ -82,7 +82,7 @@ class Capture:
             argument says whether the engine announced the pass.
         device: device of the sums.
         rows: adds rows to sums.
-        inputs: numbers the inputs, to find layers that share theirs.
+        inputs: assigns numbers to inputs, to find layers that share inputs.
         sampled: whether G comes from gradients that are requested from autograd, such as those of a
             sampled loss (:meth:`add_asked`). The calls then wait in :attr:`pending`.
             ``ds_kfac.fit`` requests all gradients in this way.
@@ -326,8 +326,9 @@ class Capture:
         """Prepare for a step, and forget the calls of the step before.
 
         Args:
-            keys: keys of the factors that this rank captures in the step. A mapping has strides as
-                values: of n rows, one is taken, where n is the stride. None: the hooks do nothing.
+            keys: keys of the factors that this rank captures in the step. If it is a mapping, its
+                values are strides: with a stride n, one row in n is taken. None: the hooks do
+                nothing.
             step: number of the step. It decides which rows a sub-sample has.
             measure: whether to count the rows of all layers.
             proof: gets the rows of all layers, to compare them with the gradients; None: the step
@@ -369,7 +370,8 @@ class Capture:
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """End the step after its last pass, and store the numbers of passes and terms in its sums.
+        """End the step after its last pass, and store the numbers of passes and terms in the
+        factors' sums.
 
         A factor without a row on this rank gets a sum, too, so that each rank's numbers are
         included in the total over ranks.
@@ -625,7 +627,8 @@ class Capture:
     def _arrived(
         self, calls: Sequence[Call], output_nr: int, gradients: tuple[Tensor | None, ...]
     ) -> None:
-        """Add the rows of calls, because the gradient of their output has arrived at its node.
+        """Add the rows of some calls. The gradient of the calls' output has arrived at the output's
+        node.
 
         Args:
             calls: the calls that made the output.

@@ -104,7 +104,7 @@ class Patches:
         for dim in range(dims):
             before_and_after = 2 * (dims - 1 - dim)
             padded = size[dim] + sum(self.padding[before_and_after : before_and_after + 2])
-            span = self.dilation[dim] * (self.kernel[dim] - 1)  # of the kernel, less 1
+            span = self.dilation[dim] * (self.kernel[dim] - 1)  # of the dilated kernel, less 1
             positions.append((padded - span - 1) // self.stride[dim] + 1)
         self.positions = tuple(positions)
         self.count = len(image) * prod(self.positions)
@@ -120,7 +120,7 @@ class Patches:
 
         Args:
             turn: number of the training step, which decides the offset; None: every position.
-            width: width of the wider factor, see :func:`grid_step`.
+            width: width of the layer's wider factor, see :func:`grid_step`.
         """
         dims = len(self.positions)
         if turn is None:
@@ -148,7 +148,7 @@ class Patches:
 
         Args:
             sum_P: the packed sum.
-            side: the side of the layer that it belongs to.
+            side: the side of the layer that the sum belongs to.
             grid: which patches are taken.
             bias: whether a 1 is appended to each patch, or with channel groups to each group's part
                 of a patch.
@@ -158,7 +158,7 @@ class Patches:
         for rows_RD in self.rows(grid):
             scale: Tensor | float = grid.step ** len(grid.offset)
             if rows_RD.dtype in (torch.bfloat16, torch.float16):
-                # after the product, so that 16-bit rows are not rounded again
+                # applied after the product, so that 16-bit rows are not rounded again
                 scale = gain**2 * scale
             elif isinstance(gain, float) and gain == 1.0:
                 rows_RD = rows_RD.float()
@@ -229,7 +229,7 @@ class Patches:
         grid = grid or self.grid(None, 1)
         image_stride, channel_stride, *pixel_strides = padded.stride()
         dims = range(len(pixel_strides))
-        # from one position of the kernel to the next, and from one of its entries to the next
+        # strides from one position of the kernel to the next, and from one kernel entry to the next
         moves = [self.stride[dim] * pixel_strides[dim] for dim in dims]
         taps = [self.dilation[dim] * pixel_strides[dim] for dim in dims]
         start = padded.storage_offset() + sum(grid.offset[dim] * moves[dim] for dim in dims)
@@ -241,7 +241,8 @@ class Patches:
 
 
 FEW_CHANNELS = 4
-"""Largest number of channels of a model's input image: three colours and transparency."""
+"""A convolution with at most this many input channels is assumed to read an image, with three
+colours and transparency."""
 
 
 class Convolution(Linear):

@@ -63,13 +63,13 @@ class LayerSpec:
     """Number of tensor-parallel ranks that hold a copy of the layer; 1 if each rank holds a
     different shard."""
     cut: tuple[int, int] = (1, 1)
-    """(outputs, inputs): into how many tensor-parallel shards the outputs and the inputs of the
-    unsharded layer are cut. This layer is one shard."""
+    """(outputs, inputs): numbers of tensor-parallel shards into which the outputs and the inputs of
+    the unsharded layer are cut. This layer is one shard."""
     groups: int = 1
     """Number of independent maps of equal shape, such as the groups of a convolution. Each has a
     block of A and a block of G."""
     keeps_direction: str | None = None
-    """Why the layer's directions are not orthogonalized; None if they are."""
+    """Why the directions of the layer's updates are not orthogonalized; None if they are."""
     makes_words: bool = False
     """Whether the layer is the head of a language model. A head is recognised by its shape, which
     is that of an embedding."""
@@ -106,7 +106,7 @@ class LayerSpec:
 
     @cached_property
     def maps(self) -> tuple[tuple[int, int], ...]:
-        """(O, I) of each map in the layer: of each block in the matrix of each group."""
+        """(O, I) of each map in the layer. Each block in the matrix of each group is a map."""
         O, I = self.shape[-2:]  # noqa: E741
         rows = [size * (O // sum(self.blocks)) for size in self.blocks] or [O]
         return tuple((size, I) for size in rows) * self.groups
@@ -193,8 +193,8 @@ class LayerType(ABC):
 
     @abstractmethod
     def refusal(self, module: Any) -> str | None:
-        """Return why this type does not describe ``module``: "" if the module is something else
-        altogether, None if the type does describe it."""
+        """Return why this type does not describe ``module``; "" if the module is of another kind
+        altogether; None if the type describes it."""
 
     @abstractmethod
     def sides(self, module: Any, bias: bool) -> tuple[int, int]:
@@ -202,12 +202,13 @@ class LayerType(ABC):
         be read from attributes or ``ds_shape``, because weights are empty under ZeRO-3."""
 
     def structured(self, side_A: Side, side_G: Side, bias: bool) -> tuple[Side, Side]:
-        """Return (A, G) with the structure that the type fixes; by default the sides are
-        unchanged."""
+        """Return the sides (A, G) with the blocks that this type of layer requires; by default, the
+        given sides."""
         return side_A, side_G
 
     def keeps_direction(self, module: Any) -> str | None:
-        """Return why directions of the module's layer are not orthogonalized; None if they are."""
+        """Return why the directions of the module's updates are not orthogonalized; None if they
+        are."""
         return None
 
     def rows(self, x: Tensor, output: Tensor) -> int:

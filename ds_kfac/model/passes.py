@@ -19,13 +19,13 @@ class BackwardPass:
 
     Attributes:
         sums: factor key -> sum of g^ g^^T over the pass's rows, for factors that are made of
-            gradients.
+            gradients. g^ is a row's part of the averaged gradient.
         has_begun: whether any gradient has arrived.
         adds: only for a pass that was not announced: whether it adds to the gradient of a weight
             that K-FAC steps. ``autograd.grad`` through a frozen layer does not.
         forwards: the forward passes that the pass went through; a dict in place of an ordered set.
-        alive: layer -> whether a gradient that is not zero has arrived there, a bool scalar on the
-            device. In the order of arrival.
+        alive: layer -> bool scalar on the device, whether a gradient that is not zero has arrived
+            there. Layers are in the order in which their first gradients arrived.
     """
 
     def __init__(self) -> None:
@@ -47,8 +47,8 @@ class BackwardPass:
             self.forwards[rows.forward] = None
 
     def arrived(self, rows: Rows, with_gradient: Tensor, weight_sharing: str) -> Tensor:
-        """Note that the gradient of a call has arrived. Returns whether it has an entry that is not
-        zero, a bool scalar.
+        """Note that the gradient of a call has arrived. Returns a bool scalar, whether the gradient
+        has an entry that is not zero.
 
         Args:
             rows: the rows of the call.
@@ -116,7 +116,7 @@ class BackwardPass:
         layers with equal calls are treated as one.
         """
         total: int | Tensor = 0
-        is_found: Tensor | None = None  # whether a layer so far has a gradient
+        is_found: Tensor | None = None  # whether a layer before had a nonzero gradient
         for _, layers in groupby(self.alive, self._calls):
             names = list(layers)
             alive = torch.stack([self.alive[name] for name in names]).any()

@@ -126,8 +126,8 @@ class Places:
         return name in ("__getitem__", "index_select") and self._picked(name, args, kwargs, output)
 
     def find(self, tensor: Any) -> Place | None:
-        """Return the place of a tensor; None if its elements or their gradients are not a
-        parameter's."""
+        """Return the place of a tensor; None if its elements, or the gradients of its elements, are
+        not those of a parameter."""
         if not isinstance(tensor, Tensor):
             return None
         base = base_of(tensor)

@@ -77,7 +77,7 @@ class Product:
 
     @property
     def picked(self) -> bool:
-        """Whether each matrix has separate rows, as each expert has its own tokens."""
+        """Whether each matrix has rows of its own, as an expert has tokens of its own."""
         return any(rows is not EVERY for _, rows in self.entries)
 
     @property
@@ -153,7 +153,7 @@ def _length(rows: slice | Tensor, total: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Operand:
-    """An operand of a product that holds a matrix, or a stack of matrices, of a parameter.
+    """An operand of a product. It holds a matrix of a parameter, or a stack of such matrices.
 
     Attributes:
         place: where its elements are in the parameter.
@@ -394,8 +394,9 @@ class Products(TorchFunctionMode):
         )
 
     def _einsum(self, args: tuple, output: Tensor) -> Product | None:
-        """Return the product of an einsum of rows with one whole matrix, or with a whole stack,
-        that is contiguous in memory."""
+        """Return the product that an einsum computes from rows and one whole matrix, or a whole
+        stack. None if the einsum computes anything else, or the matrix or stack is not contiguous
+        in memory."""
         equation, *operands = args
         if not isinstance(equation, str):
             return None
@@ -493,7 +494,8 @@ class Products(TorchFunctionMode):
     def _grouped_product(
         self, x: Tensor, operand: _Operand, output: Tensor, how: _How, group_ends: Tensor
     ) -> Product | None:
-        """Return a product in which the rows between two ends belong to one matrix of a stack."""
+        """Return a grouped product, in which the rows between two successive ``group_ends`` belong
+        to one matrix of a stack. None if the operands do not fit."""
         place = operand.place
         if x.ndim != 2 or len(place.shape) != 3 or how.is_left or place.chosen is not None:
             return None
@@ -587,7 +589,7 @@ class Products(TorchFunctionMode):
 
 
 def _operands(name: str, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Return the two operands of a matrix product by a torch function; None if they are no plain
+    """Return the two operands of a matrix product by a torch function; None if they are not plain
     tensors."""
     adds = name in ADDED
     if adds:
@@ -616,7 +618,7 @@ def _for_each_dim(size: Any, dims: int) -> Any:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Return whether a tensor has sizes and strides. Sparse and nested tensors have not."""
+    """Return whether a tensor has sizes and strides. Sparse and nested tensors have neither."""
     return x.layout is torch.strided and not x.is_nested
 
 
@@ -659,11 +661,11 @@ def gradient_to_rows(
 ) -> Callable[[Tensor], Tensor]:
     """Return a function that turns the gradient of an output into rows [.., O].
 
-    The function gets the gradient as it arrives at the output's autograd node. If the output is a
-    view, that is the node of its base, whose dimensions may have another order.
+    The gradient arrives at the output's autograd node. If the output is a view, its gradient
+    arrives at the node of the view's base, whose dimensions may have another order.
 
     Args:
-        output: the result of a product. The function does not hold it.
+        output: the result of a product. The returned function does not keep it alive.
         sums: the einsum that made the output; None: no einsum did.
         columns: whether the rows of the product are columns of the output, as in W x.
         front: dimension of the output that numbers a stack's matrices. It is moved to the front.

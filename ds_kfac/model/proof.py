@@ -71,7 +71,7 @@ class Numbers:
         eps: [L], relative accuracy of the gradients' dtype, summed over the ranks that had calls.
         ranks: [L], number of ranks that had calls.
         hooked: [L], number of ranks on which a user's hook may change the layer's gradient.
-        left_out: [L], number of ranks that ask not to judge the layer.
+        left_out: [L], number of ranks that have called :meth:`Proof.leave_out` for the layer.
     """
 
     t: Tensor
@@ -130,7 +130,8 @@ class RowCheck:
         calls, hooked, left_out: see :class:`Numbers`.
         is_zero: whether gradients arrived and all of them are zero, as below a head whose weights
             start at zero.
-        ratio: distance between t and u^T dW v, divided by the tolerance.
+        ratio: distance between t and u^T dW v, divided by the tolerance. At most 1 if the proof
+            succeeds.
         uses: text that says where the layer's weight is used.
     """
 
@@ -201,7 +202,8 @@ class Proof:
         self._probes: dict[str, Tensor] = {}
 
     def probes(self, key: str, layer: LayerSpec) -> Tensor:
-        """Return the random vectors of a factor, fp32 [n, D, K], standard normal."""
+        """Return the random vectors for a factor, fp32 [n, D, K]: v for an A, and u for a G. Their
+        entries are standard normal."""
         if key not in self._probes:
             side = layer.A if key.endswith("/A") else layer.G
             narrow = layer.A.dim < NARROW * layer.groups
@@ -220,7 +222,7 @@ class Proof:
         return self.probes(key_of_G, layer), self.probes(self.keys[layer.name], layer)
 
     def leave_out(self, layer: LayerSpec) -> None:
-        """Do not judge a layer in this step."""
+        """Do not judge a layer in this step: it passes the proof, whatever its rows are."""
         self._on_host[layer.name].left_out = 1.0
 
     def note_hook(self, layer: LayerSpec) -> None:
@@ -229,7 +231,7 @@ class Proof:
 
     @torch.no_grad()
     def see(self, call: Call, x: Tensor, gradient: Tensor, *, others: bool = False) -> None:
-        """Add a call's rows to t.
+        """Add a call's rows to the sums of the proof.
 
         Args:
             x: the call's inputs [.., I], or images.
@@ -324,9 +326,9 @@ class Proof:
 
         Args:
             total_LC: the packed :class:`Numbers`, summed over all ranks.
-            gradients: a mapping from layer names to dW, each of ``LayerSpec.shape``: the sum over
-                ranks divided by ``divisor``. Each gradient is read once, and only one is held at a
-                time, because it may be a copy.
+            gradients: layer name -> dW, of ``LayerSpec.shape``. dW is the sum of all ranks'
+                gradients, divided by ``divisor``. Each gradient is read once, and only one is held
+                at a time, because it may be a copy.
             names: names of the layers to compare; None: all layers in ``gradients``.
             divisor: see ``gradients``.
             world: number of ranks.
@@ -364,7 +366,7 @@ class Proof:
         scale_2M = squares_2M.sqrt() / divisor + t_2MP.norm(dim=-1) + size_M
         bound_2M = SLACK * (rounding_M * scale_2M + underflow_M)
         distance_2M = (t_2MP - expected_MP).norm(dim=-1)
-        # 0 / 0 is a fit
+        # a distance of 0 fits, even if the bound is 0, too
         ratio_2M = torch.where(
             distance_2M == 0, distance_2M, (distance_2M / bound_2M).clamp(max=1e30)
         )

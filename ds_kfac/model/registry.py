@@ -33,8 +33,8 @@ class Norm(layers.LayerType):
         """Return xhat, the normalized input before weight and bias."""
 
     def of_term(self, gradient: Tensor) -> Tensor:
-        """Return gradients for each loss term, from gradients for each position. Channels are last
-        for rows, and second for images."""
+        """Return the gradient for each loss term, given the gradient for each position. Channels
+        are the last dimension of rows, and the second dimension of images."""
         return gradient
 
     def sides(self, module: Any, bias: bool) -> tuple[int, int]:
@@ -65,7 +65,7 @@ class Norm(layers.LayerType):
         return pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
 
     def unfit(self, module: Any) -> str | None:
-        """Return why a module of this class is left alone; None if it is not."""
+        """Return why a module of this class cannot be preconditioned; None if it can."""
         if getattr(module, "weight", None) is None:
             return "it has no weight"
         if len(layers.parameter_shape(module.weight)) != 1:

@@ -150,10 +150,10 @@ class RowSums:
         Args:
             call: the call.
             x: its inputs [.., I], or images.
-            kept: bool of the leading shape of the rows, which of them count.
+            kept: bool, of the leading shape of the rows: whether each row counts.
             alive: bool scalar, whether any row counts.
             batch: the sum.
-            stride: one row in so many is taken.
+            stride: number n; one row in n is taken.
         """
         layer = call.layer
         layer_type = call.kind
@@ -219,7 +219,7 @@ class RowSums:
                 has no rows.
             batch: the sum.
             scale: the loss scale, a number or a scalar on the device.
-            stride: one row in so many is taken.
+            stride: number n; one row in n is taken.
         """
         layer = call.layer
         layer_type = call.kind
@@ -270,7 +270,7 @@ def pairs(call: Call, x: Tensor, gradient: Tensor, kept: Tensor) -> tuple[Tensor
         call: the call.
         x: its inputs [.., I], or images.
         gradient: its output gradients [.., O], or images.
-        kept: bool of the leading shape of the rows, which of them count.
+        kept: bool, of the leading shape of the rows: whether each row counts.
     """
     layer_type: Any = call.kind
     if isinstance(layer_type, Convolution):

@@ -31,8 +31,8 @@ ADAPTER = re.compile(r"(^|\.)lora_[ab](\.|$)", re.IGNORECASE)
 the short side of each gets a factor. The gradient has no higher rank, and a factor of the long side
 would be thousands of times as large as the matrix."""
 LONGEST = 16384
-"""Length of the longest side with a block-diagonal factor, which then takes half a GB. A longer
-side, such as a vocabulary, has a diagonal factor."""
+"""Length of the longest side with a block-diagonal factor. The factor of such a side takes half a
+GB. A longer side, such as a vocabulary, has a diagonal factor."""
 LONGEST_INPUT = 65536
 """Length of the longest side with a block-diagonal factor if G is the identity. In this case only
 inputs have factors, and no input is as long as a vocabulary. With this limit, the inputs of a large
@@ -41,7 +41,8 @@ MLP keep their blocks."""
 
 @dataclass(frozen=True)
 class Skipped:
-    """A module with direct parameters that K-FAC does not touch, and why."""
+    """A module with parameters of its own, or a single parameter, that K-FAC leaves alone, and
+    why."""
 
     name: str
     kind: str
@@ -107,7 +108,7 @@ def scan(
 
     Args:
         model: the model.
-        choice: which layers to precondition; None: all of known types.
+        choice: which layers to precondition; None: all layers of known types.
         optimized: the optimizer's parameters; None: all that require a gradient.
         head_shapes: shapes (words, width) of embeddings. The last layer is a language model's head
             if its (O, I) is one of them. None: the shapes of the model's own embeddings. A pipeline
@@ -219,7 +220,7 @@ class _Scanner:
         for name, module in self.modules.items():
             for parameter in module.parameters(recurse=False):
                 self.users[parameter].append(name)
-        # DeepSpeed's PipelineModule has them, from its TiedLayerSpecs
+        # DeepSpeed's PipelineModule makes this ModuleDict from its TiedLayerSpecs
         tied = dict(model.named_children()).get("tied_modules")
         self.tied_stages = set[nn.Parameter]()
         if isinstance(tied, nn.ModuleDict):
@@ -314,7 +315,7 @@ class _Scanner:
         return users if is_same_layer else [name]
 
     def _refused_type(self, kind: str, *, has_frozen_bias: bool) -> str | None:
-        """Return why layers of this type are left alone; None: they are not."""
+        """Return why layers of this type are left alone; None if they are preconditioned."""
         if ("Linear" if kind in SHARDS else kind) not in self.choice.types:
             return f"{kind} is not in kfac.layers.types"
         if not LAYERS[kind].needs_gradients:
@@ -374,7 +375,7 @@ class _Scanner:
         shape: tuple[int, ...],
         is_transposed: bool,
     ) -> LayerSpec | str:
-        """Return the layer of a matrix, or of one of a stack of matrices; or why it is left alone.
+        """Return the layer of a matrix, or of one matrix of a stack; or why it is left alone.
 
         Args:
             module_name, module: the module that holds the parameter.
@@ -457,7 +458,7 @@ class _Scanner:
         bias_users: Sequence[str],
         members: Sequence[str],
     ) -> str | None:
-        """Return why the layer of a module's parameter is left alone; None: it is not.
+        """Return why the layer of a module's parameter is left alone; None if it is preconditioned.
 
         Args:
             name: name of the layer.
@@ -499,7 +500,7 @@ class _Scanner:
         return None
 
     def _not_chosen(self, name: str) -> str | None:
-        """Return why the user's choice leaves out a layer of this name; None: it does not."""
+        """Return why the user's choice leaves out a layer of this name; None if it does not."""
         include = self.choice.include
         if include and not any(re.search(pattern, name) for pattern in include):
             return "not matched by kfac.layers.include"

@@ -64,7 +64,7 @@ class Waiting:
     """An input for which some calls have not got their gradient yet.
 
     Attributes:
-        gradients: how many gradients have arrived.
+        gradients: number of gradients that have arrived.
         input: the input, with these gradients.
     """
 
