@@ -25,7 +25,7 @@ GROUPED = frozenset({"cuda"})
 """Device types on which matrices of one width are decomposed in one call, because a single small
 matrix does not keep the device busy."""
 BATCHED_UP_TO = 512
-"""Width of the widest matrices that share a call. Wider matrices keep the device busy alone.
+"""Width of the widest matrices that share a call. A single wider matrix keeps the device busy.
 According to pytorch issues 174674 and 175585, a batched call was 110 times as fast as single calls
 for 500 x [100, 100] in fp32, and 32 to 75 times as fast for b = 33..128 in fp64. We have not
 measured this."""
@@ -68,7 +68,8 @@ class Eigenbasis:
 @dataclass(frozen=True)
 class LayerBasis:
     """The eigenbasis of a layer's Fisher G kron A. The vectors of G act on the rows of dW, those of
-    A on its columns. :func:`ds_kfac.ops.functional.block_product` explains layers in groups."""
+    A on its columns. :func:`ds_kfac.ops.functional.block_product` explains the blocks of layers
+    with groups."""
 
     G: Eigenbasis
     A: Eigenbasis
@@ -121,7 +122,7 @@ class Request:
     """A usable factor to decompose.
 
     Attributes:
-        partner: the layer's other factor, where a method needs it (``curvature/methods.py``).
+        partner: the layer's other factor, if the method needs it (``curvature/methods.py``).
         last: the last eigenbasis, from which a new one is iterated (``curvature/iteration.py``);
             None: decompose by eigh.
         alone: whether the factor must not be decomposed in a batch with other factors. This is so
@@ -305,7 +306,7 @@ def probe(blocks: Tensor) -> Tensor:
 
 def passes_residual_check(blocks: Tensor, values: Tensor, vectors: Tensor) -> Tensor:
     """Return for each block, bool [n], whether Q Q^T x = x and Q^T C x = diag(values) Q^T x for one
-    x (Freivalds' check).
+    vector x (Freivalds' check).
 
     On a GPU torch.linalg.eigh has returned vectors that are not orthogonal, without an error
     (pytorch issue 192483). The check takes O(b^2) elementwise operations. It uses no matrix

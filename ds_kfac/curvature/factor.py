@@ -114,10 +114,10 @@ class Side:
 
         Args:
             x_ND: rows [N, D]; with ``bias`` [N, D - 1], or [N, D - n] for a side repeated n times.
-            kept: bool [N], which rows count; None: all of them. The other rows may hold anything,
-                even NaN.
-            bias: whether a 1, the input of the bias, is appended to each row, or to each of its n
-                parts.
+            kept: bool [N], whether each row counts; None: all rows count. A row that does not count
+                may hold anything, even NaN.
+            bias: whether a 1, the input of the bias, is appended to each row; for a side repeated n
+                times, to each of a row's n parts.
         """
         if self.block == 0:
             return sum_P
@@ -166,8 +166,8 @@ def _diagonal(width: int, device: torch.device) -> Tensor:
 
 
 SPIKE = 10.0
-"""Largest ratio of a batch's trace to the running average's. A batch with a larger ratio is scaled
-down to this ratio. In ordinary training the ratio is at most 7, once the average has
+"""Largest ratio of a batch's trace to the trace of the running average. A batch with a larger ratio
+is scaled down to this ratio. In ordinary training the ratio is at most 7, once the average has
 :data:`SETTLED` batches."""
 SETTLED = 10
 """Number of batches that an average needs before it is used to judge a batch's size."""
@@ -182,8 +182,8 @@ class History:
     place.
 
     Attributes:
-        last, before: fp32 [P], the factor's last value and the value before it, in the same memory
-            as the factor's average. They are zero until there are such values.
+        last, before: fp32 [P], the factor's last value and the value before it, on the device of
+            the factor's average. They are zero until there are such values.
     """
 
     side: Side
@@ -319,9 +319,9 @@ def average_(
 
         factor <- r factor + (1 - r) sum / count,   r = min(1 - 1/updates, decay)
 
-    The growing r is the bias correction: until the window is full, the average is the plain mean of
-    all batches. A batch without rows, or with a value that is not finite, leaves its factor as it
-    is. The device decides this, so the host does not wait.
+    The growing r is the bias correction: as long as 1 - 1/updates is below the decay, the average
+    is the plain mean of all batches. A batch without rows, or with a value that is not finite, does
+    not change its factor. The device checks this, so the host does not wait.
 
     Note: Spikes. In G, a gradient a thousand times too large would add a million times the average,
     and G would need sixty updates to recover. So a batch is scaled down to at most :data:`SPIKE`

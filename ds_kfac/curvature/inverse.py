@@ -72,9 +72,9 @@ def packed(inverse: DampedInverse) -> Tensor:
     """Return the lower triangles of all blocks, or the diagonal, as one flat fp32 tensor [P]. This
     is half the size of an eigenbasis.
 
-    The tensor always travels in fp32. Rounding to 16 bits would make small eigenvalues of the
-    inverse, which belong to the sharpest directions, negative, and fp16 would overflow where a
-    factor is small.
+    The tensor always travels in fp32. Rounding to 16 bits could make small eigenvalues of the
+    inverse negative. They belong to the directions of largest curvature. fp16 would also overflow
+    where a factor is small.
     """
     if inverse.diagonal is not None:
         return inverse.diagonal
@@ -88,7 +88,7 @@ def packed(inverse: DampedInverse) -> Tensor:
 
 
 def from_packed(side: Side, flat_P: Tensor) -> DampedInverse:
-    """Undo :func:`packed` exactly. The inverse is a copy."""
+    """Return the inverse that :func:`packed` has packed, exactly and as a copy."""
     if side.block == 1:
         return DampedInverse(diagonal=flat_P.clone())
     blocks = []
@@ -203,8 +203,8 @@ def cholesky_inverse(matrix: Tensor, *, added: Scalar, scale: Scalar = 1.0) -> T
 def passes_residual_check(
     blocks: Tensor, inverse: Tensor, *, added: Scalar, scale: Scalar = 1.0
 ) -> Tensor:
-    """Return for each block, bool [n], whether (C + added I) inverse x = scale x for one x. The
-    check uses no matrix product, like the check of an eigenbasis."""
+    """Return for each block, bool [n], whether (C + added I) inverse x = scale x for one vector x.
+    The check uses no matrix product, like the check of an eigenbasis."""
     x = probe(blocks)
     y = (inverse * x).sum(-1)
     residual = (blocks * y.unsqueeze(-2)).sum(-1) + added * y - scale * x

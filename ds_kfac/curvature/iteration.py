@@ -43,7 +43,7 @@ from ds_kfac.curvature.eigen import (
 )
 
 EXACT_EVERY = 10
-"""One refresh in this many uses eigh."""
+"""One in this many refreshes uses eigh."""
 FLOPS = 4 + 2 * (2 + 1 / 3 + 1)
 """FLOPs of a step, divided by b^3. A step computes C Q and C Q', and twice computes Z^T Z, its
 Cholesky factor and a triangular solve."""
@@ -54,8 +54,8 @@ EPS = torch.finfo(torch.float32).eps
 
 def refresh_from_last(requests: Sequence[Request]) -> list[Refreshed]:
     """Decompose factors like :func:`ds_kfac.curvature.eigen.refresh_all`, but by one step of the
-    iteration if a request is on a GPU and has a last basis. If the step fails its checks, the
-    factor is decomposed by eigh, which counts as a retry. Synchronises once more than
+    iteration for each request on a GPU that has a last basis. If the step fails its checks, the
+    factor is decomposed by eigh, which counts as a retry. Synchronises one time more than
     ``refresh_all``.
     """
     suited = [

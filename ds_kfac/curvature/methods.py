@@ -1,9 +1,9 @@
 """Methods of decomposing a factor. ``preconditioner.method`` selects one of the entries of
 ``METHODS``.
 
-A method defines how a factor is decomposed and at what cost, how the decomposition travels, is
-saved and read again, and how a layer's two decompositions precondition its gradient. All other code
-uses this interface alone.
+A method defines how a factor is decomposed and at what cost, how the decomposition is sent, saved
+and loaded, and how a layer's two decompositions precondition its gradient. All other code uses this
+interface alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,12 +58,12 @@ class Method:
     Attributes:
         words: name of the decompositions in reports, in the plural.
         solver: name of the solver in reports.
-        solver_flops: FLOPs to decompose a dense side of width D, over D^3.
-        solver_seconds: name of the cost model's table of the solver's seconds.
-        step_flops: FLOPs of one iteration step from the last decomposition, over D^3. If 0, every
-            refresh uses the solver. Otherwise, on a GPU, only the burn-in and one refresh in
+        solver_flops: FLOPs to decompose a dense side of width D, divided by D^3.
+        solver_seconds: name of the cost model's table with the solver's times in seconds.
+        step_flops: FLOPs of one iteration step from the last decomposition, divided by D^3. If 0,
+            every refresh uses the solver. Otherwise, on a GPU, only the burn-in and one refresh in
             ``exact_every`` use the solver.
-        product_flops: FLOPs to precondition a gradient [O, I], over O I (O + I).
+        product_flops: FLOPs to precondition a gradient [O, I], divided by O I (O + I).
         passes: number of times that preconditioning reads or writes a whole gradient.
         calls: number of kernels that are launched to precondition a gradient.
         parts: the tensors of a decomposition.

@@ -146,8 +146,8 @@ class Factors:
         return self.header["counts"][key]
 
     def factor(self, layer: str, side: str) -> Tensor:
-        """Return a factor as one matrix, fp32 [D, D], zero between blocks. A side that is the
-        identity gives the unit matrix."""
+        """Return a factor as one matrix, fp32 [D, D], zero outside of the blocks. A side that is
+        the identity gives the unit matrix."""
         shape = self.side(layer, side)
         if shape.block == 0:
             return torch.eye(shape.dim, dtype=torch.float32, device="cpu")

@@ -62,31 +62,32 @@ def fit(
     """Compute A, G, their eigenbases and EKFAC's eigenvalues over some data, and write them to
     files.
 
-    Collective if torch.distributed runs. The model runs in evaluation mode, and is left as it was.
-    Factors that ``out`` already holds are replaced.
+    Collective if torch.distributed runs. The model runs in evaluation mode. Afterwards, each of its
+    modules is in the same mode as before. Factors that ``out`` already holds are replaced.
 
     A is the mean of a a^T over all rows but padding, and G is the mean of g g^T. g is the gradient
     of a single term of the loss. With ``reduction="mean"`` it is the gradient that arrives at the
-    layer, times the number of rows in the batch. Labels are ignored. So if your loss is a mean that
-    leaves out rows without a label, G is too large by the factor rows / labelled rows. In that
-    case, return the sum of the terms and pass ``reduction="sum"``.
+    layer, times the number of rows in the batch. This number includes rows without a label. So if
+    your loss is a mean that leaves out these rows, G is too large by the factor rows / labelled
+    rows. In that case, return the sum of the terms and pass ``reduction="sum"``.
 
     Args:
         model: an nn.Module that is whole on every rank, or a DeepSpeedEngine of any ZeRO stage.
         data: batches of this rank. A batch is a mapping (keyword arguments of the model's forward),
             a tuple or list (its positional arguments) or a tensor. Ranks may have different numbers
             of batches.
-        loss: function of model and batch that returns a scalar. None: the loss that the model
-            returns, which is ``loss`` of its output, the first scalar of a tuple, or a scalar.
+        loss: function of model and batch that returns a scalar. None: the loss in the model's
+            output, which is the output's ``loss``, the first scalar of a tuple, or the output
+            itself.
         out: folder for the files (:mod:`ds_kfac.factors.files`).
         config: a "kfac" block. It is read for ``layers``, and for ``dense_max``, ``fisher``,
             ``weight_sharing``, ``sampler`` and ``prediction`` in ``factor``. ``fisher`` is
             "empirical" (the default), "monte_carlo" (the true Fisher) or "activations_only" (only
             A).
         reduction: "mean" if the loss is a mean over its terms, "sum" if it is their sum.
-        mask: function of the positional and the keyword arguments of the model's forward that
-            returns its attention masks [N, T]: one, several or None. None: the arguments whose
-            names end in ``attention_mask``.
+        mask: function that gets the positional and the keyword arguments of the model's forward,
+            and returns the attention masks [N, T]: one mask, several masks or None. If there is no
+            function, the masks are the arguments whose names end in ``attention_mask``.
         corrected: whether to make a second pass over the data, for EKFAC's eigenvalues. They assume
             that the first dimension of a layer's input numbers the sequences.
         progress: whether rank 0 shows a progress bar.
@@ -119,8 +120,8 @@ def fit(
 
 @contextmanager
 def joined() -> Iterator[None]:
-    """Join a job inside the ``with`` block: the job that the process is in, else the launcher's
-    job, else a new job with a single rank."""
+    """Join a torch.distributed job for the ``with`` block: the job that the process is in, else the
+    launcher's job, else a new job with a single rank."""
     is_new = not dist.is_initialized()
     is_alone = is_new and int(os.environ.get("WORLD_SIZE", "1")) == 1
     if is_new:

@@ -1,9 +1,10 @@
 """Run a model over data, and collect the layers' calls and the gradients of their outputs for each
 batch.
 
-Ranks take their batches at the same time. Autograd is asked for the gradients of layer outputs, so
-no parameter gets a gradient. At ZeRO stage 3 all ranks fetch weights together. So a rank that has
-no batch left runs its last batch again. If it never had a batch, it runs one of another rank.
+Ranks take their batches at the same time. Only the gradients of layer outputs are requested from
+autograd, so no parameter gets a gradient. At ZeRO stage 3 all ranks fetch weights together. So a
+rank that has no batch left runs its last batch again. If it never had a batch, it runs one of
+another rank.
 """
 
 import itertools

@@ -339,7 +339,7 @@ class ColumnParallelLinear(_Shard):
 
     name = "ColumnParallelLinear"
     shape = "output_size_per_partition"
-    unfit = "gather_output", True, "gather_output: its output is not its shard's"
+    unfit = "gather_output", True, "gather_output: its output is that of all shards"
 
     def gradient_rows(self, module: Any, x: Tensor | None, gradient: Tensor) -> Tensor:
         # an AutoTP layer that returns the outputs of the unsharded layer
@@ -354,7 +354,11 @@ class RowParallelLinear(_Shard):
 
     name = "RowParallelLinear"
     shape = "input_size_per_partition"
-    unfit = "input_is_parallel", False, "its input is not its shard's: input_is_parallel is false"
+    unfit = (
+        "input_is_parallel",
+        False,
+        "input_is_parallel is false: its input is that of all shards",
+    )
     without_bias: str | None = (
         "is added to the sum over tensor-parallel ranks, so it belongs to no shard"
     )

@@ -96,8 +96,8 @@ class MatrixLayout(NamedTuple):
 
 
 def multiplied(module: nn.Module) -> Mapping[str, MatrixLayout]:
-    """Return the parameters that a module's code multiplies rows by, with the layout of the matrix
-    in each, in the order of the code."""
+    """Return parameter -> layout of the matrix in it, for the parameters by which a module's code
+    multiplies rows. They are in the order of the code."""
     layouts = _special_layouts(module)
     if layouts is None:
         return _layouts_in_code(module)
@@ -355,8 +355,8 @@ class Code:
         return inner._replace(dims=dims, varies=inner.varies or is_computed(node))
 
     def _viewed(self, call: ast.Call, inner: Operand) -> Operand | None:
-        """Return the parameter that a call of ``inner.view`` or ``inner.reshape`` names: a stack of
-        matrices, if there are three sizes."""
+        """Return the stack of matrices that a call of ``inner.view`` or ``inner.reshape`` with
+        three sizes makes of a parameter; None for any other call."""
         if inner.cut or inner.transposed:
             return None
         sizes = call.args
@@ -461,7 +461,7 @@ def is_computed(node: ast.Subscript) -> bool:
 @cache
 def _borrowed(kind: Any) -> Mapping[str, tuple[bool, str | int]]:
     """Return the children whose weights a class's code uses: name of the child -> (whether the code
-    calls the child, too, :attr:`Operand.cut` of its weight)."""
+    also calls the child, :attr:`Operand.cut` of the child's weight)."""
     taken = dict[str, str | int]()
     called = set[str]()
     for code in codes_of(kind):

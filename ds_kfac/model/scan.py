@@ -487,8 +487,8 @@ class _Scanner:
             )
         if weight in self.tied_stages:
             return (
-                "tied by a TiedLayerSpec: its gradient sums uses in several stages, and other "
-                "stages have the rows"
+                "tied by a TiedLayerSpec: its gradient is a sum over several pipeline stages, but "
+                "this stage has only its own rows"
             )
         if bias_users:
             return f"bias is shared with {', '.join(bias_users)}"

@@ -7,9 +7,9 @@ wrong arguments, such as shapes that do not fit.
 The first time a compiled op is used, its results are compared with those of plain torch. This is
 done in every dtype of the op and on two unusual shapes: the first is computed by a single program,
 and the second has many tiles. Rows and matrices contain small integers, so products and sums are
-exact in every dtype. The outcome is stored in the build folder for this combination of sources,
-versions, driver and GPU. Delete the file to check again. ``DS_KFAC_CHECK_OPS=0`` turns the check
-off.
+exact in every dtype. The outcome is stored in a file in the build folder, for this combination of
+sources, versions, driver and GPU. Delete this file to check again. ``DS_KFAC_CHECK_OPS=0`` turns
+the check off.
 """
 
 import hashlib
@@ -233,7 +233,7 @@ def faults(
     """Return op -> why its implementation must not be used on a device.
 
     The processes of a machine check one after the other. An op is entered in the file before it is
-    checked. If it kills its process, the next process does not run it again.
+    checked. If the check kills its process, the next process does not run the op again.
 
     Args:
         compiled: op -> (backend, implementation).
