@@ -365,7 +365,7 @@ def choose(requested: str | None, device: torch.device) -> Precision:
         return HIGHEST
     if has_tf32:
         return Precision(requested, "tf32")
-    why = f"WARNING: no TF32 on this {device.type}, fp32 in its place"
+    why = f"WARNING: no TF32 on this {device.type}, so fp32 is used"
     return Precision(requested, "ieee", why)
 
 

@@ -200,7 +200,7 @@ def table(factors: Factors) -> list[str]:
         rows.append(tuple(cells))
     lines = columns(rows, right=True)
     if len(factors.layers) > SHOWN:
-        lines.append(f"  and {len(factors.layers) - SHOWN:,} layers more, in index.json")
+        lines.append(f"  and {len(factors.layers) - SHOWN:,} more layers, listed in index.json")
     left_alone = list(factors.header.get("left_alone", {}))
     if left_alone:
         more = ", ..." if len(left_alone) > 4 else ""

@@ -65,15 +65,15 @@ def _unfit(factors: Factors, layer: str, tool: str) -> str:
     """Return why a tool cannot take a layer; "" if it can."""
     entry = factors.layers[layer]
     if entry["part"] != [0, 1]:
-        return "a part of a stack"
+        return "one of several parts of a parameter"
     if entry["kind"] not in ("Linear", "Conv1D"):
         return f"a {entry['kind']}, which {tool} does not know"
     if tool == "kronfluence" and entry["kind"] != "Linear":
-        return "a Conv1D, which kronfluence does not track: replace it by an nn.Linear before"
+        return "a Conv1D, which kronfluence does not track: replace it by an nn.Linear first"
     for side in "AG" if tool == "kronfluence" else "A":
         shape = factors.side(layer, side)
         if shape.block != shape.dim or not factors.has(layer, side):
-            return f"its {side} is no dense matrix ({shape.kind}); raise factor.dense_max"
+            return f"its {side} is not a dense matrix ({shape.kind}); raise factor.dense_max"
         if tool == "kronfluence" and not factors.has(layer, f"{side}/values"):
             return f"its {side} is zero, or has no eigenvectors"
     return ""
@@ -114,7 +114,7 @@ def kronfluence(factors: Factors, layers: list[str], folder: Path) -> None:
     has_lambda = "lambda_matrix" in tables
     if has_lambda and len(tables["lambda_matrix"]) < len(layers):
         raise FactorsError(
-            "convert: some layers have corrected eigenvalues, others not; kronfluence needs all"
+            "convert: kronfluence needs corrected eigenvalues for all layers, or for none"
         )
     for file, table in tables.items():
         write_tensors(folder / f"{file}.safetensors", table)

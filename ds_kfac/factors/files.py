@@ -47,7 +47,7 @@ def safetensors() -> Any:
     try:
         return importlib.import_module("safetensors.torch")
     except ImportError as problem:
-        text = f"factors are kept in safetensors files ({problem}): pip install safetensors"
+        text = f"factors are stored in safetensors files ({problem}): pip install safetensors"
         raise FactorsError(text) from problem
 
 

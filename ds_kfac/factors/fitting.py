@@ -105,8 +105,8 @@ def fit(
     corrects = corrected and resolved.factor.fisher != "activations_only"
     if corrects and isinstance(data, Iterator):
         raise FactorsError(
-            "ds_kfac.fit: data can be iterated once, but there are two passes; give a list, a "
-            "DataLoader or corrected=False"
+            "ds_kfac.fit: data can be iterated once, but two passes over it are needed; pass a "
+            "list or a DataLoader, or corrected=False"
         )
     with joined():
         channel = Channel(dist.group.WORLD)
@@ -166,7 +166,7 @@ class _Fitting:
         if not_whole:
             raise FactorsError(
                 f"ds_kfac.fit: {not_whole[0]} is a tensor-parallel shard, or of DeepSpeed's "
-                "experts; train a step and use engine.kfac.export"
+                "experts, which fit does not support; train a step and use engine.kfac.export"
             )
         self.plan = plan_of(layers, config, self.channel.world, self.device)
         self.specs = {spec.key: spec for spec in self.plan.assignment.factors}
@@ -284,8 +284,9 @@ class _Fitting:
         if idle:
             raise FactorsError(
                 f"{len(idle)} layers had no row: {', '.join(idle[:5])}; they are never called, "
-                "their gradient is zero, all is masked, or activation checkpointing hides them (it "
-                "needs use_reentrant=False); leave them out by layers.exclude in the config"
+                "their gradient is zero, all their rows are masked, or activation checkpointing "
+                "hides them (it needs use_reentrant=False); exclude them by layers.exclude in the "
+                "config"
             )
 
     def _decomposed(self, key: str, packed: Tensor) -> dict[str, Tensor]:

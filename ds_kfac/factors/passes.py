@@ -230,7 +230,7 @@ class Passes:
         if isinstance(value, Tensor) and value.numel() == 1:
             return "" if calls and value.requires_grad else "its loss depends on no layer"
         got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        advice = "" if self.loss else "; give fit the argument loss"
+        advice = "" if self.loss else "; pass the argument loss to fit"
         return f"the loss is no scalar: got {got}{advice}"
 
     def _autocast(self) -> AbstractContextManager[Any]:

@@ -994,8 +994,8 @@ class Capture:
                 self.fail(layer, error)
             if not layers:
                 logger.warning(
-                    f"ds_kfac: a hook of a layer without curvature raised {type(error).__name__}: "
-                    f"{error}"
+                    "ds_kfac: a hook on a layer that K-FAC does not precondition raised "
+                    f"{type(error).__name__}: {error}"
                 )
 
     def fail(self, layer: LayerSpec, error: Exception) -> None:

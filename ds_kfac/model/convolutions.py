@@ -277,7 +277,7 @@ class Convolution(Linear):
         in_group = module.in_channels // module.groups
         out_group = module.out_channels // module.groups
         if module.groups > 1 and 1 in (in_group, out_group):
-            return "the filter of one channel is no matrix"
+            return "the filter of a single channel is not a matrix"
         if module.in_channels <= FEW_CHANNELS:
             return f"its input has the {module.in_channels} channels of an image"
         return None

@@ -315,14 +315,14 @@ class _Shard(Linear):
             if kind.__name__ in AUTOTP_KINDS or self.name != "ColumnParallelLinear":
                 return ""
             return (
-                f"AutoTP's {kind.__name__}: it is unknown how it cuts the weight's rows or columns"
+                f"AutoTP's {kind.__name__}: it is unknown which part of the weight this shard holds"
             )
         if kind.__name__ != self.name or isinstance(module, nn.Linear):
             return ""
         if not hasattr(module, self.shape) or getattr(module, "weight", None) is None:
             return (
-                f"named {self.name}, but without {self.shape} and a weight of its own, as "
-                "Megatron's have"
+                f"named {self.name}, but unlike Megatron's class it lacks {self.shape} or a weight "
+                "of its own"
             )
         for owner in (module, getattr(module, "config", None)):
             for flag in ("sequence_parallel", "sequence_parallel_enabled"):

@@ -122,7 +122,7 @@ def scan(
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise ValueError(
-            f"kfac: {lazy[0]} has no shape yet (a lazy module): run the model on one example before"
+            f"kfac: {lazy[0]} has no shape yet (a lazy module): run the model on one example first"
         )
     scanner = _Scanner(model, choice, model.parameters() if optimized is None else optimized)
     _check_patterns("include", choice.include, scanner.modules)
@@ -141,7 +141,7 @@ def scan(
         reasons = "; ".join(f"{s.name} ({s.kind}): {s.reason}" for s in skipped[:8])
         raise ValueError(
             f"kfac: {type(model).__name__} has no layer to precondition (known types: "
-            f"{', '.join(TYPES)}); check kfac.layers, or train it by AdamW. Left alone: "
+            f"{', '.join(TYPES)}); check kfac.layers, or use AdamW. Left alone: "
             f"{reasons or 'no module has parameters'}"
         )
     if head_shapes is None:

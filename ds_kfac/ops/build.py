@@ -106,8 +106,8 @@ def build(
             if not path.exists():
                 if into is None:
                     LOGGER.info(
-                        "ds_kfac: compiling csrc/cuda, once; ahead of time: DS_KFAC_BUILD_OPS=1 "
-                        "pip install"
+                        "ds_kfac: compiling csrc/cuda. This is done once; to do it at "
+                        "installation, use DS_KFAC_BUILD_OPS=1 pip install"
                     )
                 _compile([compiler(), *flags, *map(str, sources(source))], path)
     except OSError as problem:

@@ -37,7 +37,7 @@ CAPABILITY = (8, 0)
 def gpu_problem() -> str | None:
     """Return why our kernels cannot run on torch's current GPU, or None if they can."""
     if torch.version.hip is not None:
-        return "our kernels are for NVIDIA GPUs, torch is built for AMD's"
+        return "our kernels need an NVIDIA GPU, but torch is built for AMD GPUs"
     if torch.version.cuda is None:
         return "torch is built without CUDA"
     if not torch.cuda.is_available():
@@ -81,8 +81,8 @@ def guarded(backend: str, op: str, implementation: Callable[..., Any]) -> Callab
         except Exception as problem:
             raise RuntimeError(
                 f'{op} by the backend "{backend}" failed: {type(problem).__name__}: {problem}\n'
-                'This is a fault of the backend or of its installation; kfac.ops.backend "torch" '
-                "does without it."
+                "This is a fault of the backend or of its installation. Use kfac.ops.backend "
+                '"torch" to do without this backend.'
             ) from problem
         return getattr(functional, op)(*args, **kwargs)
 
@@ -206,7 +206,7 @@ def fault(op: str, implementation: Callable[..., Any], device: torch.device) -> 
             leaves = map(tree_leaves, (actual, (expected, theirs[0])))
             got, wanted = ([x for x in each if isinstance(x, Tensor)] for each in leaves)
             if len(got) != len(wanted):
-                return "is wrong: returns another number of tensors"
+                return "is wrong: returns a wrong number of tensors"
             worst = max(map(difference, got, wanted))
             if worst > ALLOWED:
                 return (
