@@ -236,8 +236,8 @@ class KroneckerFactor:
         )
 
     def to(self, device: torch.device) -> "KroneckerFactor":
-        """Return the factor with its average on another device. The counter is the same tensor and
-        stays on the computing device."""
+        """Return the factor with its average on another device. ``updates`` is still the same
+        tensor, on the computing device."""
         return replace(self, packed_P=moved(self.packed_P, device))
 
 
@@ -286,10 +286,10 @@ def update_(
 
     Returns two results, both on the device:
 
-    - index of a factor with a history -> bool [2], whether the new average is similar to its last
-      value, and to the one before;
-    - bool [2, n], whether the batch was scaled down, and whether it was ignored, because it had no
-      row or a value that is not finite.
+    - index of a factor with a history -> bool [2], whether the new average is similar to the
+      factor's last value, and to the value before that;
+    - bool [2, n], whether each factor's batch was scaled down; and whether it was ignored, because
+      it had no row or had a value that is not finite.
     """
     if not factors:
         return {}, torch.zeros(2, 0, dtype=torch.bool, device=device)
@@ -352,7 +352,7 @@ def average_(
 
 
 def excess(new: Tensor, usual: Tensor, updates: Tensor) -> Tensor:
-    """Return the factor >= 1 by which a batch's size exceeds :data:`SPIKE` times the usual one.
+    """Return the factor >= 1 by which a batch's size exceeds :data:`SPIKE` times the usual size.
 
     The factor is 1 if the size is NaN, if the average is zero, or if it has fewer than
     :data:`SETTLED` batches. The factor is infinite if the size or the factor itself is larger than

@@ -137,7 +137,8 @@ class LayerInverse:
 def refresh_inverse(
     factor: KroneckerFactor, partner: KroneckerFactor | None, *, damping: float, damping_kind: str
 ) -> Refreshed:
-    """Invert a usable factor. Synchronises with the device once per group of blocks and attempt.
+    """Invert a usable factor. Synchronises with the device once for each attempt at each group of
+    blocks.
 
     Args:
         factor: a factor whose side is dense, blocked or diagonal.

@@ -87,7 +87,7 @@ def described(layer: LayerSpec, keys: Mapping[str, str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Factors:
-    """Factors in a finished folder. Tensors are read on access, to the CPU.
+    """Factors in a finished folder. A tensor is read when it is accessed, into CPU memory.
 
     Attributes:
         folder: where the files are.

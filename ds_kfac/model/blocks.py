@@ -4,9 +4,9 @@
 or the projections of latent attention and of state space models. The blocks share A, but each is
 orthogonalized and scaled like a separate weight. The user names blocks in ``kfac.adam.blocks``. For
 names that are in common use, :func:`known_sizes` computes the blocks from numbers that the module
-around the layer holds. Any other matrix is one map. The attach report lists blocks that were taken
-by name alone, and matrices with such a name that are one map. Sizes of blocks are those of
-:attr:`ds_kfac.model.layers.LayerSpec.blocks`.
+around the layer holds. Any other matrix is one map. The attach report lists matrices whose blocks
+were taken by name alone, and matrices that have such a name but are treated as one map.
+:attr:`ds_kfac.model.layers.LayerSpec.blocks` holds the sizes of a layer's blocks.
 
 **Parts** are layers that each have some of the outputs of a large matrix. A head over a large
 vocabulary is cut into parts, because a single owner would be too slow. A matrix is cut only if that

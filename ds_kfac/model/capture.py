@@ -213,7 +213,7 @@ class Capture:
             self._hook_products(multiplying)
 
     def _hook_layer(self, layer: LayerSpec, module: nn.Module) -> None:
-        """Hook a module whose calls are calls of a layer."""
+        """Hook a module. Each call of the module is then noted as a call of the layer."""
         # This hook runs before the hooks of other code, which may replace the output. But if
         # gradients are requested from autograd, it runs after ZeRO-3's hook, which wraps the output
         # in a function that fetches the weights for the backward pass
@@ -550,7 +550,7 @@ class Capture:
             for call in calls:
                 call.kept = node_of_x
         if rows.forward.step != self.step or (rows.recomputed and self.sampled):
-            return  # sampled gradients go to the calls of the first run
+            return  # requested gradients belong to the calls of the first run
         calls = [call for call in calls if call.layer.name not in self.failed]
         if not calls:
             return
@@ -979,7 +979,7 @@ class Capture:
 
     @contextmanager
     def _guarded(self, layers: Sequence[LayerSpec]) -> Iterator[None]:
-        """Keep exceptions inside of a hook, except the one by which checkpointing ends a
+        """Catch the exceptions of a hook, except the one by which checkpointing ends a
         recomputation.
 
         Args:
@@ -1033,8 +1033,8 @@ def _origin(output: Tensor) -> tuple[Any, int]:
 
 
 def _runs(node: Any) -> bool:
-    """Return whether the running backward pass runs a parameter's node, and so adds to its
-    gradient.
+    """Return whether the running backward pass executes a parameter's autograd node, and so adds to
+    the parameter's gradient.
 
     ``autograd.grad`` does not, nor does a backward pass with other ``inputs``.
     """

@@ -93,7 +93,8 @@ class Places:
     Call :meth:`follow` after each torch function, so that copies are recognised.
 
     Args:
-        params: parameter -> number of equal matrices that it is a stack of.
+        params: parameter -> number of matrices of equal shape that it holds; 1 if it is not a
+            stack.
     """
 
     def __init__(self, params: Mapping[nn.Parameter, int]) -> None:

@@ -196,7 +196,7 @@ def borrowed_weights(module: nn.Module) -> list[BorrowedWeight]:
         if child is None:
             continue
         matrices = _stack(module, child, "weight", cut)
-        # a cut that does not fit the weight is not understood
+        # if the cut does not fit the weight, the code is not understood
         if matrices > 1 or not cut:
             weights.append(BorrowedWeight(child, is_called, matrices))
     return weights
@@ -254,7 +254,7 @@ class Operand(NamedTuple):
     Attributes:
         path: name of the parameter, such as "experts.w".
         transposed: whether the expression transposes it.
-        dims: number of dimensions that indices remove, or pick along.
+        dims: number of dimensions that have an index in the expression, other than a slice.
         varies: whether the value may be rows of a batch, because rows are looked up in the
             parameter, or because the variable has other values, too.
         cut: number of matrices into which the expression views the parameter's rows: a number, or

@@ -84,8 +84,8 @@ class Product:
     def rows(self) -> slice:
         """The rows of all entries.
 
-        A grouped product may have more rows after those of its last group. These rows are not
-        tokens, and the output of the product is undefined there.
+        A grouped product may have rows after its last group. These rows are not tokens, and the
+        output of the product is undefined there.
         """
         ends = []
         for _, rows in self.entries:
@@ -213,7 +213,8 @@ class Products(TorchFunctionMode):
     Threads that have not entered the mode are not watched.
 
     Args:
-        params: parameter -> number of equal matrices in it.
+        params: parameter -> number of matrices of equal shape that it holds; 1 if it is not a
+            stack.
         see: function that is called with each product.
 
     Attributes:
@@ -555,7 +556,7 @@ class Products(TorchFunctionMode):
         """Return a product in which all matrices of a stack have equally many rows.
 
         Args:
-            x: [.., I], with all dimensions of the output but the last.
+            x: [.., I], where .. are all dimensions of the output but the last.
             operand: the stack.
             stack_dim: the dimension of the operand that numbers the matrices.
             output: the product.

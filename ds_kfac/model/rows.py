@@ -235,7 +235,8 @@ class RowSums:
                 sample = EVERY_ROW
             else:
                 rows = rows.reshape(-1, rows.shape[-1])
-                # a convolution has its own sample, and a norm's rows cost no matrix product
+                # a convolution has a sample of its own, and the rows of a norm need no matrix
+                # product
                 is_sampled = not layer_type.images and not layer_type.needs_gradients
                 sample = self._sample(stride, len(rows)) if is_sampled else EVERY_ROW
                 rows = sample.of(rows)

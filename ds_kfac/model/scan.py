@@ -28,8 +28,8 @@ from ds_kfac.model.registry import LAYERS, SHARDS, TYPES
 
 ADAPTER = re.compile(r"(^|\.)lora_[ab](\.|$)", re.IGNORECASE)
 """Regex for the names that PEFT and torchtune give to the two matrices of a low-rank adapter. Only
-the short side of each gets a factor. The gradient has no higher rank, and a factor of the long side
-would be thousands of times as large as the matrix."""
+the short side of each matrix gets a factor. The gradient's rank is at most the length of the short
+side, and a factor of the long side would be thousands of times as large as the matrix."""
 LONGEST = 16384
 """Length of the longest side with a block-diagonal factor. The factor of such a side takes half a
 GB. A longer side, such as a vocabulary, has a diagonal factor."""
@@ -115,8 +115,8 @@ def scan(
             stage is a part of a model, and its embedding may be in another stage.
 
     Raises:
-        ValueError: a pattern matches no module with parameters, a module is lazy, blocks do not
-            fit, or no layer is left to precondition.
+        ValueError: a pattern matches no module with parameters, a module is lazy, the chosen blocks
+            do not fit a matrix, or no layer can be preconditioned.
     """
     choice = choice or LayerChoice()
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
@@ -171,9 +171,9 @@ def _with_head(
     """Return the layers with a language model's head marked, see :attr:`LayerSpec.makes_words`.
 
     The head is the last layer, if it has the shape of an embedding. A layer in the middle of the
-    model that is as wide as an embedding of positions is no head. A head whose weight is tied to
-    the embedding is not preconditioned, so the last layer then has another shape. A tensor-parallel
-    head has a part of the words, while a plain embedding beside it has all of them.
+    model is not a head, even if it has the shape of an embedding of positions. A head whose weight
+    is tied to the embedding is not preconditioned, so the last layer then has another shape. A
+    tensor-parallel head has a part of the words, while a plain embedding beside it has all of them.
     """
     head = layers[-1]
     outputs = head.G.dim

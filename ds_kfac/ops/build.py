@@ -1,10 +1,10 @@
 """Compile the CUDA library from csrc/cuda with nvcc, either ahead of time or at first use.
 
 Each combination of sources and flags has its own library file. The file lies next to the package if
-it was built ahead of time, otherwise in the cache folder. If neither folder has it, it is compiled
-under a lock. The lock is released when its process ends, and a process that waits too long for the
-lock compiles without it. A finished library is renamed into place, so no process can load a
-half-written one.
+it was built ahead of time, otherwise in the cache folder. If neither folder has the file, the
+library is compiled under a lock. The lock is released when the process that holds it ends, and a
+process that waits too long for the lock compiles without it. A finished library is renamed into
+place, so no process can load a half-written one.
 
 This module imports only the standard library, because setup.py must run without torch and
 DeepSpeed.

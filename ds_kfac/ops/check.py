@@ -1,8 +1,8 @@
 """Decide whether an implementation of an op may be used on this GPU and for these arguments.
 
 An implementation raises ``NotMadeFor`` before it writes anything if it does not support a dtype, a
-stride or a size. Plain torch supports all arguments and runs instead. Both raise a ValueError for
-wrong arguments, such as shapes that do not fit.
+stride or a size. Plain torch supports all arguments and runs instead. Both the implementation and
+plain torch raise a ValueError for wrong arguments, such as shapes that do not fit.
 
 The first time a compiled op is used, its results are compared with those of plain torch. This is
 done in every dtype of the op and on two unusual shapes: the first is computed by a single program,

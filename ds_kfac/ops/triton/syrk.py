@@ -172,9 +172,9 @@ def split_for(tiles: int, chunks: int, places: int) -> int:
     """Return how many programs share a tile. Each of them multiplies a part of the ``chunks`` of
     rows.
 
-    The number minimizes the count of waves times the work of one wave, if ``places`` programs run
-    at a time. It is 1 under torch's deterministic algorithms, because the order of atomic additions
-    varies.
+    Programs run in waves of ``places`` programs at a time. The returned number minimizes the count
+    of waves times the work of one wave. It is 1 under torch's deterministic algorithms, because the
+    order of atomic additions varies.
     """
     return (
         1 if torch.are_deterministic_algorithms_enabled() else _fewest_waves(tiles, chunks, places)
