@@ -28,7 +28,7 @@ from ds_kfac.ops.dispatch import (
 
 @dataclass(frozen=True)
 class Side:
-    """Width and block structure of one side, as plain numbers.
+    """Width and block structure of one side of a layer's matrix.
 
     Attributes:
         dim: width D.

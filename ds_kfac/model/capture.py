@@ -451,7 +451,7 @@ class Capture:
                 return made
             unwatched = [forward for forward in self._forwards if not forward.is_watched]
             return unwatched[-1] if unwatched else None
-        # a method of the model is called in place of the model
+        # the user has called another method than the model's forward
         if self.forward not in self._forwards:
             self._begin(Forward(step=self.step, saved=self._saved))
         return self.forward
@@ -760,7 +760,7 @@ class Capture:
         makes_A: bool,
         makes_G: bool,
     ) -> None:
-        """Add a call's gradient to the sum of G; or to that of A, if the layer's A is made of
+        """Add a call's gradient to the sum of G, or to the sum of A if the layer's A is made of
         gradients."""
         sums = self.current.sums
         if call.kind.needs_gradients:

@@ -383,7 +383,7 @@ def codes_of(kind: Any, *, alone: bool = False) -> Iterator[Code]:
         try:
             tree = _class_tree(base)
         except (KeyError, OSError, TypeError, SyntaxError, ValueError):
-            # the class was made in a shell or by a program, or has odd wrappers
+            # there is no source if the class was made in a shell or by a program
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

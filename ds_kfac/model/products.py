@@ -119,7 +119,7 @@ def parts_of(product: Product, layers: Sequence[LayerSpec]) -> list[Part]:
 
     If the layers of a stack share one A, all rows go to the A of the first layer, and each layer's
     own rows go to its G. The list is empty if the sum of g a^T over the rows would not be the
-    gradient of the layers as they are described.
+    gradient of the layers' matrices.
 
     Args:
         product: the product.
@@ -590,8 +590,8 @@ class Products(TorchFunctionMode):
 
 
 def _operands(name: str, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Return the two operands of a matrix product by a torch function; None if they are not plain
-    tensors."""
+    """Return the two operands of the matrix product that a torch function computes; None if they
+    are not plain tensors."""
     adds = name in ADDED
     if adds:
         # torch's old signature has alpha and beta by position

@@ -281,7 +281,7 @@ class Proof:
             rows = layer_type.gradient_rows(call.module, x, gradient)
             index, count = layer.part
             if count > 1 and rows.shape[-1] > layer.G.dim:
-                # a part of a large matrix: only its own outputs
+                # a part of a large matrix has only its own outputs
                 rows = rows.narrow(-1, index * layer.G.dim, layer.G.dim)
             of_x = times(x, weights_nIK[0])
             of_gradient = times(rows, u_nOK[0])

@@ -86,8 +86,8 @@ class LayerNorm(Norm):
 
 
 class RMSNorm(Norm):
-    """nn.RMSNorm, and transformers' (LlamaRMSNorm etc., recognised by their name and
-    ``variance_epsilon``)."""
+    """nn.RMSNorm, and RMSNorms of transformers such as LlamaRMSNorm, which are recognised by their
+    name and ``variance_epsilon``."""
 
     def refusal(self, module: Any) -> str | None:
         is_named = type(module).__name__.endswith("RMSNorm")

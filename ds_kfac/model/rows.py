@@ -203,8 +203,8 @@ class RowSums:
         *,
         stride: int = 1,
     ) -> None:
-        """Add a call's output gradients, divided by ``scale``, to a sum of G; or to one of A, if
-        the layer's A is made of gradients.
+        """Add the outer products of a call's output gradients, divided by ``scale``, to a sum of G.
+        If the layer's A is made of gradients, they are added to a sum of A instead.
 
         Rows in fp32 are divided before the product, because the square of a gradient that is scaled
         by 2^16 may overflow. Rows in 16 bits are multiplied as they are, and the product is divided

@@ -111,7 +111,7 @@ class SharedInputs:
         self._total = 0
         # layer -> inputs of its calls whose gradient has arrived
         self._arrived: dict[str, list[SeenInput]] = {}
-        # layer of a group -> numbers of these inputs
+        # layer of a group -> numbers of the inputs whose gradient has arrived
         self._numbers: dict[str, set[int]] = {}
         # how many calls with an input may get a gradient
         self._calls: Counter[InputOfGroup] = Counter()

@@ -56,8 +56,8 @@ def sources(folder: Path | None = None) -> list[Path]:
 
 
 def folder() -> Path:
-    """Return the cache folder. It lies in ``TORCH_EXTENSIONS_DIR``, as for DeepSpeed's ops,
-    otherwise in ``XDG_CACHE_HOME``, otherwise in ``~/.cache``."""
+    """Return the cache folder. It is in ``TORCH_EXTENSIONS_DIR`` if that is set, as for DeepSpeed's
+    ops; otherwise in ``XDG_CACHE_HOME`` if that is set; otherwise in ``~/.cache``."""
     for variable in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"):
         parent = os.environ.get(variable)
         if parent:
