@@ -1,8 +1,9 @@
 """Eigenbases of sides and layers, exact decomposition with fallbacks, and the precision of a step's
 products.
 
-torch cannot set the precision of a single fp32 matrix product. It has only a switch for the whole
-process. We set this switch for a few products and restore it after them, also after an error.
+torch cannot set the precision of a single fp32 matrix product, because its switch for the precision
+applies to the whole process. We set this switch for a few products and restore it afterwards, even
+if an error is raised.
 
 Shape suffixes: D a side's width, O and I the sides of a layer's matrix, n blocks of width b.
 """
@@ -24,7 +25,7 @@ GROUPED = frozenset({"cuda"})
 """Device types on which matrices of one width are decomposed in one call, because a single small
 matrix does not keep the device busy."""
 BATCHED_UP_TO = 512
-"""Width of the widest matrices that share a call. Wider matrices keep the device busy alone.
+"""Width of the widest matrices that share a call. A single wider matrix keeps the device busy.
 According to pytorch issues 174674 and 175585, a batched call was 110 times as fast as single calls
 for 500 x [100, 100] in fp32, and 32 to 75 times as fast for b = 33..128 in fp64. We have not
 measured this."""
@@ -32,8 +33,8 @@ BATCH_NUMEL = 1 << 26
 """Largest number of elements in a batch (256 MB in fp32). The solver's workspace is a multiple of
 the batch."""
 TOLERANCE = 1e-3
-"""Largest relative residual at which a GPU's decomposition is accepted. It is well above fp32
-rounding errors, and well below the residual of a wrong decomposition."""
+"""Largest relative residual with which a GPU's decomposition is accepted. This limit is well above
+fp32 rounding errors, and well below the residual of a wrong decomposition."""
 
 Place = tuple[int, int]
 """(index of a request, index of a group of equal blocks in its factor)"""
@@ -67,7 +68,8 @@ class Eigenbasis:
 @dataclass(frozen=True)
 class LayerBasis:
     """The eigenbasis of a layer's Fisher G kron A. The vectors of G act on the rows of dW, those of
-    A on its columns. :func:`ds_kfac.ops.functional.block_product` explains layers in groups."""
+    A on its columns. :func:`ds_kfac.ops.functional.block_product` explains the blocks of layers
+    with groups."""
 
     G: Eigenbasis
     A: Eigenbasis
@@ -81,9 +83,9 @@ class LayerBasis:
         return block_product(self.G.vectors, x_OI, [vectors.mT for vectors in self.A.vectors])
 
     def squared(self) -> "LayerBasis":
-        """Return this basis with every entry of both Q squared. The result's :meth:`restore` turns
-        second moments that are diagonal in this basis into the diagonal in the layer's own
-        coordinates."""
+        """Return this basis with every entry of both Q squared. If a matrix of second moments is
+        diagonal in this basis, the result's :meth:`restore` turns its diagonal into that of the
+        same matrix in the layer's own coordinates."""
 
         def squared(side: Eigenbasis) -> Eigenbasis:
             return Eigenbasis(tuple(v.square() for v in side.vectors), side.values)
@@ -92,8 +94,8 @@ class LayerBasis:
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Decompose matrices [n, b, b] exactly, in their dtype and on their device. Return (values,
-    vectors) in fp32."""
+    """Decompose symmetric matrices [n, b, b] by eigh, in their dtype and on their device. Return
+    (values, vectors) in fp32."""
     values, vectors = torch.linalg.eigh(matrix)
     return values.float().clamp(min=0), vectors.float().contiguous()
 
@@ -103,7 +105,8 @@ class Refreshed:
     """Result of a refresh.
 
     Attributes:
-        basis: the decomposition, see ``METHODS``; None if all attempts failed for some block.
+        basis: the decomposition, of the type that the method in ``METHODS`` uses; None if all
+            attempts failed for some block.
         how: "eigh", "iteration" (a step from the last eigenbasis), "cholesky" (an inverse),
             "diagonal" (nothing to decompose: the side is diagonal or the identity), "failed".
         retries: number of failed attempts.
@@ -119,10 +122,11 @@ class Request:
     """A usable factor to decompose.
 
     Attributes:
-        partner: the layer's other factor, where a method needs it (``curvature/methods.py``).
-        last: the eigenbasis to iterate from (``curvature/iteration.py``); None: decompose by eigh.
-        alone: whether it must not share a batch: other ranks have copies of it, and rounding
-            depends on the batch.
+        partner: the layer's other factor, if the method needs it (``curvature/methods.py``).
+        last: the last eigenbasis, from which a new one is iterated (``curvature/iteration.py``);
+            None: decompose by eigh.
+        alone: whether the factor must not be decomposed in a batch with other factors. This is so
+            if other ranks have copies of it, because rounding depends on the batch.
     """
 
     factor: KroneckerFactor
@@ -140,8 +144,8 @@ class Request:
 def refresh_all(requests: Sequence[Request]) -> list[Refreshed]:
     """Decompose factors by eigh. Synchronises with the device.
 
-    On a CPU each block is decomposed by itself, so that its result does not depend on what else is
-    decomposed. On a GPU small blocks of one width share a call.
+    On a CPU each block is decomposed by itself, so that its result does not depend on the other
+    requests. On a GPU small blocks of one width share a call of the solver.
 
     Returns the results in the order of the requests.
     """
@@ -162,9 +166,10 @@ def calls(
     that is diagonal or the identity needs no call.
 
     Args:
-        widest: wider blocks do not share a call.
+        widest: largest width of blocks that share a call.
 
-    Yields for each call the places of its groups of blocks, and each group's blocks [n, b, b].
+    Yields for each call two lists of equal length: the places of the call's groups of blocks, and
+    the blocks [n, b, b] of each group.
     """
     all_calls: list[list[Place]] = []
     open_calls: dict[int, list[Place]] = {}  # width -> the call that is not full yet
@@ -192,7 +197,7 @@ def joined(
     solved: Mapping[Place, BlockEigh],
     how: Literal["eigh", "iteration"],
 ) -> list[Refreshed]:
-    """Return the results of requests from the results of their blocks."""
+    """Return one result for each request, made of the results of the request's blocks."""
     results: list[Refreshed] = []
     for index, request in enumerate(requests):
         side = request.factor.side
@@ -241,17 +246,18 @@ def grouped(device: torch.device) -> bool:
 
 
 def decomposed(blocks: Tensor) -> BlockEigh:
-    """Decompose [n, b, b] by eigh, :func:`with_fallbacks`. The caller has checked that the blocks
-    are finite: LAPACK silently returns NaN for NaN, and cuSOLVER may raise or not."""
+    """Decompose [n, b, b] by eigh, :func:`with_fallbacks`. The caller must have checked that the
+    blocks are finite, because LAPACK silently returns NaN for NaN, and cuSOLVER may or may not
+    raise an error."""
     return with_fallbacks(blocks, eigh, functools.partial(passes_residual_check, blocks))
 
 
 def with_fallbacks(
     blocks: Tensor, solve: Callable[[Tensor], tuple[Tensor, ...]], check: Callable[..., Tensor]
 ) -> tuple[Any, int]:
-    """Solve for blocks in up to three attempts: in their dtype, in float64, and in float64 on the
-    CPU. The next attempt runs if the last one raised an error or gave an invalid result.
-    Synchronises once per attempt.
+    """Call ``solve`` for blocks in up to three attempts: in their dtype, in float64, and for a GPU
+    also in float64 on the CPU. The next attempt runs if the last one raised an error or gave an
+    invalid result. Synchronises once per attempt.
 
     Args:
         blocks: [n, b, b].
@@ -283,8 +289,8 @@ def passed(result: Sequence[Tensor], check: Callable[..., Tensor], device: torch
     Args:
         result: tensors [n, ..].
         check: takes the result's tensors and returns bool [n].
-        device: device on which the result is wanted. If it is a GPU, an attempt on the CPU is
-            checked, too.
+        device: device of the blocks. If it is a GPU, the residual check also applies to an attempt
+            on the CPU.
     """
     largest = [torch.linalg.vector_norm(part.flatten(1), math.inf, dim=1) for part in result]
     finite = torch.isfinite(torch.stack(largest)).all(0)
@@ -300,11 +306,11 @@ def probe(blocks: Tensor) -> Tensor:
 
 def passes_residual_check(blocks: Tensor, values: Tensor, vectors: Tensor) -> Tensor:
     """Return for each block, bool [n], whether Q Q^T x = x and Q^T C x = diag(values) Q^T x for one
-    x (Freivalds' check).
+    vector x (Freivalds' check).
 
     On a GPU torch.linalg.eigh has returned vectors that are not orthogonal, without an error
-    (pytorch issue 192483). The check takes O(b^2) elementwise operations. It uses no product, which
-    TF32 could round.
+    (pytorch issue 192483). The check takes O(b^2) elementwise operations. It uses no matrix
+    product, because TF32 could round one.
     """
     x = probe(blocks)
     rotated = (vectors * x.unsqueeze(-1)).sum(-2)
@@ -326,8 +332,9 @@ class Precision:
 
     Attributes:
         name: "highest" or "tf32".
-        products: fp32 ("ieee"), or TF32, which rounds operands to 10 bits.
-        why: text for the report if the config left the choice to us, or if it cannot be met here.
+        products: "ieee" (fp32), or "tf32", which rounds operands to 10 bits.
+        why: text for the report if the config left the choice to us, or if the requested precision
+            is not available here.
     """
 
     name: str = "highest"
@@ -358,7 +365,7 @@ def choose(requested: str | None, device: torch.device) -> Precision:
         return HIGHEST
     if has_tf32:
         return Precision(requested, "tf32")
-    why = f"WARNING: no TF32 on this {device.type}, fp32 in its place"
+    why = f"WARNING: no TF32 on this {device.type}, so fp32 is used"
     return Precision(requested, "ieee", why)
 
 
@@ -367,8 +374,8 @@ def fp32_products(how: Literal["ieee", "tf32"], device: torch.device) -> Iterato
     """Run products of fp32 operands on a device as "ieee" (fp32) or "tf32", whatever the process
     has set.
 
-    A value that the process set for all backends at once is read and restored as one set for
-    products alone.
+    If the process has set one value for all backends, this value is afterwards set for products in
+    particular, too.
     """
     switch = _switch(device.type)
     if switch.fp32_precision == how or (how == "ieee" and switch.fp32_precision == "none"):
@@ -383,7 +390,7 @@ def fp32_products(how: Literal["ieee", "tf32"], device: torch.device) -> Iterato
 
 
 class _OldSwitch:
-    """The switch of torch before 2.9, by the names of the new one."""
+    """The switch of torch before 2.9, with the attribute and values of the new switch."""
 
     NAMES: ClassVar = {"ieee": "highest", "tf32": "high"}
 

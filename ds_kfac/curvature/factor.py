@@ -28,7 +28,7 @@ from ds_kfac.ops.dispatch import (
 
 @dataclass(frozen=True)
 class Side:
-    """Width and block structure of one side, as plain numbers.
+    """Width and block structure of one side of a layer's matrix.
 
     Attributes:
         dim: width D.
@@ -114,10 +114,10 @@ class Side:
 
         Args:
             x_ND: rows [N, D]; with ``bias`` [N, D - 1], or [N, D - n] for a side repeated n times.
-            kept: bool [N], which rows count; None: all of them. The other rows may hold anything,
-                even NaN.
-            bias: whether a 1, the input of the bias, is appended to each row, or to each of its n
-                parts.
+            kept: bool [N], whether each row counts; None: all rows count. A row that does not count
+                may hold anything, even NaN.
+            bias: whether a 1, the input of the bias, is appended to each row; for a side repeated n
+                times, to each of a row's n parts.
         """
         if self.block == 0:
             return sum_P
@@ -166,22 +166,24 @@ def _diagonal(width: int, device: torch.device) -> Tensor:
 
 
 SPIKE = 10.0
-"""Largest ratio of a batch's trace to the running average's. A batch with a larger one is scaled
-down to it. In ordinary training the ratio is at most 7, once the average has :data:`SETTLED`
-batches."""
+"""Largest ratio of a batch's trace to the trace of the running average. A batch with a larger ratio
+is scaled down to this ratio. In ordinary training the ratio is at most 7, once the average has
+:data:`SETTLED` batches."""
 SETTLED = 10
 """Number of batches that an average needs before it is used to judge a batch's size."""
 PIECE = 1 << 18
-"""Number of elements for which one torch norm is computed. In fp32, the sum of their squares has a
-relative error of 2e-6."""
+"""Largest number of elements for which one torch norm is computed. With so many elements, the sum
+of their squares in fp32 has a relative error of 2e-6."""
 
 
 @dataclass(frozen=True)
 class History:
-    """A factor's last two values, with which the next one is compared. Its tensors change in place.
+    """A factor's last two values, with which its next value is compared. The tensors change in
+    place.
 
     Attributes:
-        last, before: fp32 [P], where the factor's average is; zero until there was such a value.
+        last, before: fp32 [P], the factor's last value and the value before it, on the device of
+            the factor's average. They are zero until there are such values.
     """
 
     side: Side
@@ -213,7 +215,7 @@ class KroneckerFactor:
         side: the factor's width and blocks.
         packed_P: fp32 [P], the running average; on the device, or in CPU memory if factors are
             offloaded.
-        updates: fp32 scalar on the device, number of averaged batches. It is a tensor because only
+        updates: fp32 scalar on the device, number of averaged batches. It is a tensor, because only
             the device knows whether a batch had rows.
         history: the factor's last two values, for adaptive intervals; None if these are off.
     """
@@ -225,8 +227,8 @@ class KroneckerFactor:
 
     @classmethod
     def empty(cls, side: Side, device: torch.device | str = "cpu") -> "KroneckerFactor":
-        """Return a factor before its first batch, which is zero. It does not start as an identity,
-        because that would take hundreds of updates to fade."""
+        """Return a factor that has no batch yet. It is zero, and not the identity, because an
+        identity would take hundreds of updates to fade."""
         return cls(
             side,
             torch.zeros(side.numel, device=device, dtype=torch.float32),
@@ -234,8 +236,8 @@ class KroneckerFactor:
         )
 
     def to(self, device: torch.device) -> "KroneckerFactor":
-        """Return the factor with its average on another device. The counter is the same tensor and
-        stays on the computing device."""
+        """Return the factor with its average on another device. ``updates`` is still the same
+        tensor, on the computing device."""
         return replace(self, packed_P=moved(self.packed_P, device))
 
 
@@ -243,7 +245,7 @@ def usable(factors: Sequence[KroneckerFactor]) -> Tensor:
     """Return for each factor, bool [n], whether it can be decomposed.
 
     A factor cannot be decomposed if it has no data, is zero, or is not finite. G is zero as long as
-    the layers above pass no gradient. Relative damping would then be zero, too.
+    the layers above pass no gradient. If a factor is zero, its relative damping is zero, too.
 
     Args:
         factors: at least one.
@@ -278,15 +280,16 @@ def update_(
 
     Args:
         sums_P, counts, decays: see :func:`average_`; on ``device``.
-        device: the device that computes. An average on another device is copied to it and back.
+        device: the device that computes. If an average is on another device, it is copied to this
+            device and back.
         tolerance: see :func:`compare_`; only read for factors with a history.
 
     Returns two results, both on the device:
 
-    - index of a factor with a history -> bool [2], whether the new average is similar to its last
-      value, and to the one before;
-    - bool [2, n], whether the batch was scaled down, and whether it was ignored, because it had no
-      row or a value that is not finite.
+    - index of a factor with a history -> bool [2], whether the new average is similar to the
+      factor's last value, and to the value before that;
+    - bool [2, n], whether each factor's batch was scaled down; and whether it was ignored, because
+      it had no row or had a value that is not finite.
     """
     if not factors:
         return {}, torch.zeros(2, 0, dtype=torch.bool, device=device)
@@ -316,9 +319,9 @@ def average_(
 
         factor <- r factor + (1 - r) sum / count,   r = min(1 - 1/updates, decay)
 
-    The growing r is the bias correction: until the window is full, the average is the plain mean of
-    all batches. A batch without rows, or with a value that is not finite, leaves its factor as it
-    is. The device decides this, so the host does not wait.
+    The growing r is the bias correction: as long as 1 - 1/updates is below the decay, the average
+    is the plain mean of all batches. A batch without rows, or with a value that is not finite, does
+    not change its factor. The device checks this, so the host does not wait.
 
     Note: Spikes. In G, a gradient a thousand times too large would add a million times the average,
     and G would need sixty updates to recover. So a batch is scaled down to at most :data:`SPIKE`
@@ -349,14 +352,15 @@ def average_(
 
 
 def excess(new: Tensor, usual: Tensor, updates: Tensor) -> Tensor:
-    """Return the factor >= 1 by which a batch's size exceeds :data:`SPIKE` times the usual one.
+    """Return the factor >= 1 by which a batch's size exceeds :data:`SPIKE` times the usual size.
 
     The factor is 1 if the size is NaN, if the average is zero, or if it has fewer than
-    :data:`SETTLED` batches. It is infinite, so that the batch counts for nothing, if the size or
-    the factor is larger than fp32 can hold.
+    :data:`SETTLED` batches. The factor is infinite if the size or the factor itself is larger than
+    fp32 can hold. The batch then has no weight.
 
     Args:
-        new: fp32 [..], size of the batch; infinite also if a sum of finite values exceeds fp32.
+        new: fp32 [..], size of the batch. It is also infinite if a sum of finite values exceeds
+            fp32.
         usual: fp32 [..], size of the running average.
         updates: fp32 [..], number of batches in the average.
     """
@@ -372,8 +376,8 @@ def compare_(
     last values. Does not wait for the device.
 
     A value is similar to an old one if |new - old|_F < tolerance |old|_F. It is not similar if
-    there is no old value, if the old value is zero, or if something is not finite. The comparison
-    needs memory for one more copy of the values.
+    there is no old value, if the old value is zero, or if either value is not finite. The
+    comparison needs memory for one more copy of the values.
 
     Args:
         packed_P: fp32 [P] for each factor, on one device, which computes.

@@ -52,8 +52,8 @@ class DampedInverse:
         blocks: fp32 [n, b, b] for each group of equal blocks, exactly symmetric; empty for a
             diagonal or an identity.
         diagonal: fp32 [D] for a diagonal side, else None. An identity has neither blocks nor a
-            diagonal: its damped inverse is one number, by which the partner's inverse is
-            multiplied.
+            diagonal. Its damped inverse is one number, by which the inverse of the layer's other
+            factor is multiplied.
     """
 
     blocks: tuple[Tensor, ...] = ()
@@ -72,9 +72,9 @@ def packed(inverse: DampedInverse) -> Tensor:
     """Return the lower triangles of all blocks, or the diagonal, as one flat fp32 tensor [P]. This
     is half the size of an eigenbasis.
 
-    The tensor always travels in fp32. Rounding to 16 bits would make small eigenvalues of the
-    inverse, which belong to the sharpest directions, negative, and fp16 would overflow where a
-    factor is small.
+    The tensor always travels in fp32. Rounding to 16 bits could make small eigenvalues of the
+    inverse negative. They belong to the directions of largest curvature. fp16 would also overflow
+    where a factor is small.
     """
     if inverse.diagonal is not None:
         return inverse.diagonal
@@ -88,7 +88,7 @@ def packed(inverse: DampedInverse) -> Tensor:
 
 
 def from_packed(side: Side, flat_P: Tensor) -> DampedInverse:
-    """Undo :func:`packed` exactly. The inverse is a copy."""
+    """Return the inverse that :func:`packed` has packed, exactly and as a copy."""
     if side.block == 1:
         return DampedInverse(diagonal=flat_P.clone())
     blocks = []
@@ -137,7 +137,8 @@ class LayerInverse:
 def refresh_inverse(
     factor: KroneckerFactor, partner: KroneckerFactor | None, *, damping: float, damping_kind: str
 ) -> Refreshed:
-    """Invert a usable factor. Synchronises with the device once per group of blocks and attempt.
+    """Invert a usable factor. Synchronises with the device once for each attempt at each group of
+    blocks.
 
     Args:
         factor: a factor whose side is dense, blocked or diagonal.
@@ -179,8 +180,9 @@ def cholesky_inverse(matrix: Tensor, *, added: Scalar, scale: Scalar = 1.0) -> T
 
     If the Cholesky decomposition of a matrix fails, its result is NaN. The caller checks for NaN
     anyway, and a check here would wait for the device. A pivot as small as rounding errors also
-    counts as a failure, because only some processors notice it. The damping is added in the dtype
-    of the matrices, because fp32 may round it away next to a large diagonal.
+    counts as a failure, because the decomposition reports such pivots on some processors only. The
+    damping is added in the dtype of the matrices, because fp32 may round it away next to a large
+    diagonal.
 
     Args:
         matrix: positive definite [n, b, b].
@@ -202,8 +204,8 @@ def cholesky_inverse(matrix: Tensor, *, added: Scalar, scale: Scalar = 1.0) -> T
 def passes_residual_check(
     blocks: Tensor, inverse: Tensor, *, added: Scalar, scale: Scalar = 1.0
 ) -> Tensor:
-    """Return for each block, bool [n], whether (C + added I) inverse x = scale x for one x. It is
-    computed elementwise, like the check of an eigenbasis."""
+    """Return for each block, bool [n], whether (C + added I) inverse x = scale x for one vector x.
+    The check uses no matrix product, like the check of an eigenbasis."""
     x = probe(blocks)
     y = (inverse * x).sum(-1)
     residual = (blocks * y.unsqueeze(-2)).sum(-1) + added * y - scale * x

@@ -7,18 +7,19 @@ last eigenbasis.
 
 R has a positive diagonal, so a column keeps its sign. Between two refreshes a running average
 changes little, so one step tracks its eigenvectors closely enough for preconditioning. Clusters of
-eigenvalues are harmless: nothing is divided by a gap. Source: SOAP, Vyas et al. 2024
-(arXiv:2409.11321); orthogonal iteration: Golub & Van Loan, 8.2.4.
+eigenvalues are harmless, because no step divides by a difference of eigenvalues. Source: SOAP, Vyas
+et al. 2024 (arXiv:2409.11321); orthogonal iteration: Golub & Van Loan, 8.2.4.
 
 Only GPUs use this step. It was tested on an H100 (docs/gpu.md). Q' needs products, a Cholesky
 factor and a triangular solve, which are batched over all sides of one width, whereas eigh leaves
 the device idle. On a CPU, LAPACK's QR takes as long as eigh up to width 2,048
 (docs/notes/kernels.md), so CPUs use eigh.
 
-Cholesky-QR squares the condition number of Z, so three measures are needed. Directions of C that
-are smaller than rounding errors are not iterated; their columns of Q stay as they are. The columns
-of Z are scaled to norm one, which does not change Q'. There are two passes, the first with a shift
-(Fukaya et al. 2020, arXiv:1809.11085). If a step fails its checks, eigh is used instead.
+Cholesky-QR squares the condition number of Z, so three measures are needed. Directions in which C
+is smaller than rounding errors are not iterated, and their columns of Q stay as they are. The
+columns of Z are scaled to norm one, which does not change Q'. Cholesky-QR runs twice, the first
+time with a shift (Fukaya et al. 2020, arXiv:1809.11085). If a step fails its checks, eigh is used
+instead.
 
 Shape suffixes: n blocks of width b.
 """
@@ -42,19 +43,19 @@ from ds_kfac.curvature.eigen import (
 )
 
 EXACT_EVERY = 10
-"""One refresh in this many uses eigh."""
+"""One in this many refreshes uses eigh."""
 FLOPS = 4 + 2 * (2 + 1 / 3 + 1)
 """FLOPs of a step, divided by b^3. A step computes C Q and C Q', and twice computes Z^T Z, its
 Cholesky factor and a triangular solve."""
 OFF = 0.5
-"""Largest |off-diagonal of Q'^T C Q'| / |C| at which one step is accepted."""
+"""A step is accepted only if |off-diagonal of Q'^T C Q'| / |C| is at most this large."""
 EPS = torch.finfo(torch.float32).eps
 
 
 def refresh_from_last(requests: Sequence[Request]) -> list[Refreshed]:
     """Decompose factors like :func:`ds_kfac.curvature.eigen.refresh_all`, but by one step of the
-    iteration if a request is on a GPU and has a last basis. If the step fails its checks, the
-    factor is decomposed by eigh, which counts as a retry. Synchronises once more than
+    iteration for each request on a GPU that has a last basis. If the step fails its checks, the
+    factor is decomposed by eigh, which counts as a retry. Synchronises one time more than
     ``refresh_all``.
     """
     suited = [
@@ -87,8 +88,8 @@ def orthogonal_iteration(C_nbb: Tensor, Q_nbb: Tensor) -> tuple[Tensor, Tensor, 
         sizes_nb = (Q_nbb * Z_nbb).sum(-2)
         top = sizes_nb.amax(-1)[:, None, None]
         top = torch.where(top > 0, top, 1)
-        # below this level, a direction of C is only rounding error (as in update/rotation.py).
-        # There Z is dominated by Q, so the column stays.
+        # Below the level of the added term, a direction of C is only rounding error (as in
+        # update/rotation.py). There Z is dominated by Q, so the column stays.
         Z_nbb = Z_nbb / top + max(8.0, C_nbb.shape[-1] ** 0.5) * EPS * Q_nbb
         Z_nbb = _columns(Z_nbb, sizes_nb.argsort(dim=-1, descending=True, stable=True))
         Z_nbb = Z_nbb / torch.linalg.vector_norm(Z_nbb, dim=-2, keepdim=True)

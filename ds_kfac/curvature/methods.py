@@ -1,9 +1,9 @@
-"""Methods of decomposing a factor, which ``preconditioner.method`` selects. Each is one entry of
+"""Methods of decomposing a factor. ``preconditioner.method`` selects one of the entries of
 ``METHODS``.
 
-A method defines how a factor is decomposed and at what cost, how the decomposition travels, is
-saved and read again, and how a layer's two decompositions precondition its gradient. All other code
-uses this interface alone.
+A method defines how a factor is decomposed and at what cost, how the decomposition is sent, saved
+and loaded, and how a layer's two decompositions precondition its gradient. All other code uses this
+interface alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,8 @@ class Decomposition(Protocol):
     """Result of decomposing a factor: an eigenbasis, or a damped inverse."""
 
     def rounded(self, dtype: torch.dtype) -> Any:
-        """Return the decomposition, rounded as if it had been sent in ``dtype``."""
+        """Return the decomposition with the rounding that it would have after being sent in
+        ``dtype``."""
 
 
 @dataclass(frozen=True)
@@ -57,18 +58,18 @@ class Method:
     Attributes:
         words: name of the decompositions in reports, in the plural.
         solver: name of the solver in reports.
-        solver_flops: FLOPs to decompose a dense side of width D, over D^3.
-        solver_seconds: name of the cost model's table of the solver's seconds.
-        step_flops: FLOPs of one iteration step from the last decomposition, over D^3. If 0, every
-            refresh uses the solver. Otherwise, on a GPU, only the burn-in and one refresh in
+        solver_flops: FLOPs to decompose a dense side of width D, divided by D^3.
+        solver_seconds: name of the cost model's table with the solver's times in seconds.
+        step_flops: FLOPs of one iteration step from the last decomposition, divided by D^3. If 0,
+            every refresh uses the solver. Otherwise, on a GPU, only the burn-in and one refresh in
             ``exact_every`` use the solver.
-        product_flops: FLOPs to precondition a gradient [O, I], over O I (O + I).
-        passes: number of passes over a gradient to precondition it.
-        calls: number of kernels to precondition a gradient.
+        product_flops: FLOPs to precondition a gradient [O, I], divided by O I (O + I).
+        passes: number of times that preconditioning reads or writes a whole gradient.
+        calls: number of kernels that are launched to precondition a gradient.
         parts: the tensors of a decomposition.
         rotates: whether gradients are rotated into an eigenbasis, in which moments can be kept.
-        damps_identity: whether a decomposition includes the damping, and also the damped inverse of
-            a partner that is the identity.
+        damps_identity: whether a decomposition includes the damping. If the layer's other factor is
+            the identity, the decomposition then also includes its damped inverse.
     """
 
     words: str

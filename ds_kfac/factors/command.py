@@ -66,7 +66,8 @@ def run_convert(arguments: argparse.Namespace) -> str:
 
 
 def _package(name: str, option: str) -> Any:
-    """Import a package. Raises FactorsError, which names the option that needs it."""
+    """Import a package. If that fails, raises FactorsError, which names the option that needs the
+    package."""
     try:
         return importlib.import_module(name)
     except ImportError as problem:
@@ -124,8 +125,8 @@ def _model(name: str, given: Mapping[str, Any]) -> nn.Module:
 def windows(
     arguments: argparse.Namespace, tokenizer: Any, rank: int, ranks: int
 ) -> list[dict[str, Tensor]]:
-    """Return this rank's batches of --data: its texts, joined and cut into sequences of
-    --length."""
+    """Return this rank's batches of --data: its texts, joined and cut into sequences of --length
+    tokens."""
     length = arguments.length
     end = tokenizer.eos_token_id
     tokens: list[int] = []
@@ -138,7 +139,7 @@ def windows(
     count = min(len(tokens) // length, arguments.limit or len(tokens))
     if not count:
         raise FactorsError(
-            f"--data {arguments.data}: {len(tokens)} tokens, fewer than a sequence of {length}"
+            f"--data {arguments.data}: {len(tokens)} tokens, fewer than one sequence of {length}"
         )
     rows = torch.tensor(tokens[: count * length], device="cpu").view(count, length)[rank::ranks]
     batches = rows.split(arguments.batch) if len(rows) else ()
@@ -172,8 +173,8 @@ def effective_rank(values: Tensor) -> float:
 
 
 def condition(values: Tensor) -> float:
-    """Return the largest eigenvalue over the smallest one that exceeds fp32 rounding; NaN if there
-    is no positive one."""
+    """Return the largest eigenvalue, divided by the smallest eigenvalue that exceeds fp32 rounding;
+    NaN if no eigenvalue is positive."""
     values = values.double()
     largest = values.max()
     if not largest > 0:
@@ -183,7 +184,7 @@ def condition(values: Tensor) -> float:
 
 
 def table(factors: Factors) -> list[str]:
-    """Return the lines of a table with a row for each layer."""
+    """Return the lines of a table with a row for each of the first :data:`SHOWN` layers."""
     rows: list[Row] = [("layer", "[O, I]", "rows", "A rank", "A cond", "G rank", "G cond")]
     for layer in list(factors)[:SHOWN]:
         A = factors.side(layer, "A")
@@ -199,7 +200,7 @@ def table(factors: Factors) -> list[str]:
         rows.append(tuple(cells))
     lines = columns(rows, right=True)
     if len(factors.layers) > SHOWN:
-        lines.append(f"  and {len(factors.layers) - SHOWN:,} layers more, in index.json")
+        lines.append(f"  and {len(factors.layers) - SHOWN:,} more layers, listed in index.json")
     left_alone = list(factors.header.get("left_alone", {}))
     if left_alone:
         more = ", ..." if len(left_alone) > 4 else ""

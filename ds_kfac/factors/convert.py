@@ -24,7 +24,7 @@ def convert(
         out: path of the safetensors file to write; for kronfluence the ``output_dir`` of its
             Analyzer, in which a folder ``factors_<name>`` is made.
         name: only for kronfluence, name of the factors.
-        rank: only for eva, number of rows of LoRA's A, averaged over layers.
+        rank: only for eva, mean number of rows of LoRA's A over all layers.
         rho: only for eva, largest number of rows of a layer, in units of ``rank``.
 
     Returns layer -> why it was left out.
@@ -65,15 +65,15 @@ def _unfit(factors: Factors, layer: str, tool: str) -> str:
     """Return why a tool cannot take a layer; "" if it can."""
     entry = factors.layers[layer]
     if entry["part"] != [0, 1]:
-        return "a part of a stack"
+        return "one of several parts of a parameter"
     if entry["kind"] not in ("Linear", "Conv1D"):
         return f"a {entry['kind']}, which {tool} does not know"
     if tool == "kronfluence" and entry["kind"] != "Linear":
-        return "a Conv1D, which kronfluence does not track: replace it by an nn.Linear before"
+        return "a Conv1D, which kronfluence does not track: replace it by an nn.Linear first"
     for side in "AG" if tool == "kronfluence" else "A":
         shape = factors.side(layer, side)
         if shape.block != shape.dim or not factors.has(layer, side):
-            return f"its {side} is no dense matrix ({shape.kind}); raise factor.dense_max"
+            return f"its {side} is not a dense matrix ({shape.kind}); raise factor.dense_max"
         if tool == "kronfluence" and not factors.has(layer, f"{side}/values"):
             return f"its {side} is zero, or has no eigenvectors"
     return ""
@@ -89,8 +89,8 @@ def inputs(factors: Factors, layer: str) -> Tensor:
 def kronfluence(factors: Factors, layers: list[str], folder: Path) -> None:
     """Write the files of ``Analyzer.fit_all_factors``, which ``compute_pairwise_scores`` reads.
 
-    They have sums and counts of covariances, eigenvectors, and lambda, which is a sum over
-    sequences.
+    The files have the sums and counts of covariances, the eigenvectors, and lambda, which is a sum
+    over sequences.
     """
     tables: dict[str, dict[str, Tensor]] = {}  # file name -> module name -> tensor
 
@@ -114,7 +114,7 @@ def kronfluence(factors: Factors, layers: list[str], folder: Path) -> None:
     has_lambda = "lambda_matrix" in tables
     if has_lambda and len(tables["lambda_matrix"]) < len(layers):
         raise FactorsError(
-            "convert: some layers have eigenvalues per sequence, others not; kronfluence needs all"
+            "convert: kronfluence needs corrected eigenvalues for all layers, or for none"
         )
     for file, table in tables.items():
         write_tensors(folder / f"{file}.safetensors", table)
@@ -128,9 +128,10 @@ def kronfluence(factors: Factors, layers: list[str], folder: Path) -> None:
 def eva(factors: Factors, layers: list[str], rank: int, rho: float) -> dict[str, Tensor]:
     """Return an ``eva_state_dict`` for ``peft.initialize_lora_eva_weights``.
 
-    It has the directions in which each layer's inputs vary most, [r, I]. r differs between layers.
-    In total, ``rank`` times the number of layers directions are taken: those that explain the
-    largest parts of their layers' variances (Paischer et al. 2024, arXiv:2410.07170).
+    For each layer it has the r directions in which the layer's inputs vary most, [r, I]. r differs
+    between layers. The result has those directions of all layers that explain the largest parts of
+    their layer's variance: ``rank`` times the number of layers in total, and at least one of each
+    layer (Paischer et al. 2024, arXiv:2410.07170).
     """
     if rank < 1 or rho < 1:
         raise FactorsError(f"convert: rank {rank}, rho {rho}; both must be at least 1")

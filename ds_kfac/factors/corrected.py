@@ -22,8 +22,8 @@ from ds_kfac.ops.functional import block_product
 from ds_kfac.plan.plan import Plan
 
 ATTENTION = nn.MultiheadAttention, NonDynamicallyQuantizableLinear
-"""Modules inside torch's attention, whose inputs have positions first whatever ``batch_first``
-says."""
+"""Classes of the modules in torch's attention. The first dimension of their inputs is the
+positions, whatever ``batch_first`` says."""
 
 
 @torch.no_grad()
@@ -33,10 +33,11 @@ def corrected(
     """Return "<layer>/corrected" -> eigenvalues, fp32 [O, I], for the layers that this rank owns.
     Collective.
 
-    Layers with a call whose first dimension is not the batch's are left out.
+    A layer is left out if the first dimension of one of its calls does not number the batch's
+    sequences.
 
     Args:
-        bases: this rank's eigenbases, by their names in the files.
+        bases: name in the files -> tensor, for this rank's eigenbases.
     """
     roles = plan.assignment
     group = passes.channel.group
@@ -73,8 +74,8 @@ def _add_squares(
     vectors: Mapping[str, Sequence[Tensor]],
     capture: Capture,
 ) -> None:
-    """Add the squared, rotated gradients of a batch's sequences to ``total``. It becomes NaN if the
-    first dimension of a call is not the batch's sequences."""
+    """Add the squared, rotated gradients of a batch's sequences to ``total``. ``total`` becomes NaN
+    if the first dimension of a call does not number the batch's sequences."""
     rows = []  # (inputs [N, T, I], output gradients [N, T, O]) of each call
     for call, gradient in zip(batch.calls, batch.gradients or (), strict=True):
         if call.layer.name == layer.name and gradient is not None:

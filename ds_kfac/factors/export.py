@@ -16,8 +16,8 @@ from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
 
 SEEN = 100.0
-"""Number of batches for which loaded factors count. It is so large that the weight of a new batch
-is 1 minus the decay."""
+"""Loaded factors count as averages over this many batches. The number is so large that the weight
+of a new batch is 1 minus the decay."""
 
 
 def export(
@@ -30,8 +30,8 @@ def export(
 ) -> Path:
     """Write a run's factors, which are running averages over batches. Collective.
 
-    In the index, "counts" has the numbers of batches. The exported eigenbases are the ones in use.
-    They were computed in the last refresh, so they are older than the factors.
+    In the index, "counts" has the number of batches in each average. The exported eigenbases are
+    the ones in use, which were computed in the last refresh. So they are older than the factors.
 
     Args:
         folder: where to write; an earlier export in it is replaced.
@@ -84,7 +84,7 @@ def export(
 
 
 def _bases(kfac: KFACPreconditioner, names: dict[str, str], sides: str) -> dict[str, Tensor]:
-    """Return the eigenbases that this rank has to write, by name in the files.
+    """Return name in the files -> tensor for the eigenbases that this rank has to write.
 
     A factor's eigenbasis is written by the first gradient worker of its first layer.
 
@@ -112,7 +112,8 @@ def begin_from(job: Job, factors: Factors) -> None:
     """Replace a run's factors by loaded ones, and decompose them now. Collective. Call it between
     steps.
 
-    The number of steps and the learning rates do not change. Moments of K-FAC layers start at zero.
+    The number of steps and the learning rates do not change. The moments of preconditioned layers
+    start at zero again.
 
     Raises:
         FactorsError: on every rank, if a layer is missing or has another size, or if G was computed
@@ -133,8 +134,8 @@ def begin_from(job: Job, factors: Factors) -> None:
 
 
 def _owned_factors(kfac: KFACPreconditioner, factors: Factors) -> dict[str, KroneckerFactor]:
-    """Return key -> factor for the factors of a domain that this rank owns, from the files. Raises
-    FactorsError if any factor, of this rank or another, does not fit."""
+    """Read those factors of ``kfac`` that this rank owns from the files. Returns key -> factor.
+    Raises FactorsError if any factor in the files does not fit, even if another rank owns it."""
     fisher = kfac.config.factor.fisher
     saved_fisher = factors.header["fisher"]
     owned = {}
@@ -146,7 +147,7 @@ def _owned_factors(kfac: KFACPreconditioner, factors: Factors) -> dict[str, Kron
             text = f"{side} is {saved_side}, of this model and config {spec.side}"
             raise FactorsError(f"{layer}: {text}")
         if side == "G" and saved_fisher != fisher:
-            raise FactorsError(f"G is of fisher {saved_fisher!r}, this run's is {fisher!r}")
+            raise FactorsError(f"G is of fisher {saved_fisher!r}, but this run uses {fisher!r}")
         if kfac.curvature.eigen_workers[key] == kfac.rank:
             updates = torch.full((), SEEN, device=kfac.device, dtype=torch.float32)
             packed = factors.packed(layer, side)

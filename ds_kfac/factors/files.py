@@ -34,7 +34,8 @@ from ds_kfac.model.layers import LayerSpec
 
 INDEX = "index.json"
 VERSION = 3
-"""Number of the layout of the files. Raise it if older versions could not read the new files."""
+"""Number of the layout of the files. Increase this number if older versions of ds_kfac could not
+read the new files."""
 
 
 class FactorsError(ValueError):
@@ -46,7 +47,7 @@ def safetensors() -> Any:
     try:
         return importlib.import_module("safetensors.torch")
     except ImportError as problem:
-        text = f"factors are kept in safetensors files ({problem}): pip install safetensors"
+        text = f"factors are stored in safetensors files ({problem}): pip install safetensors"
         raise FactorsError(text) from problem
 
 
@@ -86,7 +87,7 @@ def described(layer: LayerSpec, keys: Mapping[str, str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Factors:
-    """Factors in a finished folder. Tensors are read on access, to the CPU.
+    """Factors in a finished folder. A tensor is read when it is accessed, into CPU memory.
 
     Attributes:
         folder: where the files are.
@@ -145,8 +146,8 @@ class Factors:
         return self.header["counts"][key]
 
     def factor(self, layer: str, side: str) -> Tensor:
-        """Return a factor as one matrix, fp32 [D, D], zero between blocks. A side that is the
-        identity gives the unit matrix."""
+        """Return a factor as one matrix, fp32 [D, D], zero outside of the blocks. A side that is
+        the identity gives the unit matrix."""
         shape = self.side(layer, side)
         if shape.block == 0:
             return torch.eye(shape.dim, dtype=torch.float32, device="cpu")

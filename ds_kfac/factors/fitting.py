@@ -1,11 +1,13 @@
 """Compute exact factors of any model without training: ``ds_kfac.fit``.
 
-Each factor has one rank as its owner. In a first pass over the data, batch sums of a few layers at
-a time are sent to their owners, which add them up in fp64. Factors are means over all rows, without
-decay. Then their owners decompose them, and a second pass computes EKFAC's eigenvalues.
+Each factor is owned by one rank. In a first pass over the data, the ranks send batch sums of a few
+layers at a time to the factors' owners, which add them up in fp64. Factors are means over all rows,
+without decay. Then the owners decompose the factors, and a second pass over the data computes
+EKFAC's eigenvalues.
 
-In a pass a rank needs this memory beside the model's: inputs and output gradients of all layers for
-one batch; batch sums, of one layer or at most :data:`ROUND_BYTES`; and the messages of these sums.
+In addition to the model, a rank needs memory for the inputs and output gradients of all layers for
+one batch, for batch sums of at most :data:`ROUND_BYTES` (or of one layer, if these take more), and
+for the messages with these sums.
 """
 
 import json
@@ -60,33 +62,34 @@ def fit(
     """Compute A, G, their eigenbases and EKFAC's eigenvalues over some data, and write them to
     files.
 
-    Collective if torch.distributed runs. The model runs in evaluation mode, and is left as it was.
-    Factors that ``out`` already holds are replaced.
+    Collective if torch.distributed runs. The model runs in evaluation mode. Afterwards, each of its
+    modules is in the same mode as before. Factors that ``out`` already holds are replaced.
 
     A is the mean of a a^T over all rows but padding, and G is the mean of g g^T. g is the gradient
     of a single term of the loss. With ``reduction="mean"`` it is the gradient that arrives at the
-    layer, times the number of rows in the batch. Labels are ignored. So if your loss is a mean that
-    leaves out rows without a label, G is too large by the factor rows / labelled rows. In that
-    case, return the sum of the terms and pass ``reduction="sum"``.
+    layer, times the number of rows in the batch. This number includes rows without a label. So if
+    your loss is a mean that leaves out these rows, G is too large by the factor rows / labelled
+    rows. In that case, return the sum of the terms and pass ``reduction="sum"``.
 
     Args:
         model: an nn.Module that is whole on every rank, or a DeepSpeedEngine of any ZeRO stage.
         data: batches of this rank. A batch is a mapping (keyword arguments of the model's forward),
             a tuple or list (its positional arguments) or a tensor. Ranks may have different numbers
             of batches.
-        loss: function of model and batch that returns a scalar. None: the loss that the model
-            returns, which is ``loss`` of its output, the first scalar of a tuple, or a scalar.
+        loss: function of model and batch that returns a scalar. None: the loss in the model's
+            output, which is the output's ``loss``, the first scalar of a tuple, or the output
+            itself.
         out: folder for the files (:mod:`ds_kfac.factors.files`).
         config: a "kfac" block. It is read for ``layers``, and for ``dense_max``, ``fisher``,
             ``weight_sharing``, ``sampler`` and ``prediction`` in ``factor``. ``fisher`` is
             "empirical" (the default), "monte_carlo" (the true Fisher) or "activations_only" (only
             A).
         reduction: "mean" if the loss is a mean over its terms, "sum" if it is their sum.
-        mask: function of the positional and the keyword arguments of the model's forward that
-            returns its attention masks [N, T]: one, several or None. None: the arguments whose
-            names end in ``attention_mask``.
+        mask: function that gets the positional and the keyword arguments of the model's forward,
+            and returns the attention masks [N, T]: one mask, several masks or None. If there is no
+            function, the masks are the arguments whose names end in ``attention_mask``.
         corrected: whether to make a second pass over the data, for EKFAC's eigenvalues. They assume
-            that the first dimension of a layer's input is the sequences.
+            that the first dimension of a layer's input numbers the sequences.
         progress: whether rank 0 shows a progress bar.
 
     Raises:
@@ -102,8 +105,8 @@ def fit(
     corrects = corrected and resolved.factor.fisher != "activations_only"
     if corrects and isinstance(data, Iterator):
         raise FactorsError(
-            "ds_kfac.fit: data can be iterated once, but there are two passes; give a list, a "
-            "DataLoader or corrected=False"
+            "ds_kfac.fit: data can be iterated once, but two passes over it are needed; pass a "
+            "list or a DataLoader, or corrected=False"
         )
     with joined():
         channel = Channel(dist.group.WORLD)
@@ -117,12 +120,13 @@ def fit(
 
 @contextmanager
 def joined() -> Iterator[None]:
-    """Join a job inside the ``with`` block: the job that the process is in, else the launcher's
-    job, else a new job with a single rank."""
+    """Join a torch.distributed job for the ``with`` block: the job that the process is in, else the
+    launcher's job, else a new job with a single rank."""
     is_new = not dist.is_initialized()
     is_alone = is_new and int(os.environ.get("WORLD_SIZE", "1")) == 1
     if is_new:
-        # do not use this extension: compiling it takes minutes, and there is little communication
+        # do not use this extension, because compiling it takes minutes, and there is little
+        # communication
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if is_alone:
         is_cpu = get_accelerator().device_name() == "cpu"
@@ -162,7 +166,7 @@ class _Fitting:
         if not_whole:
             raise FactorsError(
                 f"ds_kfac.fit: {not_whole[0]} is a tensor-parallel shard, or of DeepSpeed's "
-                "experts; train a step and use engine.kfac.export"
+                "experts, which fit does not support; train a step and use engine.kfac.export"
             )
         self.plan = plan_of(layers, config, self.channel.world, self.device)
         self.specs = {spec.key: spec for spec in self.plan.assignment.factors}
@@ -266,7 +270,8 @@ class _Fitting:
         return round(batches), round(sequences)
 
     def _check_rows(self, capture: Capture) -> None:
-        """Raise FactorsError if it is not known which rows of a layer count, or if it had none."""
+        """Raise FactorsError if it is not known which rows of a layer count, or if a layer had no
+        row."""
         for name, error in capture.failed.items():
             raise FactorsError(f"{name}: {error}")
         without_rows = {key[:-2] for key, count in self.counts.items() if not count}
@@ -279,8 +284,9 @@ class _Fitting:
         if idle:
             raise FactorsError(
                 f"{len(idle)} layers had no row: {', '.join(idle[:5])}; they are never called, "
-                "their gradient is zero, all is masked, or activation checkpointing hides them (it "
-                "needs use_reentrant=False); leave them out by layers.exclude in the config"
+                "their gradient is zero, all their rows are masked, or activation checkpointing "
+                "hides them (it needs use_reentrant=False); exclude them by layers.exclude in the "
+                "config"
             )
 
     def _decomposed(self, key: str, packed: Tensor) -> dict[str, Tensor]:
@@ -327,8 +333,8 @@ def plan_of(
 def peak_bytes(plan: Plan) -> list[int]:
     """Return the largest number of bytes that :func:`fit` keeps on each rank.
 
-    They are for factors and eigenbases in fp32, and for sums in fp64. The sums are of factors in
-    the first pass, and of corrected eigenvalues in the second.
+    This includes factors and eigenbases in fp32, and sums in fp64. The first pass adds up factors,
+    and the second pass adds up corrected eigenvalues.
     """
     roles = plan.assignment
     results = [0] * roles.world

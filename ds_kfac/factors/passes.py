@@ -1,9 +1,10 @@
 """Run a model over data, and collect the layers' calls and the gradients of their outputs for each
 batch.
 
-Ranks take their batches at the same time. Autograd is asked for the gradients of layer outputs, so
-no parameter gets a gradient. At ZeRO stage 3 all ranks fetch weights together, so a rank that has
-no batch left runs its last one again, or another rank's if it had none.
+Ranks take their batches at the same time. Only the gradients of layer outputs are requested from
+autograd, so no parameter gets a gradient. At ZeRO stage 3 all ranks fetch weights together. So a
+rank that has no batch left runs its last batch again. If it never had a batch, it runs one of
+another rank.
 """
 
 import itertools
@@ -28,7 +29,8 @@ from ds_kfac.model.sampled_loss import SAMPLERS, prediction_tensor
 from ds_kfac.zero.deepspeed_versions import autocast
 
 SCALES = {torch.float16: 2.0**12}
-"""Model's dtype -> factor on the loss, for dtypes in which gradients would underflow."""
+"""Dtype of the model -> factor by which the loss is multiplied, for dtypes in which gradients would
+underflow."""
 SEED = 0x5EED
 """Seed of the labels that are drawn with "monte_carlo"."""
 WRAPPERS = DeepSpeedEngine, nn.DataParallel, nn.parallel.DistributedDataParallel
@@ -39,7 +41,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 @dataclass(eq=False)
 class Batch:
-    """Results of a batch on this rank. Empty if the rank has no batch left.
+    """Results of running a batch on this rank. They are empty if the rank has no batch left.
 
     Attributes:
         number: index of the batch, counted from 0, the same on all ranks.
@@ -99,7 +101,7 @@ class Passes:
         Yields the same number of results on every rank.
 
         Raises:
-            FactorsError: on every rank, if one has a batch that is wrong, or none has any.
+            FactorsError: on every rank, if a batch of any rank is wrong, or if no rank has a batch.
         """
         bar = tqdm(self.data, what, unit=" batches", disable=self.is_hidden)
         iterator = iter(bar)
@@ -135,7 +137,7 @@ class Passes:
             raise FactorsError("ds_kfac.fit: the data is empty, on every rank")
 
     def _together(self, problem: str, value: Any = None) -> list[Any]:
-        """Return every rank's value. Raises FactorsError on all ranks if one has a problem."""
+        """Return every rank's value. Raises FactorsError on all ranks if any rank has a problem."""
         everyone = gathered((problem, value), self.channel.group)
         texts = [f"rank {rank}, {text}" for rank, (text, _) in enumerate(everyone) if text]
         if texts:
@@ -145,7 +147,7 @@ class Passes:
     def _try(
         self, batch: Any, number: int, capture: Capture, keys: frozenset[str]
     ) -> tuple[Batch, str]:
-        """Return a batch's result, and a text of what is wrong with it, or ""."""
+        """Return a batch's result, and a text that says what is wrong with the batch, or ""."""
         result = Batch(number)
         try:
             problem = self._run(batch, result, capture, keys)
@@ -228,7 +230,7 @@ class Passes:
         if isinstance(value, Tensor) and value.numel() == 1:
             return "" if calls and value.requires_grad else "its loss depends on no layer"
         got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        advice = "" if self.loss else "; give fit the argument loss"
+        advice = "" if self.loss else "; pass the argument loss to fit"
         return f"the loss is no scalar: got {got}{advice}"
 
     def _autocast(self) -> AbstractContextManager[Any]:

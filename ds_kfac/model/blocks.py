@@ -4,9 +4,9 @@
 or the projections of latent attention and of state space models. The blocks share A, but each is
 orthogonalized and scaled like a separate weight. The user names blocks in ``kfac.adam.blocks``. For
 names that are in common use, :func:`known_sizes` computes the blocks from numbers that the module
-around the layer holds. Any other matrix is one map. The attach report lists blocks that were taken
-by name alone, and matrices with such a name that are one map. Sizes of blocks are those of
-:attr:`ds_kfac.model.layers.LayerSpec.blocks`.
+around the layer holds. Any other matrix is one map. The attach report lists matrices whose blocks
+were taken by name alone, and matrices that have such a name but are treated as one map.
+:attr:`ds_kfac.model.layers.LayerSpec.blocks` holds the sizes of a layer's blocks.
 
 **Parts** are layers that each have some of the outputs of a large matrix. A head over a large
 vocabulary is cut into parts, because a single owner would be too slow. A matrix is cut only if that
@@ -25,8 +25,8 @@ from ds_kfac.curvature.factor import Side
 from ds_kfac.model.layers import LayerSpec, parameter_shape, value_of
 
 KINDS = ("Linear", "Conv1D")
-"""Kinds of layers that may have blocks. Tensor-parallel shards have some rows of each block, in an
-unknown order."""
+"""Kinds of layers that may have blocks. Tensor-parallel shards may not, because they have some rows
+of each block, in an unknown order."""
 SEVERAL = (
     "c_attn",
     "qkv",
@@ -81,10 +81,11 @@ def with_blocks(
     Args:
         layer: the layer.
         modules: the model's modules by name.
-        chosen: (regex for the end of a name, blocks) pairs, which come before all else.
+        chosen: (regex for the end of a name, blocks) pairs. The first pair that matches decides,
+            even if the name is in common use.
 
     Raises:
-        ValueError: the number of rows is no multiple of the chosen blocks.
+        ValueError: the number of rows is not a multiple of the chosen blocks' total.
     """
     if layer.kind not in KINDS or layer.groups > 1:
         return layer
@@ -193,7 +194,8 @@ def _inputs(module: Any) -> int:
 
 
 def known_sizes(name: str, module: nn.Module | None, rows: int) -> Sizes:
-    """Return the blocks of a weight with this last part of its name; () for any other name.
+    """Return the blocks of a weight, given the last part of its name; () if no blocks are known for
+    this name.
 
     The blocks are those of transformers 5.23. tests/integrations/test_blocks.py compares each with
     the code of transformers.
@@ -242,8 +244,8 @@ def _gate_and_values(module: nn.Module | None, rows: int) -> Sizes:
 
 
 def _gate_and_values_before(after: str) -> SizesOf:
-    """Return a function for a gate and its values. They are two blocks if the linear layer that
-    follows, the attribute ``after``, has half as many inputs as there are rows."""
+    """Return a function for a weight that may hold a gate and its values. It does if the linear
+    layer that follows, the attribute ``after``, has half as many inputs as the weight has rows."""
 
     def sizes(module: nn.Module | None, rows: int) -> Sizes:
         is_gated = 2 * _inputs(value_of(module, after)) == rows
@@ -254,7 +256,7 @@ def _gate_and_values_before(after: str) -> SizesOf:
 
 def _keys_and_values(module: nn.Module | None, rows: int) -> Sizes:
     """Keys and values of JetMoE. DeepSeek's weight of this name is one map, and its module does not
-    have the number."""
+    have ``kv_projection_size``."""
     return (_number(module, "kv_projection_size"),) * 2
 
 
@@ -273,8 +275,9 @@ def _key_and_value_of_each_head(module: nn.Module | None, rows: int) -> Sizes:
 
 
 def _mamba_inputs(module: nn.Module | None, rows: int) -> Sizes:
-    """Mamba has inputs and gates, whose rows alternate in Zamba. Mamba2 has gates, inputs, B, C and
-    time steps. LFM's short convolution has B, C and inputs."""
+    """The input projection of Mamba has inputs and gates, whose rows alternate in Zamba. That of
+    Mamba2 has gates, inputs, B, C and time steps. That of LFM's short convolution has B, C and
+    inputs."""
     if type(module).__name__.endswith("ShortConv"):
         return (rows // 3,) * 3
     if value_of(module, "A_log") is None:
@@ -329,8 +332,8 @@ BY_LAST_NAME: dict[str, SizesOf] = {
 """Last part of a weight's name -> its blocks."""
 
 LARGEST = 1 << 27
-"""Largest number of elements of a layer that is not cut. It is a rank's share if 64 ranks hold
-8.6 G parameters."""
+"""Largest number of elements of a layer that is not cut. This is one rank's share of 8.6 G
+parameters on 64 ranks."""
 PART = 1 << 25
 """Largest number of elements of a part."""
 

@@ -1,4 +1,4 @@
-"""A call of a layer that waits for the gradient of its output, and keeps its input until then.
+"""A call of a layer. It keeps the layer's input until the gradient of the output arrives.
 
 Note: Who holds whom. A hook on a node of autograd's graph holds its call for as long as the graph
     lives. So a call must never hold that node, nor a tensor of the graph. The cycle would run
@@ -31,14 +31,14 @@ def node_that_saves(x: Tensor, *, multiplies: bool = True) -> Any:
     """Return an autograd node whose ``saved_tensors`` is (x,).
 
     Autograd keeps the storage of x anyway, for the weight's gradient, so this costs no memory.
-    Whatever treats saved tensors specially, such as activation checkpointing and offload to the
-    host, treats this one in the same way.
+    Activation checkpointing, offload to the host and other code that treats saved tensors specially
+    do the same with this one.
 
     Args:
         x: the input of a layer.
-        multiplies: whether the layer multiplies by it. Under autocast it then multiplies by a
-            16-bit copy, and a 16-bit copy is saved here. The input itself would cost memory, and
-            the user may change it in place.
+        multiplies: whether the layer multiplies by x. Under autocast it then multiplies by a 16-bit
+            copy of x, so a 16-bit copy is saved here. Saving x itself would take more memory, and
+            the user may change x in place.
     """
     x = x.detach()
     device = x.device.type
@@ -50,12 +50,12 @@ def node_that_saves(x: Tensor, *, multiplies: bool = True) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows of one call of a layer, also of one that K-FAC does not step.
+    """The rows of one call of a layer. K-FAC need not precondition this layer.
 
     Attributes:
         layer: name of the parameter, or of the module.
         forward: the forward pass that the call belongs to.
-        leading: leading dimensions of the rows, where a mask could fit them; else None.
+        leading: leading dimensions of the rows; None if no mask can fit them.
         number: number of rows.
         recomputed: whether the call was made inside of a backward pass. It then gets a gradient
             only with reentrant checkpointing.
@@ -78,18 +78,19 @@ class Call:
         layer: the layer.
         kind: its type.
         module: the module that was called, or whose code computed the product.
-        rows: the rows of the whole call.
+        rows: the rows of the whole call; for an expert, of the call of its stack.
         shape: shape [.., O] of the layer's rows of G, with all leading dimensions.
         sides: the factors that the rows are for: "AG", "A" or "G".
         input: number of the input, see :meth:`ds_kfac.model.shared.SharedInputs.number`.
-        kept: see :func:`node_that_saves`; None if the input is not needed, or no longer.
+        kept: the autograd node that saves the input, see :func:`node_that_saves`; None if the input
+            is not needed, or not needed any more.
         select: which rows of the product belong to the layer, such as those of an expert; None:
             all.
-        columns: which outputs of the layer the call made; None: all.
+        columns: which outputs of the layer the call computed; None: all.
         to_rows: turns the gradient that arrives at the output into rows [.., O]; None: the gradient
             is in rows already.
-        edge: where the gradient of the output arrives, if autograd is to be asked for it. No hook
-            on a node may hold such a call, see "Note: Who holds whom".
+        edge: where the gradient of the output arrives, if it will be requested from autograd. No
+            hook on a node may hold such a call, see "Note: Who holds whom".
     """
 
     layer: LayerSpec
@@ -113,10 +114,10 @@ class Call:
 
     @property
     def share(self) -> float:
-        """The fraction of the layer's outputs that the call made.
+        """The fraction of the layer's outputs that the call computed.
 
-        A counts the inputs by this fraction, because in cross attention the keys and values are
-        made of other rows than the queries.
+        The call's inputs count in A with this weight. In cross attention, for example, keys and
+        values are computed from other rows than the queries.
         """
         if self.columns is None:
             return 1.0
@@ -129,7 +130,7 @@ class Call:
     def gradient_rows(self, gradient: Tensor) -> Tensor:
         """Return the call's part of the gradient of an output, of :attr:`shape`.
 
-        It is zero in columns that the call did not make.
+        It is zero in columns that the call did not compute.
         """
         gradient = gradient.detach()
         if self.to_rows is not None:

@@ -8,35 +8,38 @@ adds the rows of a and g to the step's sums. A call that gets no gradient has no
 steps the hooks return at once.
 
 Note: Scale of G. G is K times the sum over backward passes p of R_p times the sum of g^ g^^T. Here
-    g^ is a row's part of the averaged gradient, and K the number of backward passes of the step on
-    all ranks. R_p is the number of rows of the layer nearest to the loss in pass p, the first layer
-    there whose gradient is not zero. When that gradient arrives, the layer's other calls in the
-    pass have not arrived yet, so R_p is known only when the pass has ended. Therefore a pass has
-    sums of its own, which are multiplied by R_p at its end. ``step/factors.py`` multiplies by K,
-    and by the ranks' average, after the reduction. If the loss is a mean over the whole step, and
-    not over each pass, G is M times the sum of g^ g^^T. M is the sum of R_p over all passes.
+    g^ is a row's part of the averaged gradient, and K is the number of backward passes of the step
+    on all ranks. R_p is the number of rows of the layer nearest to the loss in pass p. This is the
+    first layer in the pass whose gradient is not zero. Its other calls in the pass may come later,
+    so R_p is known only when the pass has ended. Therefore each pass has sums of its own, which are
+    multiplied by R_p when the pass ends. ``step/factors.py`` multiplies by K after the reduction
+    over ranks, and corrects for the average over ranks there. If the loss is a mean over the whole
+    step instead of over each pass, G is M times the sum of g^ g^^T over all passes, where M is the
+    sum of R_p over all passes.
 
-Note: Own passes. An engine collects statistics of its own loss only, and not, for example, of a
-    generator's loss that runs through its discriminator. The engine's own passes are those that it
-    announces (:meth:`Capture.own_backward`). A backward pass inside the model's forward, such as
-    that of DeepSpeed's tiled loss, is a part of the pass that follows. A plain ``loss.backward()``
-    is also an own pass if this engine has never announced one, no other engine announces this one,
-    and the inputs of the forward have no graph. A backward pass that does not add to a layer's
-    weight, such as ``torch.autograd.grad``, never counts.
+Note: Own passes. An engine collects statistics of its own loss only. An engine that trains a
+    discriminator, for example, collects none of the generator's loss, whose backward pass runs
+    through the discriminator. The engine's own passes are those that it announces
+    (:meth:`Capture.own_backward`). A backward pass inside the model's forward, such as that of
+    DeepSpeed's tiled loss, is a part of the pass that follows. A plain ``loss.backward()`` is also
+    an own pass if this engine has never announced a pass, no other engine has announced this pass,
+    and the inputs of the forward have no autograd graph. A backward pass that does not add to a
+    layer's weight, such as ``torch.autograd.grad``, never counts.
 
 Note: Recomputation. Activation checkpointing runs a part of the forward a second time, in the
-    backward pass. It compares what the two runs save, and raises in the user's backward if they
-    differ. So a forward decides once which inputs it saves, and a recomputation follows the forward
-    that it belongs to. That is the last forward to whose output the running backward pass has come.
-    If the pass has not come to an output yet, as in a loss that is computed in tiles, it is the
-    last forward that began before the node was made that runs now. A backward pass may come after
-    the step of its forward. The forward then has no rows, but its recomputations save the same
+    backward pass. Checkpointing compares the tensors that the two runs save, and raises an error in
+    the user's backward pass if they differ. So a forward decides once which inputs it saves, and
+    its recomputations save the same inputs. A recomputation belongs to the last forward whose
+    output the running backward pass has reached. If the backward pass has not reached an output
+    yet, for example because the loss is computed in tiles, the recomputation belongs to the last
+    forward that began before the running autograd node was made. A backward pass may run after the
+    step of its forward has ended. It then adds no rows, but its recomputations save the same
     tensors. Recomputations of a forward that was not captured save nothing.
 
-Note: Kinds of hooks. A prehook on the output's node is needed. A tensor hook would run before
-    DeepSpeed divides the gradient by the accumulation steps, and a full backward hook breaks with
-    in-place activations. No exception leaves a hook, because it would stop one rank in a backward
-    pass that the others finish.
+Note: Kinds of hooks. Only a prehook on the output's autograd node works. A tensor hook would run
+    before DeepSpeed divides the gradient by the accumulation steps, and a full backward hook breaks
+    with in-place activations. No exception leaves a hook, because it would stop one rank in a
+    backward pass that the others finish.
 """
 
 import threading
@@ -70,7 +73,7 @@ CPU = torch.device("cpu")
 class Capture:
     """Installs the hooks, and holds the sums of the running step.
 
-    The hooks return at once unless :attr:`active`.
+    The hooks do nothing unless :attr:`active` is True.
 
     Args:
         model: the model.
@@ -79,11 +82,11 @@ class Capture:
             argument says whether the engine announced the pass.
         device: device of the sums.
         rows: adds rows to sums.
-        inputs: numbers the inputs, to find layers that share theirs.
-        sampled: whether G comes from the gradients of a sampled loss, for which autograd is asked
-            (:meth:`add_asked`). The calls then wait in :attr:`pending`. ``ds_kfac.fit`` asks for
-            all gradients in this way.
-        counts_terms: whether :attr:`terms` are also needed in steps that update no factor made of
+        inputs: assigns numbers to inputs, to find layers that share inputs.
+        sampled: whether G comes from gradients that are requested from autograd, such as those of a
+            sampled loss (:meth:`add_asked`). The calls then wait in :attr:`pending`.
+            ``ds_kfac.fit`` requests all gradients in this way.
+        counts_terms: whether :attr:`terms` is also needed in steps that update no factor made of
             gradients.
         mean_over_step: whether the loss is a mean over the whole step. See "Note: Scale of G".
 
@@ -94,15 +97,16 @@ class Capture:
         terms: sum of R_p over these passes.
         current: the running backward pass.
         forward: the model's last forward pass, or a substitute for calls outside of forward passes.
-        pending: calls whose gradient autograd is to be asked for.
+        pending: calls whose gradient will be requested from autograd.
         proof: the proof, in a step that proves its rows; else None.
-        uses: a recorder of where weights are used, in a step that proves; else None.
+        uses: records where weights are used, in a step that proves its rows; else None.
         failed: layer -> error that a hook raised. Such a layer has no rows any more.
-        counted: number of calls whose gradient came in an own pass.
-        outside: number of calls whose gradient came in another pass.
+        counted: number of calls in this step whose gradient arrived in one of the engine's own
+            passes.
+        outside: number of calls in this step whose gradient arrived in any other pass.
         measured: layer -> number of its rows, maybe a scalar on the device; None in a step that
             does not count them.
-        seen: layers that had a row in this step, maybe without a gradient.
+        seen: names of the layers that had a row in this step, with or without a gradient.
         of_gradients: keys of the factors that are made of gradients.
         read_mask: returns the attention masks of a forward.
     """
@@ -134,7 +138,7 @@ class Capture:
         self.read_mask: ReadMask = ArgumentMasks(model)
         self.active = False
         self.failed: dict[str, str] = {}
-        # groups of layers about whose different inputs the user was warned
+        # groups of layers for which the user was warned that their inputs differ
         self._warned_groups: set[tuple[str, ...]] = set()
         self._announced = False  # whether a pass was ever announced
         self._thread = 0  # the thread that runs the forward
@@ -168,7 +172,7 @@ class Capture:
         self.forward = Forward()
         self._forwards: list[Forward] = []  # those whose backward pass is still to come
         self._begun: list[Forward] = []  # all forwards of the step
-        self._running: Forward | None = None  # the one that the running backward pass has come to
+        self._running: Forward | None = None  # the one that the running backward pass has reached
         self._unpacks = False  # whether an input is being read after its backward pass
         self.pending: list[Call] = []
         self.proof: Proof | None = None
@@ -208,10 +212,10 @@ class Capture:
             self._hook_products(multiplying)
 
     def _hook_layer(self, layer: LayerSpec, module: nn.Module) -> None:
-        """Hook a module whose calls are calls of a layer."""
-        # The hook runs before those of others, which may replace the output. But if autograd is
-        # asked for gradients, it runs after ZeRO-3's hook, which wraps the output in a function
-        # that fetches the weights for the backward pass
+        """Hook a module. Each call of the module is then noted as a call of the layer."""
+        # This hook runs before the hooks of other code, which may replace the output. But if
+        # gradients are requested from autograd, it runs after ZeRO-3's hook, which wraps the output
+        # in a function that fetches the weights for the backward pass
         self._hook(
             module.register_forward_hook,
             module,
@@ -238,8 +242,8 @@ class Capture:
         self._products = Products(matrices, self._product)
         for module in watched.values():
             self._hook(module.register_forward_pre_hook, module, self._enter_module)
-            # before the hooks of others, because DeepSpeed's profiler puts back functions of torch
-            # that we replace
+            # before the hooks of other code, because DeepSpeed's profiler restores functions of
+            # torch that we replace
             self._hook(
                 module.register_forward_hook,
                 module,
@@ -287,7 +291,7 @@ class Capture:
         # torch's compiler together with ds_kfac
         untraced = torch.compiler.disable(when_captured)
 
-        # torch.compile sees these conditions alone
+        # torch.compile traces only the conditions in this function
         def hook(module: nn.Module, *values: Any) -> None:
             if not (torch.is_grad_enabled() and (self.active or self._running is not None)):
                 return
@@ -304,7 +308,7 @@ class Capture:
         self.active = False
 
     def leave(self) -> None:
-        """Note that no forward runs any more: calls of torch are no longer watched."""
+        """Note that no forward runs any more, and stop watching calls of torch."""
         if self._products is not None:
             self._products.leave(None)
 
@@ -318,11 +322,12 @@ class Capture:
         measure: bool = False,
         proof: Proof | None = None,
     ) -> None:
-        """Prepare for a step, and forget all calls since the last one.
+        """Prepare for a step, and forget the calls of the step before.
 
         Args:
             keys: keys of the factors that this rank captures in the step. If it is a mapping, its
-                values are strides: one row in so many is taken. None: the hooks do nothing.
+                values are strides: with a stride n, one row in n is taken. None: the hooks do
+                nothing.
             step: number of the step. It decides which rows a sub-sample has.
             measure: whether to count the rows of all layers.
             proof: gets the rows of all layers, to compare them with the gradients; None: the step
@@ -352,18 +357,20 @@ class Capture:
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """End the step, after all of its passes, and store their number in each sum.
+        """End the step after its last pass, and store the numbers of passes and terms in the
+        factors' sums.
 
-        A factor without a row on this rank gets a sum, too, so that the ranks' numbers add up.
+        A factor without a row on this rank gets a sum, too, so that each rank's numbers are
+        included in the total over ranks.
         """
         self._end_plain_pass()
         for group in self.inputs.parted() - self._warned_groups:
             self._warned_groups.add(group)
             logger.warning(
-                f"ds_kfac: {', '.join(group)} had one input in the first captured step, and have "
-                f"several in step {self.step}: the factor A that they share has the rows of all of "
-                "them. If their inputs differ for good, exclude some of these layers "
-                "(kfac.layers.exclude)"
+                f"ds_kfac: {', '.join(group)} had the same input in the first captured step, but "
+                f"different inputs in step {self.step}: the factor A that they share gets the rows "
+                "of all these inputs. If the inputs will differ from now on, exclude some of these "
+                "layers (kfac.layers.exclude)"
             )
         for key in self.keys:
             counts = self._sum(key).counts
@@ -372,7 +379,7 @@ class Capture:
             if self._counts_terms or (self.mean_over_step and key in self.of_gradients):
                 counts[TERMS].add_(self.terms)
             if self.sampled and key in self.of_gradients and self.passes:
-                # a sampled loss is not divided by their number
+                # a sampled loss is not divided by the number of passes
                 self.sums[key].sum_P.mul_(1 / self.passes**2)
 
     # forward passes
@@ -382,7 +389,7 @@ class Capture:
             return
         self.leave()  # still entered if the last forward raised
         self._end_plain_pass()
-        self._running = None  # it may be left from a pass that raised, which had no end
+        self._running = None  # it may be left from a pass that raised an error and so did not end
         self._tasks.clear()
         self._forward_runs = True
         self._thread = threading.get_ident()
@@ -412,7 +419,8 @@ class Capture:
                 forward.is_watched = True
 
     def _forward_of(self, recomputed: bool) -> Forward | None:
-        """Return the forward pass of a call; None: it was not captured. See "Note: Recomputation".
+        """Return the forward pass of a call; None if that pass was not captured. See "Note:
+        Recomputation".
 
         Args:
             recomputed: whether the call is made inside of a backward pass.
@@ -428,14 +436,14 @@ class Capture:
                 return made
             unwatched = [forward for forward in self._forwards if not forward.is_watched]
             return unwatched[-1] if unwatched else None
-        # a method of the model is called in place of the model
+        # the user has called another method than the model's forward
         if self.forward not in self._forwards:
             self._begin(Forward(step=self.step, saved=self._saved))
         return self.forward
 
     def _made(self) -> Forward | None:
-        """Return the last forward pass of this step that began before the node was made that runs
-        now; None if there is none."""
+        """Return the last forward pass of this step that began before the running autograd node was
+        made; None if there is none."""
         node = torch._C._current_autograd_node()
         number = -1 if node is None else node._sequence_nr()
         for forward in reversed(self._begun):
@@ -491,14 +499,14 @@ class Capture:
                 node.register_prehook(partial(self._other_arrived, rows, output_nr))
 
     def _rows(self, layer: str, leading: Shape | None, number: int, examples: int) -> Rows | None:
-        """Return the rows of a call, and count them in its forward pass; None: that pass was not
+        """Return the rows of a call, and count them in its forward pass; None if that pass was not
         captured.
 
         The rows of a recomputation are not counted a second time.
 
         Args:
             layer: name of the parameter, or of the module.
-            leading: leading dimensions of the rows, where a mask could fit them; else None.
+            leading: leading dimensions of the rows; None if no mask can fit them.
             number: number of rows.
             examples: size of the first dimension.
         """
@@ -516,7 +524,8 @@ class Capture:
         """Save the input of a call, and wait for the gradient of its output.
 
         Args:
-            calls: one call. If x was multiplied by the matrices of several layers, one for each.
+            calls: one call; if x was multiplied by the matrices of several layers, one call for
+                each layer.
             x: the input.
             output: the result.
         """
@@ -526,7 +535,7 @@ class Capture:
             for call in calls:
                 call.kept = node_of_x
         if rows.forward.step != self.step or (rows.recomputed and self.sampled):
-            return  # sampled gradients go to the calls of the first run
+            return  # requested gradients belong to the calls of the first run
         calls = [call for call in calls if call.layer.name not in self.failed]
         if not calls:
             return
@@ -603,7 +612,8 @@ class Capture:
     def _arrived(
         self, calls: Sequence[Call], output_nr: int, gradients: tuple[Tensor | None, ...]
     ) -> None:
-        """Add the rows of calls, because the gradient of their output has arrived at its node.
+        """Add the rows of some calls. The gradient of the calls' output has arrived at the output's
+        node.
 
         Args:
             calls: the calls that made the output.
@@ -613,7 +623,7 @@ class Capture:
         node_of_x = calls[0].kept  # the same for all calls
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             for call in calls:
-                call.kept = None  # autograd frees what its nodes saved, but not what ours did
+                call.kept = None  # autograd frees what its own nodes saved, but not ours
         gradient = gradients[output_nr]
         calls = [call for call in calls if call.layer.name not in self.failed]
         if gradient is None or not calls or not self._is_current(calls[0].rows.forward):
@@ -627,7 +637,7 @@ class Capture:
             weight = self._weights[calls[0].layer.name]
             if not weight.requires_grad or not _runs(get_gradient_edge(weight).node):
                 return
-            # read once for all calls, because checkpointing refuses a second time
+            # read once for all calls, because checkpointing refuses to unpack a tensor twice
             x = None if node_of_x is None else node_of_x.saved_tensors[0]
             is_announced = self in self._backwards
             if is_own and not self.sampled and not is_announced:
@@ -679,15 +689,15 @@ class Capture:
 
         Args:
             call: the call.
-            x: its input, or that of the whole product; None if it was not saved.
-            gradient: the gradient of the output; None if the factors need none. All rows of the
-                input then count, except padding.
-            scale: factor on the gradient, by which it is divided.
+            x: its input, or the input of the whole product; None if the input was not saved.
+            gradient: the gradient of the output; None if the factors need no gradients. All rows of
+                the input then count, except padding.
+            scale: factor by which the loss was multiplied. The gradient is divided by it.
         """
         self.counted += 1
         if gradient is not None:
             gradient = call.gradient_rows(gradient)
-            # with a sampled loss the rows of the true gradient are proven
+            # with a sampled loss, only the rows of the true loss's gradient are proven
             if not self.sampled:
                 self._prove(call, x, gradient)
         if x is not None:
@@ -735,7 +745,7 @@ class Capture:
         makes_A: bool,
         makes_G: bool,
     ) -> None:
-        """Add a call's gradient to the sum of G; or to that of A, if the layer's A is made of
+        """Add a call's gradient to the sum of G, or to the sum of A if the layer's A is made of
         gradients."""
         sums = self.current.sums
         if call.kind.needs_gradients:
@@ -750,8 +760,8 @@ class Capture:
     def _counts_rows_of(self, call: Call) -> bool:
         """Return whether the rows of a call are to be counted.
 
-        Each row of a layer is counted once. A layer of a stack may use another layer's A, so there
-        the calls for G count.
+        Each row of a layer is counted once. A layer of a stack may use another layer's A, so in a
+        stack the rows of calls for G are counted.
         """
         if self.measured is None:
             return False
@@ -783,11 +793,11 @@ class Capture:
             self.proof.see(call, call.input_rows(x), gradient, others=others)
 
     def _sum(self, key: str, sums: dict[str, BatchSum] | None = None) -> BatchSum:
-        """Return the sum of a factor, which may be new.
+        """Return the sum of a factor. An empty sum is added if there is none.
 
         Args:
             key: key of the factor.
-            sums: where the sum is; None: in the step's sums.
+            sums: factor key -> sum. A missing sum is added to it, empty. None: the step's sums.
         """
         sums = self.sums if sums is None else sums
         if key not in sums:
@@ -800,7 +810,7 @@ class Capture:
     def own_backward(self) -> Iterator[None]:
         """Announce the backward pass that runs in this context as the engine's own.
 
-        Also in steps that do not capture.
+        Call it also in steps that do not capture.
         """
         self._announced = True
         self._backwards.append(self)
@@ -814,7 +824,7 @@ class Capture:
             self._backwards.remove(self)
             self._running = None
             self.leave()
-            # a pass that came to no layer has not begun
+            # a pass that reached no layer has not begun
             if self.active and not self.sampled and self.current.has_begun:
                 self.end_pass()
 
@@ -824,14 +834,14 @@ class Capture:
         gradients: Sequence[Tensor | None] | None,
         scale: Tensor | float,
     ) -> None:
-        """Add some of :attr:`pending` to the sums.
+        """Add the rows of some of the :attr:`pending` calls to the sums.
 
         Args:
             calls: the calls.
-            gradients: for each call the gradient of its output, for which autograd was asked; None
-                where the loss does not depend on it. If all is None there is no G, and all rows of
-                an input count, except padding.
-            scale: factor on the gradients, by which they are divided.
+            gradients: for each call the gradient of its output, or None if the loss does not depend
+                on the output. None in place of the sequence: G gets no rows, and in A all rows
+                count except padding.
+            scale: factor by which the loss was multiplied. The gradients are divided by it.
         """
         asked = [None] * len(calls) if gradients is None else gradients
         # in the order of a backward pass
@@ -845,11 +855,12 @@ class Capture:
     def rows_of_pass(
         self, calls: Sequence[Call], gradients: Sequence[Tensor | None]
     ) -> int | Tensor:
-        """Return R_p of a pass of which autograd was asked for all gradients.
+        """Return R_p of a pass whose gradients were all requested from autograd.
 
         Args:
             calls: all calls of the pass.
-            gradients: the gradients of their outputs; None where the loss does not depend on one.
+            gradients: the gradients of their outputs; None for each output on which the loss does
+                not depend.
         """
         for call, gradient in zip(reversed(calls), reversed(gradients), strict=True):
             if gradient is not None:
@@ -886,7 +897,7 @@ class Capture:
     @torch.no_grad()
     def end_pass(self) -> None:
         """End the running backward pass: multiply its sums by R_p, unless the loss is a mean over
-        the step, and add them to the step's."""
+        the step, and add them to the sums of the step."""
         ended = self.current
         self.current = BackwardPass()
         rows = ended.rows(self.rows.weight_sharing) if self.counts_rows else 0
@@ -906,7 +917,7 @@ class Capture:
                 self._add_input(waiting)
 
     def _end_plain_pass(self) -> None:
-        """End a pass that was not announced, if its end was not seen."""
+        """End a pass that was not announced, if no hook has noticed its end."""
         if not self.current.has_begun or self in self._backwards:
             return
         if self.current.adds:
@@ -917,11 +928,11 @@ class Capture:
     def _output_reached(
         self, reference: weakref.ref[Forward], late: Forward, gradients: tuple[Tensor | None, ...]
     ) -> None:
-        """Note that a backward pass has come to the output of a forward.
+        """Note that a backward pass has reached the output of a forward.
 
         Args:
             reference: refers to the forward.
-            late: takes the place of a forward that the capture has forgotten.
+            late: used in place of the forward if the capture has forgotten it.
         """
         forward = reference() or late
         self._comes_to(forward)
@@ -930,7 +941,7 @@ class Capture:
             self._watch_task()
 
     def _comes_to(self, forward: Forward) -> None:
-        """Note that autograd's running graph task has come to a forward."""
+        """Note that autograd's running graph task has reached a forward."""
         self._running = forward
         Variable._execution_engine.queue_callback(self._left)
 
@@ -953,11 +964,11 @@ class Capture:
 
     @contextmanager
     def _guarded(self, layers: Sequence[LayerSpec]) -> Iterator[None]:
-        """Keep exceptions inside of a hook, except the one by which checkpointing ends a
+        """Catch the exceptions of a hook, except the one by which checkpointing ends a
         recomputation.
 
         Args:
-            layers: the layers that have no rows any more after an exception.
+            layers: the layers whose rows are dropped after an exception, see :meth:`fail`.
         """
         try:
             yield
@@ -968,8 +979,8 @@ class Capture:
                 self.fail(layer, error)
             if not layers:
                 logger.warning(
-                    f"ds_kfac: a hook of a layer without curvature raised {type(error).__name__}: "
-                    f"{error}"
+                    "ds_kfac: a hook on a layer that K-FAC does not precondition raised "
+                    f"{type(error).__name__}: {error}"
                 )
 
     def fail(self, layer: LayerSpec, error: Exception) -> None:
@@ -1007,8 +1018,8 @@ def _origin(output: Tensor) -> tuple[Any, int]:
 
 
 def _runs(node: Any) -> bool:
-    """Return whether the running backward pass runs a parameter's node, and so adds to its
-    gradient.
+    """Return whether the running backward pass executes a parameter's autograd node, and so adds to
+    the parameter's gradient.
 
     ``autograd.grad`` does not, nor does a backward pass with other ``inputs``.
     """

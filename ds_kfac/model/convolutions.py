@@ -9,12 +9,14 @@ and positions, and G sums over positions. For a classifier that is KFC's Fisher.
 Rows of A are the input's pixels, rows of G the patches that the transposed convolution sees in the
 output's gradient. The matrix is [O * kernel, C]; the bias is left to the optimizer.
 
-**Patches** have an entry for each channel and place of the kernel, in the order of a convolution's
-weight; a pixel is a patch of a kernel of 1. Only a few patches are in memory at a time.
+**Patches** have an entry for each channel and each position in the kernel, in the order of a
+convolution's weight. A pixel is the patch of a kernel of size 1. Only a few patches are in memory
+at a time.
 
-**Grid.** Positions are many, and neighbours are similar. A grid takes one position in r along each
-of d dimensions, with an offset that changes with the step. Every position is equally likely, so r^d
-times the sum is unbiased for any r and size, at 1/r^d of the cost.
+**Grid.** An image has many positions, and neighbouring patches are similar. A grid takes every r-th
+position along each of d dimensions, with an offset that changes with the training step. Every
+position is equally likely to be taken. So r^d times the sum over a grid is an unbiased estimate of
+the sum over all positions, for any r and image size, at 1/r^d of the cost.
 
 Shape suffixes: N examples, C channels, R rows, D entries of a patch.
 """
@@ -35,7 +37,7 @@ from ds_kfac.model.layers import Linear, computed_parameter, parameter_shape
 CHUNK = 1 << 22
 """Largest number of elements of patches that are in memory at a time."""
 ROWS = 4
-"""Smallest number of patches that a grid takes, for each row of the wider factor."""
+"""A grid takes at least this many patches for each row of the wider factor."""
 SPARSEST = 16
 """A grid takes at least one position in this many."""
 
@@ -53,8 +55,9 @@ def phase(turn: int, stride: int) -> int:
 
 
 def grid_step(rows: int, dims: int, width: int) -> int:
-    """Return the largest step of a grid over ``dims`` dimensions that takes enough of ``rows``
-    rows: at least :data:`ROWS` times ``width``, and at least one in :data:`SPARSEST`."""
+    """Return the largest step of a grid over ``dims`` dimensions with which the grid takes enough
+    of all ``rows`` positions: at least :data:`ROWS` times ``width``, and at least one in
+    :data:`SPARSEST`."""
     step = 1
     while (step + 1) ** dims <= SPARSEST and rows >= ROWS * width * (step + 1) ** dims:
         step += 1
@@ -101,7 +104,7 @@ class Patches:
         for dim in range(dims):
             before_and_after = 2 * (dims - 1 - dim)
             padded = size[dim] + sum(self.padding[before_and_after : before_and_after + 2])
-            span = self.dilation[dim] * (self.kernel[dim] - 1)  # of the kernel, less 1
+            span = self.dilation[dim] * (self.kernel[dim] - 1)  # of the dilated kernel, less 1
             positions.append((padded - span - 1) // self.stride[dim] + 1)
         self.positions = tuple(positions)
         self.count = len(image) * prod(self.positions)
@@ -117,7 +120,7 @@ class Patches:
 
         Args:
             turn: number of the training step, which decides the offset; None: every position.
-            width: width of the wider factor, see :func:`grid_step`.
+            width: width of the layer's wider factor, see :func:`grid_step`.
         """
         dims = len(self.positions)
         if turn is None:
@@ -140,21 +143,22 @@ class Patches:
         gain: Tensor | float = 1.0,
         kept: Tensor | None = None,
     ) -> None:
-        """Add the second moment of all patches to a packed sum, in place. It is estimated from the
-        grid's patches.
+        """Add the sum of x x^T over all patches x to a packed sum, in place. The sum is estimated
+        from the grid's patches.
 
         Args:
             sum_P: the packed sum.
-            side: the side of the layer that it belongs to.
+            side: the side of the layer that the sum belongs to.
             grid: which patches are taken.
-            bias: whether a 1 is appended to each patch, or to each channel group's part of it.
+            bias: whether a 1 is appended to each patch, or with channel groups to each group's part
+                of a patch.
             gain: factor on the patches.
             kept: bool scalar, whether the patches count; None: they do.
         """
         for rows_RD in self.rows(grid):
             scale: Tensor | float = grid.step ** len(grid.offset)
             if rows_RD.dtype in (torch.bfloat16, torch.float16):
-                # after the product, so that 16-bit rows are not rounded again
+                # applied after the product, so that 16-bit rows are not rounded again
                 scale = gain**2 * scale
             elif isinstance(gain, float) and gain == 1.0:
                 rows_RD = rows_RD.float()
@@ -225,7 +229,7 @@ class Patches:
         grid = grid or self.grid(None, 1)
         image_stride, channel_stride, *pixel_strides = padded.stride()
         dims = range(len(pixel_strides))
-        # from one position of the kernel to the next, and from one of its entries to the next
+        # strides from one position of the kernel to the next, and from one kernel entry to the next
         moves = [self.stride[dim] * pixel_strides[dim] for dim in dims]
         taps = [self.dilation[dim] * pixel_strides[dim] for dim in dims]
         start = padded.storage_offset() + sum(grid.offset[dim] * moves[dim] for dim in dims)
@@ -237,7 +241,8 @@ class Patches:
 
 
 FEW_CHANNELS = 4
-"""Largest number of channels of a model's input image: three colours and transparency."""
+"""A convolution with at most this many input channels is assumed to read an image, with three
+colours and transparency."""
 
 
 class Convolution(Linear):
@@ -257,8 +262,8 @@ class Convolution(Linear):
         return computed_parameter(module)
 
     def overridden(self, module: nn.Module) -> str | None:
-        """Return the name of a method of torch's class that a module overrides, so that its patches
-        are unknown; None if it overrides none."""
+        """Return the name of a method of torch's class that a module overrides, so that the
+        module's patches are unknown; None if it overrides neither method."""
         for name in ("forward", "_conv_forward"):
             if getattr(type(module), name, None) is not getattr(self.kind, name, None):
                 return name
@@ -272,7 +277,7 @@ class Convolution(Linear):
         in_group = module.in_channels // module.groups
         out_group = module.out_channels // module.groups
         if module.groups > 1 and 1 in (in_group, out_group):
-            return "the filter of one channel is no matrix"
+            return "the filter of a single channel is not a matrix"
         if module.in_channels <= FEW_CHANNELS:
             return f"its input has the {module.in_channels} channels of an image"
         return None

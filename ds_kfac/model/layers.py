@@ -5,9 +5,9 @@
     column parallel   weight [O / t, I]    A of the unsharded layer, G of the shard's outputs
     row parallel      weight [O, I / t]    A of the shard's inputs, G of the unsharded layer
 
-So the shards together are the unsharded layer, with one side block-diagonal. DeepSpeed's AutoTP
-layers, Megatron's layers and transformers' Conv1D are recognised by name and attributes, and
-are not imported.
+So the shards together are preconditioned like the unsharded layer with a block-diagonal factor on
+one side. DeepSpeed's AutoTP layers, Megatron's layers and transformers' Conv1D are recognised by
+name and attributes, and are not imported.
 
 Shape suffixes: O and I, the outputs and inputs of a layer's matrix.
 """
@@ -32,10 +32,11 @@ def key_of(layer: str, side: str) -> str:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One preconditioned layer, the same on every rank. It has plain values only.
+    """The description of a preconditioned layer, equal on all ranks. It holds no tensors and no
+    modules.
 
     Its matrix is [O, I], outputs times inputs, with the bias as last column. The matrix of a norm
-    is a single row of (weight, bias) pairs. With groups there are several matrices,
+    is a single row of (weight, bias) pairs. A layer with groups has several matrices,
     [groups, O, I].
     """
 
@@ -43,41 +44,45 @@ class LayerSpec:
     kind: str
     """Key of :data:`ds_kfac.model.registry.LAYERS`."""
     module: str
-    """Name of the module whose calls give its statistics."""
+    """Name of the module from whose calls the layer's statistics are taken."""
     weight: str
     """Name of the weight parameter in the model."""
     bias: str | None
     """Name of the bias parameter; None if there is none, or it is frozen."""
     A: Side
-    """Side of its inputs, with a 1 appended for the bias."""
+    """Side of the layer's inputs, which end in a 1 if there is a bias."""
     G: Side
-    """Side of its output gradients."""
+    """Side of the layer's output gradients."""
     product: bool = False
-    """Whether the rows are operands of products with the parameter, see ``products.py``. If not,
-    they are the inputs of the module's calls."""
+    """Whether the rows of A are operands of products with the parameter, see ``products.py``. If
+    not, they are the inputs of the module's calls."""
     also: tuple[str, ...] = ()
     """Names of other modules of this kind with the same parameters; their calls count as calls of
     this layer."""
     copies: int = 1
-    """Number of tensor-parallel ranks that hold the same layer; 1 if each has another shard."""
+    """Number of tensor-parallel ranks that hold a copy of the layer; 1 if each rank holds a
+    different shard."""
     cut: tuple[int, int] = (1, 1)
-    """Numbers of tensor-parallel shards that the outputs and the inputs of the unsharded layer are
-    cut into. This layer is one shard."""
+    """(outputs, inputs): numbers of tensor-parallel shards into which the outputs and the inputs of
+    the unsharded layer are cut. This layer is one shard."""
     groups: int = 1
-    """Number of independent maps of equal shape, a convolution's groups. Each has a block of A and
-    a block of G."""
+    """Number of independent maps of equal shape, such as the groups of a convolution. Each has a
+    block of A and a block of G."""
     keeps_direction: str | None = None
-    """Why the layer's directions are not orthogonalized; None if they are."""
+    """Why the directions of the layer's updates are not orthogonalized; None if they are."""
     makes_words: bool = False
-    """Whether the layer is the head of a language model: its shape is that of an embedding."""
+    """Whether the layer is the head of a language model. A head is recognised by its shape, which
+    is that of an embedding."""
     part: tuple[int, int] = (0, 1)
     """(index, count): the layer is part ``index`` of ``count`` equal parts of its parameters. An
     expert is a part."""
     blocks: tuple[int, ...] = ()
-    """Sizes of row blocks, for a matrix that is several maps in one. They repeat down to the last
-    row: every ``sum(blocks)`` rows have each block once. Empty: the matrix is one map."""
+    """Numbers of rows of the blocks, for a matrix that consists of several maps. The blocks repeat
+    down to the last row: every ``sum(blocks)`` rows have each block once. Empty: the matrix is one
+    map."""
     guessed: str = ""
-    """Text for the report about blocks that were taken, or looked for, by the matrix's name."""
+    """Text for the report if the matrix has one of the names :data:`ds_kfac.model.blocks.SEVERAL`:
+    whether its blocks were taken by this name, or the matrix is one map. Empty for other names."""
     shares: str | None = None
     """Name of the layer whose A this layer uses, if that is known before training, as it is for the
     experts of a stack; else None."""
@@ -101,7 +106,7 @@ class LayerSpec:
 
     @cached_property
     def maps(self) -> tuple[tuple[int, int], ...]:
-        """(O, I) of each map in the layer: of each block in the matrix of each group."""
+        """(O, I) of each map in the layer. Each block in the matrix of each group is a map."""
         O, I = self.shape[-2:]  # noqa: E741
         rows = [size * (O // sum(self.blocks)) for size in self.blocks] or [O]
         return tuple((size, I) for size in rows) * self.groups
@@ -113,7 +118,7 @@ class LayerSpec:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the layer's gradient."""
+        """Number of elements of the layer's gradient."""
         return prod(self.shape)
 
 
@@ -146,14 +151,14 @@ def value_of(place: Any, name: str) -> Any:
 
 
 def is_autoep(module: nn.Module) -> bool:
-    """Return whether a module is a mixture of experts of DeepSpeed's AutoEP. Its ``experts`` are
-    this rank's stacks w1, w2, w3 [E, O, I]."""
+    """Return whether a module is a mixture of experts that DeepSpeed's AutoEP has made. Its
+    ``experts`` hold this rank's stacks w1, w2 and w3, each [E, O, I]."""
     return getattr(module, "_is_autoep_layer", False) is True
 
 
 def computed_parameter(module: Any) -> str | None:
-    """Return why a module is left alone whose weight or bias is computed, for example by
-    weight_norm or a parametrization; None if they are parameters.
+    """Return why a module is left alone if its weight or bias is computed, for example by
+    weight_norm or a parametrization; None if neither is computed.
 
     The attribute is looked up without computing it, because a parametrization may draw random
     numbers.
@@ -172,7 +177,7 @@ class LayerType(ABC):
     """A type of layer, an entry of :data:`ds_kfac.model.registry.LAYERS`. It has no state.
 
     Attributes:
-        needs_gradients: whether A is made of output gradients, too.
+        needs_gradients: whether the rows of A are computed from inputs and output gradients.
         without_bias: why a bias is not part of the layer; None if it is.
         transposed: whether a linear map's weight is stored [I, O].
         images: whether inputs and outputs are images [N, C, ..], so that no mask [N, T] fits their
@@ -188,21 +193,22 @@ class LayerType(ABC):
 
     @abstractmethod
     def refusal(self, module: Any) -> str | None:
-        """Return why this type does not describe ``module``: "" if the module is something else
-        altogether, None if the type does describe it."""
+        """Return why this type does not describe ``module``; "" if the module is of another kind
+        altogether; None if the type describes it."""
 
     @abstractmethod
     def sides(self, module: Any, bias: bool) -> tuple[int, int]:
-        """Return (I, O), with the bias as an input. They come from attributes or ``ds_shape``,
-        because under ZeRO-3 weights are empty."""
+        """Return (I, O) of a module's matrix, where I counts the bias as an input. The sizes must
+        be read from attributes or ``ds_shape``, because weights are empty under ZeRO-3."""
 
     def structured(self, side_A: Side, side_G: Side, bias: bool) -> tuple[Side, Side]:
-        """Return (A, G) with the structure that the type fixes; by default the sides are
-        unchanged."""
+        """Return the sides (A, G) with the blocks that this type of layer requires; by default, the
+        given sides."""
         return side_A, side_G
 
     def keeps_direction(self, module: Any) -> str | None:
-        """Return why directions of the module's layer are not orthogonalized; None if they are."""
+        """Return why the directions of the module's updates are not orthogonalized; None if they
+        are."""
         return None
 
     def rows(self, x: Tensor, output: Tensor) -> int:
@@ -231,7 +237,7 @@ class LayerType(ABC):
 
 
 class Linear(LayerType):
-    """nn.Linear, y = x W^T + b: a matrix [O, I], its bias as last column."""
+    """nn.Linear, y = x W^T + b: a matrix [O, I] with the bias as last column."""
 
     def refusal(self, module: Any) -> str | None:
         if not isinstance(module, nn.Linear):
@@ -305,18 +311,18 @@ class _Shard(Linear):
         if kind.__module__ == "deepspeed.module_inject.layers":
             if AUTOTP_KINDS.get(kind.__name__) == self.name:
                 return computed_parameter(module)
-            # both types of shards are asked about an unknown class, and only one reports it
+            # both types of shards are asked about an unknown class, but only one of them reports it
             if kind.__name__ in AUTOTP_KINDS or self.name != "ColumnParallelLinear":
                 return ""
             return (
-                f"AutoTP's {kind.__name__}: it is unknown how it cuts the weight's rows or columns"
+                f"AutoTP's {kind.__name__}: it is unknown which part of the weight this shard holds"
             )
         if kind.__name__ != self.name or isinstance(module, nn.Linear):
             return ""
         if not hasattr(module, self.shape) or getattr(module, "weight", None) is None:
             return (
-                f"named {self.name}, but without {self.shape} and a weight of its own, as "
-                "Megatron's have"
+                f"named {self.name}, but unlike Megatron's class it lacks {self.shape} or a weight "
+                "of its own"
             )
         for owner in (module, getattr(module, "config", None)):
             for flag in ("sequence_parallel", "sequence_parallel_enabled"):
@@ -333,7 +339,7 @@ class ColumnParallelLinear(_Shard):
 
     name = "ColumnParallelLinear"
     shape = "output_size_per_partition"
-    unfit = "gather_output", True, "gather_output: its output is not its shard's"
+    unfit = "gather_output", True, "gather_output: its output is that of all shards"
 
     def gradient_rows(self, module: Any, x: Tensor | None, gradient: Tensor) -> Tensor:
         # an AutoTP layer that returns the outputs of the unsharded layer
@@ -348,7 +354,11 @@ class RowParallelLinear(_Shard):
 
     name = "RowParallelLinear"
     shape = "input_size_per_partition"
-    unfit = "input_is_parallel", False, "its input is not its shard's: input_is_parallel is false"
+    unfit = (
+        "input_is_parallel",
+        False,
+        "input_is_parallel is false: its input is that of all shards",
+    )
     without_bias: str | None = (
         "is added to the sum over tensor-parallel ranks, so it belongs to no shard"
     )

@@ -24,8 +24,8 @@ NAME = "attention_mask"
 class ArgumentMasks:
     """Reads the attention masks among the arguments of a model's forward.
 
-    They are 2-D tensors whose name ends in :data:`NAME`: arguments, or entries of a mapping that is
-    an argument.
+    A mask is a 2-D tensor whose name ends in :data:`NAME`. It is an argument itself, or an entry of
+    a mapping that is an argument.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -47,14 +47,14 @@ class ArgumentMasks:
 def masks_in(read: Tensor | Iterable[Tensor] | None) -> Iterator[Tensor]:
     """Yield the masks that a :data:`ReadMask` returned, as bool [N, T], False for padding.
 
-    A mask with other entries than 0 and 1, such as an additive one, leaves no row out. The device
-    decides that, so that the host does not wait.
+    A mask with other entries than 0 and 1, such as an additive one, leaves no row out. This check
+    runs on the device, so that the host does not wait.
 
     Args:
         read: what the function returned.
 
     Raises:
-        ValueError: the function returned something else than masks.
+        ValueError: the function returned anything but masks or None.
     """
     masks = [read] if isinstance(read, Tensor) else list(read or ())
     for mask in masks:
@@ -75,16 +75,17 @@ class Forward:
 
     Args:
         masks: the attention masks, bool [N, T].
-        detached: whether the inputs have no graph, so that no other model's loss comes through.
+        detached: whether the inputs have no autograd graph. If they have one, a backward pass
+            through this forward may belong to another model's loss.
         step: the step in which the forward ran.
         saved: names of the layers whose inputs the forward saves.
 
     Attributes:
         calls: layer -> (leading dimensions of the rows, number of rows) of each of its calls. The
             dimensions are None for images, which no mask can fit.
-        is_watched: whether a hook tells when a backward pass comes to the output.
+        is_watched: whether a hook reports when a backward pass reaches the output.
         begins: number of the first autograd node that this forward could make. Autograd numbers
-            nodes in the order in which they are made.
+            nodes in order of their creation.
     """
 
     def __init__(
@@ -141,7 +142,8 @@ class Forward:
     def rows(self, layer: str, weight_sharing: str) -> int | Tensor:
         """Return the number of rows that a layer's calls had, without those that a mask leaves out.
 
-        With ``weight_sharing`` "reduce" it is the number of examples that have such a row.
+        With ``weight_sharing`` "reduce", return the number of examples with at least one row that
+        no mask leaves out.
         """
         total: int | Tensor = 0
         for leading, rows in self.calls.get(layer, ()):
@@ -160,8 +162,8 @@ def _fitted(mask: Tensor, leading: Shape, is_2d: bool) -> Tensor | None:
     """Return a mask [N, T] as bool of the shape ``leading``; None if it does not fit.
 
     Args:
-        is_2d: whether other calls have rows [N, T, ..] or [T, N, ..], so that rows [N T] are of
-            another kind.
+        is_2d: whether other calls have rows [N, T, ..] or [T, N, ..]. Rows [N T] then have another
+            meaning, and the mask does not fit them.
     """
     examples, positions = mask.shape
     if leading[:2] == (examples, positions):

@@ -15,17 +15,17 @@ from ds_kfac.model.rows import BatchSum
 
 
 class BackwardPass:
-    """What one backward pass has brought so far.
+    """The sums and the numbers of rows of one backward pass so far.
 
     Attributes:
         sums: factor key -> sum of g^ g^^T over the pass's rows, for factors that are made of
-            gradients.
+            gradients. g^ is a row's part of the averaged gradient.
         has_begun: whether any gradient has arrived.
-        adds: whether the pass adds to the gradient of a weight of K-FAC's, if it was not announced.
-            Other passes, such as ``autograd.grad`` through a frozen layer, do not.
+        adds: only for a pass that was not announced: whether it adds to the gradient of a weight
+            that K-FAC steps. ``autograd.grad`` through a frozen layer does not.
         forwards: the forward passes that the pass went through; a dict in place of an ordered set.
-        alive: layer -> whether a gradient that is not zero has arrived there, a bool scalar on the
-            device. In the order of arrival.
+        alive: layer -> bool scalar on the device, whether a gradient that is not zero has arrived
+            there. Layers are in the order in which their first gradients arrived.
     """
 
     def __init__(self) -> None:
@@ -41,19 +41,19 @@ class BackwardPass:
         self._uncounted: dict[str, int | Tensor] = {}
 
     def reaches(self, rows: Rows) -> None:
-        """Note that the pass has come to a call."""
+        """Note that the pass has reached a call."""
         self.has_begun = True
         if not rows.recomputed:
             self.forwards[rows.forward] = None
 
     def arrived(self, rows: Rows, with_gradient: Tensor, weight_sharing: str) -> Tensor:
-        """Note that the gradient of a call has arrived. Returns whether it has an entry that is not
-        zero, a bool scalar.
+        """Note that the gradient of a call has arrived. Returns a bool scalar, whether the gradient
+        has an entry that is not zero.
 
         Args:
             rows: the rows of the call.
-            with_gradient: bool, which rows have such an entry; for images, which entries are not
-                zero.
+            with_gradient: bool, which rows of the gradient have an entry that is not zero; for
+                images, which entries are not zero.
             weight_sharing: see :class:`ds_kfac.model.rows.RowSums`.
         """
         self.reaches(rows)
@@ -76,7 +76,7 @@ class BackwardPass:
         return alive
 
     def check_examples(self, rows: Rows, gradient: Tensor) -> None:
-        """Check that the first dimension of a call is that of the examples, as ``weight_sharing``
+        """Check that the first dimension of a call numbers the examples, as ``weight_sharing``
         "reduce" requires.
 
         Args:
@@ -84,8 +84,8 @@ class BackwardPass:
             gradient: its output gradient [N, ..], or [O] of one example.
 
         Raises:
-            ValueError: the size of the dimension is not that of the calls of the layer nearest to
-                the loss in the same forward pass.
+            ValueError: in the same forward pass, the calls of the layer nearest to the loss have
+                another number of examples.
         """
         examples = len(gradient) if gradient.ndim > 1 else 1
         nearest = next(iter(self.alive))
@@ -102,7 +102,8 @@ class BackwardPass:
             )
 
     def _fits(self, examples: int, forward: Forward, layer: str) -> bool:
-        """Return whether a layer's calls have as many examples, one by one or together."""
+        """Return whether one of a layer's calls, or all of them together, have this number of
+        examples; True if there are no calls."""
         sizes = self._examples.get((forward, layer), [])
         return not sizes or examples in (*sizes, sum(sizes))
 
@@ -110,12 +111,12 @@ class BackwardPass:
         """Return R_p: the number of rows of the layer nearest to the loss.
 
         That is the first layer whose gradient is not zero. All rows of its calls in the pass's
-        forwards count, except padding. Only the device knows which layer it is, so the host
-        computes the result for all of them, and the device chooses. Successive layers with equal
-        calls are treated as one.
+        forwards count, except padding. Only the device knows which layer it is, so the number of
+        rows is computed for all layers, and the device chooses one of these numbers. Successive
+        layers with equal calls are treated as one.
         """
         total: int | Tensor = 0
-        is_found: Tensor | None = None  # whether a layer so far has a gradient
+        is_found: Tensor | None = None  # whether a layer before had a nonzero gradient
         for _, layers in groupby(self.alive, self._calls):
             names = list(layers)
             alive = torch.stack([self.alive[name] for name in names]).any()
@@ -126,7 +127,7 @@ class BackwardPass:
         return total
 
     def _calls(self, layer: str) -> tuple[Any, ...]:
-        """Return a key that is equal for layers with as many rows."""
+        """Return a key. Layers with equal keys have equally many rows."""
         uncounted = self._uncounted.get(layer, 0)
         calls = [(*forward.calls.get(layer, ()),) for forward in self.forwards]
         # the host does not know the value of a tensor

@@ -1,4 +1,4 @@
-"""Finds which elements of a parameter a tensor holds.
+"""Find out which elements of a parameter a tensor holds.
 
 The tensor may be a view of the parameter, a copy of it, or matrices that were picked out of a
 stack. It has a place in the parameter only if autograd's graph shows that the gradient of its
@@ -39,8 +39,8 @@ VIEWS = {
     )
 }
 PASSES = VIEWS | {"ExpandBackward", "IndexBackward", "IndexSelectBackward"}
-"""Autograd nodes that pass on each element's gradient unchanged, without the digit at the end of
-their names. "Clamp" does so only if it bounded no element, which :meth:`Places.follow` checks."""
+"""Names of autograd nodes, without the digit at their end, that pass on each element's gradient
+unchanged. "Clamp" does so only if it bounded no element, which :meth:`Places.follow` checks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,8 @@ class Place:
 
     Attributes:
         param: the parameter.
-        shape, stride, offset: those of a view of the parameter with the same elements, in elements.
+        shape, stride, offset: shape, strides and storage offset of a view of the parameter that has
+            the same elements.
         chosen: int64, the numbers of the matrices that were picked out of a stack; None if none
             were picked. ``shape`` and ``stride`` then describe the copy, in which the picked
             matrices follow each other.
@@ -87,12 +88,13 @@ class _Copy:
 
 
 class Places:
-    """The places of tensors in some parameters.
+    """Finds the places of tensors in some parameters.
 
     Call :meth:`follow` after each torch function, so that copies are recognised.
 
     Args:
-        params: parameter -> number of equal matrices that it is a stack of.
+        params: parameter -> number of matrices of equal shape that it holds; 1 if it is not a
+            stack.
     """
 
     def __init__(self, params: Mapping[nn.Parameter, int]) -> None:
@@ -125,8 +127,8 @@ class Places:
         return name in ("__getitem__", "index_select") and self._picked(name, args, kwargs, output)
 
     def find(self, tensor: Any) -> Place | None:
-        """Return the place of a tensor; None if its elements or their gradients are not a
-        parameter's."""
+        """Return the place of a tensor; None if its elements, or the gradients of its elements, are
+        not those of a parameter."""
         if not isinstance(tensor, Tensor):
             return None
         base = base_of(tensor)
@@ -167,8 +169,8 @@ class Places:
         return True
 
     def _picked(self, name: str, args: tuple, kwargs: Mapping[str, Any], output: Tensor) -> bool:
-        """Remember ``stack[indices]`` with a vector of indices. It is a copy, and nothing in it
-        points to the stack. Returns whether the stack has a place."""
+        """Remember ``stack[indices]`` with a vector of indices. The result is a copy that does not
+        refer to the stack. Returns whether the stack has a place."""
         names = ("input", "dim", "index") if name == "index_select" else ("input", "index")
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         place = self.find(arguments.get("input"))
@@ -207,7 +209,7 @@ class Places:
 
 
 def _vector(index: Any, device: torch.device) -> Tensor | None:
-    """Return an index as a vector of numbers; None if it is anything else than a vector."""
+    """Return an index as a vector of numbers; None if it is not a vector."""
     if isinstance(index, list) and all(type(i) is int for i in index):
         index = torch.tensor(index, device=device)
     # torch takes uint8 for a mask

@@ -1,14 +1,14 @@
 """Find out what a module does with its parameters by reading its source code, before training.
 
-:func:`multiplied` finds the parameters that the code multiplies something by, and the layout of the
-matrix in each of them. The matrix is [O, I] in ``linear(x, self.w)``, ``x @ self.w.T`` and
-``self.w @ x``. It is [I, O] in ``x @ self.w``, ``bmm``, ``addmm`` and grouped products. In a stack
-[E, ..] each entry is a matrix, as in ``linear(x, self.w[e])``. ``self.w.view(self.E, ..)`` is such
-a stack, too. In an ``einsum`` the dimensions that are summed over are one side of the matrix, and
-its other dimensions are the other side.
+:func:`multiplied` finds the parameters by which the code multiplies, and the layout of the matrix
+in each of them. The matrix is [O, I] in ``linear(x, self.w)``, ``x @ self.w.T`` and ``self.w @ x``.
+It is [I, O] in ``x @ self.w``, ``bmm``, ``addmm`` and grouped products. In a stack [E, ..] each
+entry is a matrix, as in ``linear(x, self.w[e])``. ``self.w.view(self.E, ..)`` is such a stack, too.
+In an ``einsum``, the dimensions that are summed over form one side of the matrix, and the matrix's
+other dimensions form the other side.
 
-:func:`borrowed_weights` finds weights of child modules that a module multiplies by itself.
-:func:`tables` finds the parameters in which rows are looked up.
+:func:`borrowed_weights` finds child modules whose weights the parent module's own code multiplies
+by. :func:`tables` finds parameters in which rows are looked up, as in an embedding.
 """
 
 import ast
@@ -61,8 +61,8 @@ COPIES = {
     "contiguous",
     "clone",
 } | BOUNDS
-"""Methods whose result has the parameter's elements, maybe in another dtype. Some elements may be
-bounded; the others have the gradient of the copy."""
+"""Methods whose result has the parameter's elements, possibly in another dtype. Some elements may
+be bounded. The gradient of every other element is that of its copy."""
 KEEPS = COPIES | {"unsqueeze", "squeeze"}
 """Methods whose result is the same matrix."""
 LOOK_UPS = {"embedding", "embedding_bag", "index_select"}
@@ -70,14 +70,15 @@ LOOK_UPS = {"embedding", "embedding_bag", "index_select"}
 
 
 class MatrixLayout(NamedTuple):
-    """How a matrix lies in a parameter.
+    """How a matrix, or a stack of matrices, is stored in a parameter.
 
     Attributes:
         transposed: whether the matrix is [I, O], not [O, I].
-        first: number of leading dimensions that together are the first side; all others together
-            are the second side. If it is 0 the last two dimensions are the sides, and a third
-            dimension before them numbers the matrices of a stack.
-        stack: number of matrices that follow each other along the first of two dimensions.
+        first: number of leading dimensions that together form the first side; all other dimensions
+            form the second side. If it is 0, the last two dimensions are the sides, and a dimension
+            before them numbers the matrices of a stack.
+        stack: number of matrices that a parameter of two dimensions holds, one after the other
+            along its first dimension.
     """
 
     transposed: bool
@@ -95,8 +96,8 @@ class MatrixLayout(NamedTuple):
 
 
 def multiplied(module: nn.Module) -> Mapping[str, MatrixLayout]:
-    """Return the parameters that a module's code multiplies rows by, with the layout of the matrix
-    in each, in the order of the code."""
+    """Return parameter -> layout of the matrix in it, for the parameters by which a module's code
+    multiplies rows. They are in the order of the code."""
     layouts = _special_layouts(module)
     if layouts is None:
         return _layouts_in_code(module)
@@ -106,7 +107,8 @@ def multiplied(module: nn.Module) -> Mapping[str, MatrixLayout]:
 
 
 def _special_layouts(module: nn.Module) -> dict[str, MatrixLayout] | None:
-    """Return the layouts of modules whose products are not in their own code; None for others."""
+    """Return the layouts for a module whose products are not in its own code; None for any other
+    module."""
     kind: Any = type(module)
     if isinstance(module, nn.MultiheadAttention):  # its products are in torch's functions
         names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -164,12 +166,14 @@ def _stack(module: nn.Module, holder: nn.Module, name: str, cut: str | int) -> i
 
 
 class BorrowedWeight(NamedTuple):
-    """A module whose weight other code multiplies by, or passes to a function.
+    """A module whose weight is used by its parent's code, which multiplies by it or passes it to a
+    function.
 
     Attributes:
         module: the module that holds the weight.
-        is_called: whether that code calls the module, too.
-        matrices: number of matrices, of equally many rows each, that it cuts the weight into.
+        is_called: whether the parent's code also calls the module.
+        matrices: number of matrices, with equally many rows, into which the parent's code cuts the
+            weight.
     """
 
     module: nn.Module
@@ -178,7 +182,7 @@ class BorrowedWeight(NamedTuple):
 
 
 def borrowed_weights(module: nn.Module) -> list[BorrowedWeight]:
-    """Return the children of a module whose weights its code multiplies by itself."""
+    """Return the children of a module whose weights the module's own code uses directly."""
     if isinstance(module, nn.MultiheadAttention):  # in torch's functions
         return [BorrowedWeight(module.out_proj, False, 1)]
     kind: Any = type(module)
@@ -192,7 +196,7 @@ def borrowed_weights(module: nn.Module) -> list[BorrowedWeight]:
         if child is None:
             continue
         matrices = _stack(module, child, "weight", cut)
-        # a cut that does not fit the weight is not understood
+        # if the cut does not fit the weight, the code is not understood
         if matrices > 1 or not cut:
             weights.append(BorrowedWeight(child, is_called, matrices))
     return weights
@@ -202,16 +206,16 @@ def tables(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters in which a module's code looks up rows: the module's own parameters, or
     those of its children.
 
-    A table is stepped as an embedding is, even if it is also multiplied. It may be multiplied by a
-    head that shares it, or in a codebook, whose product only selects the nearest row and gets no
-    gradient.
+    A table is treated like an embedding, even if some code also multiplies by it. A head that
+    shares the table multiplies by it, and so does a codebook, whose product only selects the
+    nearest row and gets no gradient.
     """
     parameters = set()
     for module in model.modules():
         kind: Any = type(module)
         for path, removed_dims in _look_ups(kind):
             parameter = _parameter_at(module, path.split("."))
-            # at most a row is left
+            # the look-up leaves at most a row
             if parameter is not None and len(parameter_shape(parameter)) - removed_dims < 2:
                 parameters.add(parameter)
     return parameters
@@ -226,15 +230,15 @@ def _parameter_at(module: nn.Module, path: list[str]) -> Any:
 
 
 def kernels(module: nn.Module) -> frozenset[str]:
-    """Return the names of the module's own parameters that its code passes as the weight of a
-    convolution, as they are or after other operations."""
+    """Return the names of the module's own parameters that its code passes to a convolution as the
+    weight, either directly or after other operations."""
     kind: Any = type(module)
     return _kernels(kind) & module._parameters.keys()
 
 
 def convolves(module: nn.Module) -> bool:
-    """Return whether a convolution with a forward of its own convolves with the weight as it is,
-    and not, for example, with a standardized one."""
+    """Return whether a convolution module that overrides torch's methods convolves with its
+    unchanged weight, and not, for example, with a standardized weight."""
     for kind in type(module).__mro__:
         if kind.__module__ == nn.Conv2d.__module__:
             return False
@@ -244,17 +248,17 @@ def convolves(module: nn.Module) -> bool:
 
 
 class Operand(NamedTuple):
-    """A parameter that an expression names, such as ``self.experts.w[e].T``. It may be viewed or in
-    another dtype.
+    """A parameter as it occurs in an expression such as ``self.experts.w[e].T``. The expression may
+    also view the parameter or convert its dtype.
 
     Attributes:
-        path: "experts.w".
+        path: name of the parameter, such as "experts.w".
         transposed: whether the expression transposes it.
-        dims: number of dimensions that indices remove, or pick along.
+        dims: number of dimensions that have an index in the expression, other than a slice.
         varies: whether the value may be rows of a batch, because rows are looked up in the
             parameter, or because the variable has other values, too.
-        cut: into how many matrices its rows are viewed: "n" for ``self.w.view(self.n, ..)``, or a
-            number; "" if they are not.
+        cut: number of matrices into which the expression views the parameter's rows: a number, or
+            "n" for ``self.w.view(self.n, ..)``; "" if there is no such view.
     """
 
     path: str
@@ -265,7 +269,7 @@ class Operand(NamedTuple):
 
 
 def _end(node: ast.AST) -> tuple[int, int]:
-    """Return where the code of a node ends. The code of an inner call ends before that of the outer
+    """Return (line, column) where the code of a node ends. An inner call ends before the outer
     call, however many lines they have."""
     return getattr(node, "end_lineno", None) or 0, getattr(node, "end_col_offset", None) or 0
 
@@ -277,7 +281,7 @@ class Code:
         name: name of the function.
         arguments: names of its positional arguments.
         nodes: the nodes of its syntax tree, in the order in which they are evaluated.
-        set_here: variable -> how often it is set.
+        set_here: variable -> number of assignments to it.
         held: variable -> the parameter that it holds; the last one if it holds several.
     """
 
@@ -292,7 +296,7 @@ class Code:
             x.id for x in self.nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)
         )
         self.held = dict[str, Operand]()
-        # variable -> how often it gets another value than a parameter
+        # variable -> number of assignments of a value that is not a parameter
         others = Counter(x.arg for x in self.nodes if isinstance(x, ast.arg)) + self.set_here
         for node in self.nodes:
             if not isinstance(node, ast.Assign) or len(node.targets) != 1:
@@ -351,8 +355,8 @@ class Code:
         return inner._replace(dims=dims, varies=inner.varies or is_computed(node))
 
     def _viewed(self, call: ast.Call, inner: Operand) -> Operand | None:
-        """Return the parameter that a call of ``inner.view`` or ``inner.reshape`` names: a stack of
-        matrices, if there are three sizes."""
+        """Return the stack of matrices that a call of ``inner.view`` or ``inner.reshape`` with
+        three sizes makes of a parameter; None for any other call."""
         if inner.cut or inner.transposed:
             return None
         sizes = call.args
@@ -379,7 +383,7 @@ def codes_of(kind: Any, *, alone: bool = False) -> Iterator[Code]:
         try:
             tree = _class_tree(base)
         except (KeyError, OSError, TypeError, SyntaxError, ValueError):
-            # the class was made in a shell or by a program, or has odd wrappers
+            # there is no source if the class was made in a shell or by a program
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -389,8 +393,8 @@ def codes_of(kind: Any, *, alone: bool = False) -> Iterator[Code]:
 def _class_tree(kind: Any) -> ast.ClassDef:
     """Return the syntax tree of a class.
 
-    A file may define several classes of one name, as in if and else. The right one is that in which
-    most of the class's functions are.
+    A file may define several classes of one name, for example in both branches of an if. The right
+    definition is the one that contains most of the class's functions.
     """
     candidates = classes_of(str(inspect.getsourcefile(kind)), kind.__module__)[kind.__qualname__]
     functions = [inspect.unwrap(x) for x in vars(kind).values() if inspect.isfunction(x)]
@@ -450,14 +454,14 @@ def indices(node: ast.Subscript) -> list[ast.expr]:
 
 
 def is_computed(node: ast.Subscript) -> bool:
-    """Return whether an index is no constant, so that it may look up a row."""
+    """Return whether an index is not constant, so that it may look up a row."""
     return not all(isinstance(index, ast.Constant) for index in indices(node))
 
 
 @cache
 def _borrowed(kind: Any) -> Mapping[str, tuple[bool, str | int]]:
     """Return the children whose weights a class's code uses: name of the child -> (whether the code
-    calls the child, too, :attr:`Operand.cut` of its weight)."""
+    also calls the child, :attr:`Operand.cut` of the child's weight)."""
     taken = dict[str, str | int]()
     called = set[str]()
     for code in codes_of(kind):
@@ -539,7 +543,8 @@ def _attributes_in(node: ast.AST, code: Code, sources: Mapping[str, set[str]]) -
     """Return the attributes of self from which an expression is computed.
 
     Args:
-        sources: the same for the variables of the code so far.
+        sources: variable of the code so far -> the attributes of self from which its values are
+            computed.
     """
     found = set[str]()
     for inner in ast.walk(node):
@@ -583,7 +588,7 @@ class CodeProduct(NamedTuple):
 
     Attributes:
         weight: the parameter.
-        layout: how the matrix lies in it.
+        layout: how the matrix is stored in the parameter.
         other: name of the other operand if that is a parameter, too; else "".
         dims: for an einsum, the number of dimensions of the parameter; else 0.
     """
@@ -638,8 +643,8 @@ def _einsum_products(code: Code, node: ast.Call) -> Iterator[CodeProduct]:
 
 
 def _factors(node: ast.AST) -> tuple[ast.expr | None, ast.expr | None, bool]:
-    """Return the two operands of a matrix product, None for those that are not in the code, and
-    whether it multiplies by the transposed right one, as ``F.linear`` does."""
+    """Return (left operand, right operand, whether the right operand is transposed first, as in
+    ``F.linear``) of a matrix product. An operand that is not found is None."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
         return node.left, node.right, False
     if not isinstance(node, ast.Call):
@@ -659,14 +664,14 @@ def _factors(node: ast.AST) -> tuple[ast.expr | None, ast.expr | None, bool]:
 
 
 class Contraction(NamedTuple):
-    """An einsum that multiplies rows by a matrix, or the rows of each matrix of a stack by it.
+    """An einsum that multiplies rows by a matrix, or separate rows by each matrix of a stack.
 
     Attributes:
-        layout: how the matrix lies in its operand.
+        layout: how the matrix is stored in its operand.
         x: permutation that brings the other operand into [rows.., I..], with I.. in the order of
             the matrix.
         output: permutation that brings the output into [rows.., O..].
-        rows: number of dimensions of the rows.
+        rows: number of dimensions that number the rows.
         dims: number of dimensions of the matrix's operand.
         stacked: whether the first dimension of the rows numbers the matrices of a stack.
     """

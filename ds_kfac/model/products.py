@@ -1,14 +1,14 @@
-"""Watch products of rows with a matrix that is a parameter, while a forward pass runs.
+"""Watch, during a forward pass, the products of rows with a matrix that is a parameter.
 
 ``product_code.py`` finds such parameters in a module's code. In a captured forward pass
 :class:`Products` sees every call of a torch function. It reports the calls whose matrix is such a
-parameter, a view of one, or entries picked out of one. It is a ``TorchFunctionMode`` that is active
-only in captured forward passes and in recomputations of them.
+parameter, a view of the parameter, or entries picked out of the parameter. It is a
+``TorchFunctionMode`` that is active only in captured forward passes and in recomputations of them.
 
 A reported product is exact: the sum of g a^T over its rows is the parameter's gradient through that
-product. Therefore two things are required. First, the operand must hold all inputs of one matrix of
-the parameter, or of several matrices of a stack, as they lie in memory (``places.py``). Second, the
-rows must come from a batch. This excludes products of two parameters.
+product. Therefore two things are required. First, the operand must hold one matrix of the
+parameter, or several matrices of a stack, with all inputs and with the parameter's order in memory
+(``places.py``). Second, the rows must come from a batch. This excludes products of two parameters.
 
 Shape suffixes: O and I, the outputs and inputs of a matrix.
 """
@@ -46,14 +46,14 @@ Entry = tuple[int, slice | Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """A product of rows x [.., I] with a matrix, which gave rows [.., O] of ``output``.
+    """A product of rows x [.., I] with a matrix. Its result is ``output``, with rows [.., O].
 
     Attributes:
         param: the parameter that holds the matrix, or the stack of matrices.
         x: [.., I]; for a stack [matrices, .., I].
         output: the result of the torch function. The gradient that arrives here gives the rows of
             G.
-        transposed: whether the matrix lies [I, O] in the parameter.
+        transposed: whether the parameter stores the matrix as [I, O].
         entries: one (matrix, rows) pair for each matrix of the stack that was used, for example
             ``((3, slice(0, 17)),)``. The rows index x and the output, flattened to [rows, ..]. A
             plain matrix has one entry, ``((0, slice(None)),)``.
@@ -77,15 +77,15 @@ class Product:
 
     @property
     def picked(self) -> bool:
-        """Whether each matrix has separate rows, as each expert has its own tokens."""
+        """Whether each matrix has rows of its own, as an expert has tokens of its own."""
         return any(rows is not EVERY for _, rows in self.entries)
 
     @property
     def rows(self) -> slice:
         """The rows of all entries.
 
-        A grouped product may have more rows after those of its last group. These rows are not
-        tokens, and the output of the product is undefined there.
+        A grouped product may have rows after its last group. These rows are not tokens, and the
+        output of the product is undefined there.
         """
         ends = []
         for _, rows in self.entries:
@@ -97,13 +97,14 @@ class Product:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What a product means for one of the layers whose matrices are in the parameter.
+    """The part of a product that belongs to one layer. The product's parameter may hold the
+    matrices of several layers.
 
     Attributes:
         layer: the layer.
-        picked: which rows of the product belong to the layer. None if the matrix is not in a stack,
-            so that all rows do.
-        number: number of these rows.
+        picked: which rows of the product belong to the layer. None if all rows belong to it,
+            because the matrix is not in a stack.
+        number: number of rows of the product that belong to the layer.
         sides: the factors that the rows are for: "AG", "A" or "G".
     """
 
@@ -114,11 +115,11 @@ class Part:
 
 
 def parts_of(product: Product, layers: Sequence[LayerSpec]) -> list[Part]:
-    """Return what a product means for each layer of its parameter.
+    """Return the parts of a product that belong to the layers of its parameter.
 
     If the layers of a stack share one A, all rows go to the A of the first layer, and each layer's
     own rows go to its G. The list is empty if the sum of g a^T over the rows would not be the
-    gradient of the layers as they are described.
+    gradient of the layers' matrices.
 
     Args:
         product: the product.
@@ -128,7 +129,7 @@ def parts_of(product: Product, layers: Sequence[LayerSpec]) -> list[Part]:
     # the bias's gradient is not the sum of these rows
     if first.bias is not None and not product.biased:
         return []
-    # the product is not the one that was read from the code
+    # the product differs from the one that was found in the code
     is_turned = product.transposed != LAYERS[first.kind].transposed and min(first.shape) > 1
     if is_turned or product.x.shape[-1] != first.A.dim - (first.bias is not None):
         return []
@@ -152,15 +153,15 @@ def _length(rows: slice | Tensor, total: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Operand:
-    """An operand of a product that holds a matrix, or a stack of matrices, of a parameter.
+    """An operand of a product. It holds a matrix of a parameter, or a stack of such matrices.
 
     Attributes:
         place: where its elements are in the parameter.
-        outputs, inputs: O and I of one matrix, as far as the operand holds it.
-        transposed: whether the matrix lies [I, O] in the parameter.
+        outputs, inputs: numbers of outputs and inputs of one matrix that the operand holds.
+        transposed: whether the parameter stores the matrix as [I, O].
         columns: which outputs of the parameter's matrix it holds; None: all.
-        start: index in the parameter of the operand's first matrix.
-        step: difference between the indices of one matrix of the operand and the next.
+        start: index of the operand's first matrix in the parameter's stack.
+        step: difference between the indices of successive matrices of the operand.
         stack_dim: the dimension of the operand that numbers the matrices. None if the operand is a
             single matrix.
     """
@@ -180,11 +181,11 @@ class _How:
     """How a product was computed from its operands.
 
     Attributes:
-        is_left: whether the matrix is the left operand: W x = (x' W')'.
+        is_left: whether the matrix is the left operand, as in W x.
         scale: factor on the product, addmm's alpha.
         biased: see :class:`Product`.
-        group_ends: int [matrices], for a grouped product the last row + 1 of each group. None for
-            other products.
+        group_ends: int [matrices], the end (last row + 1) of each group of a grouped product. None
+            for other products.
     """
 
     is_left: bool
@@ -212,7 +213,8 @@ class Products(TorchFunctionMode):
     Threads that have not entered the mode are not watched.
 
     Args:
-        params: parameter -> number of equal matrices in it.
+        params: parameter -> number of matrices of equal shape that it holds; 1 if it is not a
+            stack.
         see: function that is called with each product.
 
     Attributes:
@@ -231,8 +233,9 @@ class Products(TorchFunctionMode):
     def enter(self, module: nn.Module) -> None:
         """Note that a module's forward begins, and enter the mode unless it is active.
 
-        The mode may be inactive inside of a forward that entered it: autograd runs a backward pass,
-        and what reentrant checkpointing recomputes there, without the modes around it.
+        The mode may be inactive although an outer module's forward has entered it. Autograd runs a
+        backward pass without the surrounding modes, and reentrant checkpointing recomputes
+        functions there.
         """
         begins = all(mode is not self for mode in _get_current_function_mode_stack())
         self.inside.append((module, begins))
@@ -249,8 +252,8 @@ class Products(TorchFunctionMode):
                 return
 
     def __enter__(self) -> Any:
-        # F.linear is replaced, because a mode does not see it where ZeRO-3 has put its own Python
-        # function there, nor where torch's attention calls it
+        # Replace F.linear, because a mode does not see a call of it if ZeRO-3 has replaced it by a
+        # Python function, or if torch's attention makes the call
         if not self._depth:
             self._plain = F.linear
             F.linear = self._linear
@@ -271,9 +274,10 @@ class Products(TorchFunctionMode):
         """Watch a backward pass, in which checkpointing may recompute functions outside of any
         module's call.
 
-        Autograd runs everything with the modes that are active when its engine begins. It is not
-        enough to enter the mode around ``loss.backward()``, which is itself a torch function: the
-        mode sees it, and torch runs it without the mode. So the mode is entered inside of it.
+        Autograd runs everything with the modes that are active when its engine starts. It is not
+        enough to enter the mode around ``loss.backward()``, because this call is itself a torch
+        function. Torch would pass the call to the mode, and then run it without the mode. So the
+        mode is entered inside of the call.
         """
         plain = torch.autograd._engine_run_backward
 
@@ -391,8 +395,9 @@ class Products(TorchFunctionMode):
         )
 
     def _einsum(self, args: tuple, output: Tensor) -> Product | None:
-        """Return the product of an einsum of rows with one whole matrix, or with a whole stack,
-        that is contiguous in memory."""
+        """Return the product that an einsum computes from rows and one whole matrix, or a whole
+        stack. None if the einsum computes anything else, or the matrix or stack is not contiguous
+        in memory."""
         equation, *operands = args
         if not isinstance(equation, str):
             return None
@@ -437,8 +442,8 @@ class Products(TorchFunctionMode):
         return is_aligned and prod(place.shape) * count == place.param.numel()
 
     def _operand(self, place: Place, *, is_upright: bool) -> _Operand | None:
-        """Return what an operand of a matrix product holds; None if it is not made of whole rows of
-        matrices of the parameter.
+        """Return what an operand of a matrix product holds; None if it does not hold all inputs of
+        the parameter's matrices.
 
         Args:
             place: the operand's place.
@@ -490,7 +495,8 @@ class Products(TorchFunctionMode):
     def _grouped_product(
         self, x: Tensor, operand: _Operand, output: Tensor, how: _How, group_ends: Tensor
     ) -> Product | None:
-        """Return a product in which the rows between two ends belong to one matrix of a stack."""
+        """Return a grouped product, in which the rows between two successive ``group_ends`` belong
+        to one matrix of a stack. None if the operands do not fit."""
         place = operand.place
         if x.ndim != 2 or len(place.shape) != 3 or how.is_left or place.chosen is not None:
             return None
@@ -547,15 +553,15 @@ class Products(TorchFunctionMode):
         has_columns: bool,
         how: _How,
     ) -> Product:
-        """Return a product in which each matrix of a stack has as many rows as the others.
+        """Return a product in which all matrices of a stack have equally many rows.
 
         Args:
-            x: [.., I], with all dimensions of the output but the last.
+            x: [.., I], where .. are all dimensions of the output but the last.
             operand: the stack.
             stack_dim: the dimension of the operand that numbers the matrices.
             output: the product.
             rows: number of rows of all matrices together.
-            has_columns: whether the output has rows as columns.
+            has_columns: whether the rows of the product are columns of the output, as in W x.
             how: how the product was computed.
         """
         place = operand.place
@@ -584,8 +590,8 @@ class Products(TorchFunctionMode):
 
 
 def _operands(name: str, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Return the two operands of a matrix product by a torch function; None if they are no plain
-    tensors."""
+    """Return the two operands of the matrix product that a torch function computes; None if they
+    are not plain tensors."""
     adds = name in ADDED
     if adds:
         # torch's old signature has alpha and beta by position
@@ -613,31 +619,31 @@ def _for_each_dim(size: Any, dims: int) -> Any:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Return whether a tensor has sizes and strides. Sparse and nested tensors have not."""
+    """Return whether a tensor has sizes and strides. Sparse and nested tensors have neither."""
     return x.layout is torch.strided and not x.is_nested
 
 
 def _between(ends: Sequence[int]) -> list[tuple[int, slice]]:
-    """Return (number of a matrix, its rows) for each matrix that has rows, if the rows of the
-    matrices follow each other up to these ends."""
+    """Return (number of a matrix, its rows) for each matrix that has rows. The rows of each matrix
+    begin where those of the matrix before it end."""
     starts = [0, *ends[:-1]]
     pairs = enumerate(zip(starts, ends, strict=True))
     return [(k, slice(start, end)) for k, (start, end) in pairs if end > start]
 
 
 def _equal_parts(matrices: int, each: int) -> list[tuple[int, slice]]:
-    """Return (number of a matrix, its rows) for matrices that have ``each`` rows, if any."""
+    """Return (number of a matrix, its rows) for each of several matrices with ``each`` rows."""
     return _between([(k + 1) * each for k in range(matrices)])
 
 
 def _rows_by_matrix(chosen: Tensor, each: int, count: int) -> list[Entry]:
     """Return (number of a matrix, its rows) for matrices that were picked out of a stack.
 
-    A matrix may have been picked several times. It then has the rows of each time.
+    A matrix may have been picked several times. It then has the rows of all its copies.
 
     Args:
         chosen: int64, the numbers of the picked matrices. Each has ``each`` rows of the product, in
-            this order.
+            the order of ``chosen``.
         count: number of matrices in the stack.
     """
     of_each = torch.arange(each, device=chosen.device)
@@ -656,13 +662,13 @@ def gradient_to_rows(
 ) -> Callable[[Tensor], Tensor]:
     """Return a function that turns the gradient of an output into rows [.., O].
 
-    The function gets the gradient as it arrives at the output's autograd node. If the output is a
-    view, that is the node of its base, whose dimensions may have another order.
+    The gradient arrives at the output's autograd node. If the output is a view, its gradient
+    arrives at the node of the view's base, whose dimensions may have another order.
 
     Args:
-        output: the result of a product. The function does not hold it.
+        output: the result of a product. The returned function does not keep it alive.
         sums: the einsum that made the output; None: no einsum did.
-        columns: whether the output has rows as columns, as W x has.
+        columns: whether the rows of the product are columns of the output, as in W x.
         front: dimension of the output that numbers a stack's matrices. It is moved to the front.
         scale: factor on the gradient, such as addmm's alpha.
     """
@@ -697,7 +703,7 @@ SKIPPED_FOLDERS = (
     str(Path("deepspeed", "runtime")),
 )
 MOST = 4
-"""Largest number of lines that a message names for one weight."""
+"""Largest number of lines of code that a message names for one weight."""
 
 
 class Uses(TorchFunctionMode):

@@ -1,25 +1,27 @@
-"""The proof that the rows which the hooks captured are the rows that made a layer's gradient.
+"""Prove that the rows captured by the hooks are the rows from which a layer's gradient was
+computed.
 
 A layer's gradient is dW = sum over rows of g a^T. So for any vectors u and v
 
     t = sum over rows of (u . g) (v . a)  =  u^T dW v
 
-In a step that proves, the hooks add up t for random pairs (u, v), and the step compares it with
-u^T dW v, computed from the layer's gradient. The two differ if the rows belong to another operand
-or to a stale copy, or if a use of the weight was missed. t contains all rows, also those that a
-mask leaves out of the factors, because the gradient contains them too.
+In a step with a proof, the hooks add up t for random pairs (u, v). The step then compares t with
+u^T dW v, which is computed from the layer's gradient. The two numbers differ if the captured rows
+belong to another operand or to a stale copy of the weight, or if the hooks missed a use of the
+weight. Rows that a mask leaves out of the factors are part of t, because they are part of the
+gradient.
 
 The cost is one pass over a and g, with :data:`PROBES` multiplications for each element.
 
-Note: Tolerance. Each store of dW rounds it, and it is stored n times if n gradients of
-    micro-batches, calls and ranks are added up. Let R^2 be the sum over rows of
-    ((u . g) (v . a))^2. One rounding with relative accuracy eps changes u^T dW v by about
-    0.2 eps R. n roundings change it by at most 0.2 eps R sqrt(n). Sums in fp32 over N rows and over
-    the sides O and I add 0.2 eps_32 R sqrt(N + O + I). With few rows u . g may be small by chance,
-    and then R is small while the roundings are not. Therefore |dW| is added to R. The proof allows
-    :data:`SLACK` times the result, as tests/spread.py does.
+Note: Tolerance. dW is rounded whenever it is stored: n times if it is the sum of n gradients of
+    micro-batches, calls and ranks. Let R^2 be the sum over rows of ((u . g) (v . a))^2. One
+    rounding with relative accuracy eps changes u^T dW v by about 0.2 eps R. n roundings change it
+    by at most 0.2 eps R sqrt(n). Sums in fp32 over N rows and over the sides O and I add 0.2 eps_32
+    R sqrt(N + O + I). If there are few rows, u . g may be small by chance. R is then small, but the
+    rounding errors are not. Therefore |dW| is added to R. The proof allows ten times these errors:
+    :data:`SLACK` is ten times the 0.2.
 
-Shape suffixes: n groups of a layer, O and I the sides of its matrix, D any of them, K pairs (u, v)
+Shape suffixes: n groups of a layer, O and I the sides of its matrix, D either side, K pairs (u, v)
 of a layer, P = PROBES, L layers, M layers that are compared with their gradients, C columns.
 """
 
@@ -52,23 +54,24 @@ first convolution of a ResNet on a CPU, the measured error was 1.6 times what ep
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers that the proof compares with the gradients, for L layers. All are float64.
+    """The numbers that the proof compares with the gradients of L layers. All are float64.
 
-    Summed over ranks they are the numbers of the whole step.
+    Each rank has its own numbers. Their sums over ranks describe the whole step.
 
     Attributes:
         t: [L, P], the sum t for each pair (u, v), over the engine's own backward passes. Zero for
             pairs that a layer does not have.
         squares: [L], R^2 summed over the pairs, over the same backward passes.
-        others_t: [L, P], t of other engines' backward passes through this model. The step's
-            gradient contains them unless the user has zeroed it.
-        others_squares: [L], R^2 of these passes.
-        calls: [L], number of calls that a gradient reached.
-        rows: [L], number of rows of these calls.
+        others_t: [L, P], the sum t over other engines' backward passes through this model. The
+            step's gradient includes these passes unless the user has zeroed the gradient after
+            them.
+        others_squares: [L], R^2 summed over the pairs, over other engines' backward passes.
+        calls: [L], number of calls whose output got a gradient.
+        rows: [L], number of rows of the calls whose output got a gradient.
         eps: [L], relative accuracy of the gradients' dtype, summed over the ranks that had calls.
         ranks: [L], number of ranks that had calls.
         hooked: [L], number of ranks on which a user's hook may change the layer's gradient.
-        left_out: [L], number of ranks that ask not to judge the layer.
+        left_out: [L], number of ranks that have called :meth:`Proof.leave_out` for the layer.
     """
 
     t: Tensor
@@ -100,8 +103,7 @@ class Numbers:
 
 
 class _ProbeSums:
-    """Sums over rows, for L layers, on the device: ``t_LP`` and ``squares_L`` of
-    :class:`Numbers`."""
+    """``t`` and ``squares`` of :class:`Numbers`, which are added up on the device."""
 
     def __init__(self, layers: int, device: torch.device) -> None:
         self.t_LP = torch.zeros(layers, PROBES, dtype=torch.float64, device=device)
@@ -110,7 +112,7 @@ class _ProbeSums:
 
 @dataclass
 class _HostNumbers:
-    """The part of a layer's :class:`Numbers` that the host counts, for this rank."""
+    """The entries of :class:`Numbers` that the host counts, for one layer on this rank."""
 
     calls: float = 0.0
     rows: float = 0.0
@@ -128,7 +130,8 @@ class RowCheck:
         calls, hooked, left_out: see :class:`Numbers`.
         is_zero: whether gradients arrived and all of them are zero, as below a head whose weights
             start at zero.
-        ratio: distance between t and u^T dW v, divided by the tolerance.
+        ratio: distance between t and u^T dW v, divided by the tolerance. At most 1 if the proof
+            succeeds.
         uses: text that says where the layer's weight is used.
     """
 
@@ -141,8 +144,8 @@ class RowCheck:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the proof decides anything. If the loss scale is too large, gradients are not
-        finite, and the proof decides nothing."""
+        """Whether the proof has a result. It has none if gradients are not finite, for example
+        because the loss scale is too large."""
         return isfinite(self.ratio)
 
     @property
@@ -167,13 +170,13 @@ class RowCheck:
 
 
 class Proof:
-    """The proof of one step.
+    """Add up the proof's sums during one step, and compare them with the gradients.
 
     Args:
         layers: all layers. Layers without a factor are skipped, because they have nothing to prove.
         key: returns, for a layer, the key of the factor A that its inputs go to in this step.
-        number: how many proofs the run has had. It seeds the random vectors, so that every proof
-            uses new ones, the same on every rank.
+        number: number of proofs that the run has made before. It seeds the random vectors, so that
+            every proof uses new ones, the same on every rank.
         device: device of the sums.
 
     Attributes:
@@ -199,7 +202,8 @@ class Proof:
         self._probes: dict[str, Tensor] = {}
 
     def probes(self, key: str, layer: LayerSpec) -> Tensor:
-        """Return the random vectors of a factor, fp32 [n, D, K], standard normal."""
+        """Return the random vectors for a factor, fp32 [n, D, K]: v for an A, and u for a G. Their
+        entries are standard normal."""
         if key not in self._probes:
             side = layer.A if key.endswith("/A") else layer.G
             narrow = layer.A.dim < NARROW * layer.groups
@@ -218,7 +222,7 @@ class Proof:
         return self.probes(key_of_G, layer), self.probes(self.keys[layer.name], layer)
 
     def leave_out(self, layer: LayerSpec) -> None:
-        """Do not judge a layer in this step."""
+        """Do not judge a layer in this step: it passes the proof, whatever its rows are."""
         self._on_host[layer.name].left_out = 1.0
 
     def note_hook(self, layer: LayerSpec) -> None:
@@ -227,12 +231,12 @@ class Proof:
 
     @torch.no_grad()
     def see(self, call: Call, x: Tensor, gradient: Tensor, *, others: bool = False) -> None:
-        """Add a call's rows to t.
+        """Add a call's rows to the sums of the proof.
 
         Args:
             x: the call's inputs [.., I], or images.
             gradient: the gradient of the call's output [.., O], or images.
-            others: whether another engine's backward pass brought the gradient.
+            others: whether the gradient comes from another engine's backward pass.
         """
         layer = call.layer
         layer_type = call.kind
@@ -243,9 +247,9 @@ class Proof:
         if layer_type.needs_gradients:  # a norm, whose matrix has one row
             rows = layer_type.gradient_rows(call.module, x, gradient)
             products = (times(rows, v_nIK[0]) * u_nOK[0]).reshape(-1, K).double()
-            # A row of an image's norm is a sum over positions, which may cancel while their
-            # roundings do not. The normalized input has unit variance, so the gradient alone gives
-            # the size of the terms
+            # In a norm of images a row is a sum over positions. Its terms may cancel each other,
+            # but their rounding errors do not. The normalized input has unit variance, so the
+            # gradient alone gives the size of the terms
             squares = K * gradient.double().square().sum()
         else:
             of_x, of_gradient = self._projected(call, x, gradient)
@@ -277,7 +281,7 @@ class Proof:
             rows = layer_type.gradient_rows(call.module, x, gradient)
             index, count = layer.part
             if count > 1 and rows.shape[-1] > layer.G.dim:
-                # a part of a large matrix: only its own outputs
+                # a part of a large matrix has only its own outputs
                 rows = rows.narrow(-1, index * layer.G.dim, layer.G.dim)
             of_x = times(x, weights_nIK[0])
             of_gradient = times(rows, u_nOK[0])
@@ -322,14 +326,14 @@ class Proof:
 
         Args:
             total_LC: the packed :class:`Numbers`, summed over all ranks.
-            gradients: a mapping from layer names to dW, each of ``LayerSpec.shape``: the sum over
-                ranks divided by ``divisor``. Each gradient is read once, and only one is held at a
-                time, because it may be a copy.
-            names: the layers to compare; None: all those in ``gradients``.
+            gradients: layer name -> dW, of ``LayerSpec.shape``. dW is the sum of all ranks'
+                gradients, divided by ``divisor``. Each gradient is read once, and only one is held
+                at a time, because it may be a copy.
+            names: names of the layers to compare; None: all layers in ``gradients``.
             divisor: see ``gradients``.
             world: number of ranks.
-            eps: relative accuracy of the coarsest dtype that a gradient was rounded to, for all
-                compared layers or [M] for each.
+            eps: relative accuracy of the coarsest dtype that a gradient was rounded to: one number
+                for all compared layers, or a tensor [M] with a number for each.
             floor: size below which values underflow in that dtype.
         """
         names = gradients if names is None else names
@@ -337,11 +341,11 @@ class Proof:
         ratios_L = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
         if not layers:
             return ratios_L
-        # a pair that a layer does not have is zero here, as it is in t
+        # entries for pairs that a layer does not have stay zero, as in t
         expected_MP = torch.zeros(len(layers), PROBES, dtype=torch.float64, device=self._device)
         sizes: list[Tensor] = []
         for expected_P, layer in zip(expected_MP, layers, strict=True):
-            # the gradient has no name here, so that it is freed before the next one is read
+            # no variable holds the gradient, so that it is freed before the next one is read
             sizes.append(self._add_expected(expected_P, layer, gradients[layer.name]))
         size_M = torch.stack(sizes).double()
 
@@ -355,14 +359,14 @@ class Proof:
         rounding_M = rounding_M + eps_of(torch.float32) * (total.rows + sides_M).sqrt()
         underflow_M = floor * (roundings_M * numels_M).sqrt()
 
-        # The user may have zeroed the gradients of other engines' backward passes or not: compare
-        # without them and with them, and take the better result
+        # It is unknown whether the user has zeroed the gradients of other engines' backward passes.
+        # So compare without and with these passes, and take the better result
         t_2MP = torch.stack([total.t, total.t + total.others_t]) / divisor
         squares_2M = torch.stack([total.squares, total.squares + total.others_squares])
         scale_2M = squares_2M.sqrt() / divisor + t_2MP.norm(dim=-1) + size_M
         bound_2M = SLACK * (rounding_M * scale_2M + underflow_M)
         distance_2M = (t_2MP - expected_MP).norm(dim=-1)
-        # 0 / 0 is a fit
+        # a distance of 0 fits, even if the bound is 0, too
         ratio_2M = torch.where(
             distance_2M == 0, distance_2M, (distance_2M / bound_2M).clamp(max=1e30)
         )
@@ -370,8 +374,8 @@ class Proof:
         return ratios_L.index_copy(0, indices_M, ratio_2M.amin(dim=0))
 
     def _add_expected(self, expected_P: Tensor, layer: LayerSpec, gradient: Tensor) -> Tensor:
-        """Add u^T dW v of each of a layer's pairs to ``expected_P``, in place. Returns the size of
-        its sum of K terms, |dW| sqrt(K), a scalar."""
+        """Add u^T dW v to ``expected_P``, in place, for each of the K pairs of a layer. Returns a
+        scalar, the typical norm of these K numbers: |dW| sqrt(K)."""
         u_nOK, v_nIK = self._pairs(layer)
         K = u_nOK.shape[-1]
         matrices = gradient.reshape(-1, *layer.shape[-2:])
@@ -380,7 +384,7 @@ class Proof:
         return K**0.5 * torch.linalg.vector_norm(gradient, dtype=torch.float32)
 
     def _per_layer(self, values: Sequence[int]) -> Tensor:
-        """Return numbers of layers as a tensor, float64 [M]."""
+        """Return a tensor, float64 [M], with one number for each layer."""
         return torch.tensor(values, dtype=torch.float64, device=self._device)
 
 
@@ -417,7 +421,7 @@ def accuracy(dtype: torch.dtype, device: torch.device, images: bool = False) -> 
     """Return the relative accuracy of a layer's products.
 
     Args:
-        dtype: dtype of the gradient. Under autocast the autocast dtype counts in its place.
+        dtype: dtype of the gradient. Under autocast, autocast's dtype is used instead.
         device: device of the products.
         images: whether the layer is a convolution, or a norm of images. cuDNN computes fp32
             convolutions in :data:`TF32` by default.
@@ -428,7 +432,8 @@ def accuracy(dtype: torch.dtype, device: torch.device, images: bool = False) -> 
 
 
 def times(x: Tensor, w_DK: Tensor) -> Tensor:
-    """Multiply rows [.., D] by w in fp32, some rows at a time; fp32 [.., K]."""
+    """Return the products of rows [.., D] with w, fp32 [.., K]. Only some rows are converted to
+    fp32 at a time."""
     rows = max(1, CHUNK // max(1, x.shape[-1]))
     with torch.autocast(x.device.type, enabled=False):
         parts = [part.float() @ w_DK for part in x.detach().reshape(-1, x.shape[-1]).split(rows)]

@@ -3,8 +3,8 @@
 To add a layer type, write a class and add a line to the table.
 
 The factor of a norm has a 2 x 2 block for each channel. It is the second moment of (xhat g, g),
-which is the gradient of (weight, bias) for one loss term. RMSNorm has no bias, and so a single
-number for each channel. The layer is a matrix of one row, in which a channel's weight and bias are
+which is the gradient of (weight, bias) for one loss term. RMSNorm has no bias, so its blocks are
+single numbers. The layer is a matrix of one row, in which a channel's weight and bias are
 neighbours. A has blocks of 2, and G is the identity. In norms of images [N, C, ..] the gradient of
 a loss term is the sum over an example's positions.
 
@@ -33,8 +33,8 @@ class Norm(layers.LayerType):
         """Return xhat, the normalized input before weight and bias."""
 
     def of_term(self, gradient: Tensor) -> Tensor:
-        """Return gradients for each loss term, from gradients for each position. Channels are last
-        for rows, and second for images."""
+        """Return the gradient for each loss term, given the gradient for each position. Channels
+        are the last dimension of rows, and the second dimension of images."""
         return gradient
 
     def sides(self, module: Any, bias: bool) -> tuple[int, int]:
@@ -65,7 +65,7 @@ class Norm(layers.LayerType):
         return pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
 
     def unfit(self, module: Any) -> str | None:
-        """Return why a module of this class is left alone; None if it is not."""
+        """Return why a module of this class cannot be preconditioned; None if it can."""
         if getattr(module, "weight", None) is None:
             return "it has no weight"
         if len(layers.parameter_shape(module.weight)) != 1:
@@ -86,8 +86,8 @@ class LayerNorm(Norm):
 
 
 class RMSNorm(Norm):
-    """nn.RMSNorm, and transformers' (LlamaRMSNorm etc., recognised by their name and
-    ``variance_epsilon``)."""
+    """nn.RMSNorm, and RMSNorms of transformers such as LlamaRMSNorm, which are recognised by their
+    name and ``variance_epsilon``."""
 
     def refusal(self, module: Any) -> str | None:
         is_named = type(module).__name__.endswith("RMSNorm")
@@ -172,6 +172,7 @@ TYPES = tuple(kind for kind in LAYERS if kind not in SHARDS)
 
 
 def is_linear_map(module: nn.Module) -> bool:
-    """Return whether a module is a linear map or a convolution, even if K-FAC cannot step it."""
+    """Return whether a module is a linear map or a convolution, even if K-FAC cannot precondition
+    it."""
     named = ("Conv1D", *layers.AUTOTP_KINDS, *SHARDS)
     return isinstance(module, nn.Linear | nn.modules.conv._ConvNd) or type(module).__name__ in named

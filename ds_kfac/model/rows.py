@@ -1,4 +1,5 @@
-"""Turns a call's tensors into the rows whose second moments are A and G, and adds these up.
+"""Turn a call's tensors into the rows whose second moments are A and G, and add up the second
+moments.
 
 docs/explanation/capture.md says which rows count.
 
@@ -19,7 +20,7 @@ from ds_kfac.model.convolutions import Convolution, Grid, Patches, phase
 from ds_kfac.model.layers import LayerType
 
 ROWS, PASSES, TERMS = range(3)
-"""Entries of :attr:`BatchSum.counts`."""
+"""Indices of the entries of :attr:`BatchSum.counts`."""
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -46,8 +47,8 @@ class BatchSum:
     Attributes:
         sum_P: fp32, the packed triangle of the sum.
         counts: fp32 [3], indexed by :data:`ROWS`, :data:`PASSES` and :data:`TERMS`: the number of
-            rows, this rank's number K of backward passes, and the sum of their R_p.
-        ranks: number of ranks that the rows are from.
+            rows, this rank's number K of backward passes, and the sum of R_p over these passes.
+        ranks: number of ranks whose rows are in the sum.
     """
 
     sum_P: Tensor
@@ -68,7 +69,8 @@ class BatchSum:
 
 
 def is_nonzero(rows: Tensor) -> Tensor:
-    """Return which rows [.., D] have an entry that is not zero, bool [..]. NaN is not zero."""
+    """Return which rows [.., D] have an entry that is not zero, bool [..]. NaN counts as not
+    zero."""
     if rows.shape[-1] == 0:
         return rows.new_zeros(rows.shape[:-1], dtype=torch.bool)
     return rows.abs().amax(dim=-1) != 0  # the fastest way on a CPU
@@ -107,15 +109,15 @@ def by_example(rows: Tensor) -> Tensor:
 
 
 class RowSums:
-    """Adds rows to sums.
+    """Adds the rows of calls to the sums of A and G.
 
     Args:
-        weight_sharing: with "expand" every position is a row, as fits a loss for each token. With
-            "reduce" every example is a row, which is the mean of its inputs and the sum of its
-            output gradients, as fits a loss for each sequence or image. Eschenhagen et al. 2023
-            (arXiv:2311.00636).
+        weight_sharing: with "expand", every position is a row, which suits a loss with a term for
+            each token. With "reduce", every example is a row: the mean of its inputs in A, and the
+            sum of its output gradients in G. This suits a loss with a term for each sequence or
+            image. Eschenhagen et al. 2023 (arXiv:2311.00636).
         positions: whether convolutions take a sub-sample of positions, see ``convolutions.py``.
-        stage: returns a context in which rows are added, for timings.
+        stage: returns a context in which rows are added. It is used to measure the time.
 
     Attributes:
         step: number of the step. It decides which rows a sub-sample has.
@@ -148,10 +150,10 @@ class RowSums:
         Args:
             call: the call.
             x: its inputs [.., I], or images.
-            kept: bool of the leading shape of the rows, which of them count.
+            kept: bool, of the leading shape of the rows: whether each row counts.
             alive: bool scalar, whether any row counts.
             batch: the sum.
-            stride: one row in so many is taken.
+            stride: number n; one row in n is taken.
         """
         layer = call.layer
         layer_type = call.kind
@@ -183,8 +185,8 @@ class RowSums:
             scale: Tensor | float = sample.stride * call.share
             batch.counts[ROWS].add_(kept.sum() * scale)
             if call.mask is None and not bias and not layer_type.images:
-                # Rows that do not count are zero anyway, unless no row counts, which ``alive``
-                # says. So the kernel need not look at each row
+                # Rows that do not count are zero anyway, so the kernel need not mask them. They may
+                # be nonzero only if no row counts at all, and then ``alive`` is False
                 layer.A.accumulate_(batch.sum_P, rows, scale=alive * scale)
             else:
                 layer.A.accumulate_(batch.sum_P, rows, kept=kept, bias=bias, scale=scale)
@@ -201,8 +203,8 @@ class RowSums:
         *,
         stride: int = 1,
     ) -> None:
-        """Add a call's output gradients, divided by ``scale``, to a sum of G; or to one of A, if
-        the layer's A is made of gradients.
+        """Add the outer products of a call's output gradients, divided by ``scale``, to a sum of G.
+        If the layer's A is made of gradients, they are added to a sum of A instead.
 
         Rows in fp32 are divided before the product, because the square of a gradient that is scaled
         by 2^16 may overflow. Rows in 16 bits are multiplied as they are, and the product is divided
@@ -217,7 +219,7 @@ class RowSums:
                 has no rows.
             batch: the sum.
             scale: the loss scale, a number or a scalar on the device.
-            stride: one row in so many is taken.
+            stride: number n; one row in n is taken.
         """
         layer = call.layer
         layer_type = call.kind
@@ -233,7 +235,8 @@ class RowSums:
                 sample = EVERY_ROW
             else:
                 rows = rows.reshape(-1, rows.shape[-1])
-                # a convolution has its own sample, and a norm's rows cost no matrix product
+                # a convolution has a sample of its own, and the rows of a norm need no matrix
+                # product
                 is_sampled = not layer_type.images and not layer_type.needs_gradients
                 sample = self._sample(stride, len(rows)) if is_sampled else EVERY_ROW
                 rows = sample.of(rows)
@@ -248,19 +251,19 @@ class RowSums:
             batch.counts[ROWS].add_(len(rows) * sample.stride * alive)
 
     def _sample(self, stride: int, rows: int) -> Sample:
-        """Return a sample of one row in ``stride``. Its offset changes with the step, so that every
+        """Return a sample of one row in ``stride``. The offset changes with the step, so that every
         row is equally likely to be taken."""
         stride = min(stride, rows)
         return EVERY_ROW if stride <= 1 else Sample(stride, phase(self.step, stride))
 
     def _grid(self, patches: Patches, call: Call) -> Grid:
-        """Return the grid of a convolution's patches. Both sides have the same."""
+        """Return the grid of a convolution's patches. A and G use the same grid."""
         return patches.grid(self.step if self.positions else None, max(call.layer.shape[-2:]))
 
 
 def pairs(call: Call, x: Tensor, gradient: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a call's inputs [N, T, I], each with the 1 of a bias, and its output gradients
-    [N, T, O], in fp32. For a convolution these are its patches.
+    """Return a call's inputs [N, T, I], with a 1 appended to each if there is a bias, and its
+    output gradients [N, T, O], in fp32. For a convolution these are its patches.
 
     Inputs are zero where a row does not count.
 
@@ -268,7 +271,7 @@ def pairs(call: Call, x: Tensor, gradient: Tensor, kept: Tensor) -> tuple[Tensor
         call: the call.
         x: its inputs [.., I], or images.
         gradient: its output gradients [.., O], or images.
-        kept: bool of the leading shape of the rows, which of them count.
+        kept: bool, of the leading shape of the rows: whether each row counts.
     """
     layer_type: Any = call.kind
     if isinstance(layer_type, Convolution):

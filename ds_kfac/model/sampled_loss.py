@@ -2,9 +2,9 @@
 
 :data:`SAMPLERS` lists them. Kunstner et al. 2019 (arXiv:1905.12558) explain the method.
 
-A sampler computes the loss of the training with drawn labels in place of the true ones, as a mean
-over the same terms. The true loss shows which terms these are: its gradient with respect to the
-prediction is not zero there.
+A sampler computes the training loss with drawn labels in place of the true ones, as a mean over the
+same terms. These terms are recognised by the gradient of the true loss with respect to the
+prediction, which is not zero there.
 
 Shape suffixes: N examples, T positions, C outputs.
 """
@@ -28,8 +28,8 @@ random numbers must come from the generator, so that a resumed run draws the sam
 def prediction_tensor(output: Any) -> Tensor:
     """Return the prediction in a module's output.
 
-    It is the output itself, ``logits`` of a mapping or an object, or the first tensor of a tuple
-    that is no scalar.
+    It is the output itself if this is a tensor, ``logits`` of a mapping or an object, or, in a
+    tuple or list, the first floating-point tensor that is not a scalar.
 
     Raises:
         ValueError: there is no prediction, or only a scalar, which is a loss.
@@ -55,7 +55,7 @@ def prediction_tensor(output: Any) -> Tensor:
 
 
 def mean_of_terms(values: Tensor, reached: Tensor) -> Tensor:
-    """Return the mean of the terms of a loss, without those that the true loss does not have."""
+    """Return the mean over those terms of a loss that the true loss also has."""
     weights = reached.reshape(-1).to(values.dtype)
     return (values.reshape(-1) * weights).sum() / weights.sum().clamp(min=1)
 

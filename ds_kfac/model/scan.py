@@ -28,20 +28,21 @@ from ds_kfac.model.registry import LAYERS, SHARDS, TYPES
 
 ADAPTER = re.compile(r"(^|\.)lora_[ab](\.|$)", re.IGNORECASE)
 """Regex for the names that PEFT and torchtune give to the two matrices of a low-rank adapter. Only
-the short side of each gets a factor. The gradient has no higher rank, and a factor of the long side
-would be thousands of times as large as the matrix."""
+the short side of each matrix gets a factor. The gradient's rank is at most the length of the short
+side, and a factor of the long side would be thousands of times as large as the matrix."""
 LONGEST = 16384
-"""Length of the longest side with a block-diagonal factor, which then takes half a GB. A longer
-side, such as a vocabulary, has a diagonal factor."""
+"""Length of the longest side with a block-diagonal factor. The factor of such a side takes half a
+GB. A longer side, such as a vocabulary, has a diagonal factor."""
 LONGEST_INPUT = 65536
-"""Length of the longest side with a block-diagonal factor if G is the identity. Only inputs have
-factors then. No input is a vocabulary, and with this limit the inputs of an MLP keep their
-blocks."""
+"""Length of the longest side with a block-diagonal factor if G is the identity. In this case only
+inputs have factors, and no input is as long as a vocabulary. With this limit, the inputs of a large
+MLP keep their blocks."""
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A module with direct parameters that K-FAC does not touch, and why."""
+    """A module with parameters of its own, or a single parameter, that K-FAC leaves alone, and
+    why."""
 
     name: str
     kind: str
@@ -69,7 +70,7 @@ class LayerChoice:
         gradients: whether statistics of output gradients are collected; without them G is the
             identity.
         shares: whether several layers may share one A.
-        blocks: (regex for the end of a weight's name, maps in its matrix), see
+        blocks: pairs (regex for the end of a weight's name, blocks of its matrix), see
             :mod:`ds_kfac.model.blocks`.
     """
 
@@ -84,8 +85,8 @@ class LayerChoice:
 
 
 def embedding_shapes(model: nn.Module) -> set[tuple[int, int]]:
-    """Return (words, width) of every embedding in a model. The words of a tensor-parallel one are
-    its shard's."""
+    """Return (words, width) of every embedding in a model. For a tensor-parallel embedding, words
+    is the number of words in this rank's shard."""
     shapes = set()
     for module in model.modules():
         if isinstance(module, nn.Embedding):
@@ -107,21 +108,21 @@ def scan(
 
     Args:
         model: the model.
-        choice: which layers to precondition; None: all of known types.
+        choice: which layers to precondition; None: all layers of known types.
         optimized: the optimizer's parameters; None: all that require a gradient.
-        head_shapes: shapes (O, I) by which the last layer is a language model's head. None: those
-            of the model's own embeddings. A pipeline stage is a part of a model, and its embedding
-            may be in another stage.
+        head_shapes: shapes (words, width) of embeddings. The last layer is a language model's head
+            if its (O, I) is one of them. None: the shapes of the model's own embeddings. A pipeline
+            stage is a part of a model, and its embedding may be in another stage.
 
     Raises:
-        ValueError: a pattern matches no module with parameters, a module is lazy, blocks do not
-            fit, or no layer is left to precondition.
+        ValueError: a pattern matches no module with parameters, a module is lazy, the chosen blocks
+            do not fit a matrix, or no layer can be preconditioned.
     """
     choice = choice or LayerChoice()
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise ValueError(
-            f"kfac: {lazy[0]} has no shape yet (a lazy module): run the model on one example before"
+            f"kfac: {lazy[0]} has no shape yet (a lazy module): run the model on one example first"
         )
     scanner = _Scanner(model, choice, model.parameters() if optimized is None else optimized)
     _check_patterns("include", choice.include, scanner.modules)
@@ -140,7 +141,7 @@ def scan(
         reasons = "; ".join(f"{s.name} ({s.kind}): {s.reason}" for s in skipped[:8])
         raise ValueError(
             f"kfac: {type(model).__name__} has no layer to precondition (known types: "
-            f"{', '.join(TYPES)}); check kfac.layers, or train it by AdamW. Left alone: "
+            f"{', '.join(TYPES)}); check kfac.layers, or use AdamW. Left alone: "
             f"{reasons or 'no module has parameters'}"
         )
     if head_shapes is None:
@@ -170,9 +171,9 @@ def _with_head(
     """Return the layers with a language model's head marked, see :attr:`LayerSpec.makes_words`.
 
     The head is the last layer, if it has the shape of an embedding. A layer in the middle of the
-    model that is as wide as an embedding of positions is no head. A head whose weight is tied to
-    the embedding is no layer, and then the last layer has another shape. A tensor-parallel head has
-    a part of the words, while a plain embedding beside it has all of them.
+    model is not a head, even if it has the shape of an embedding of positions. A head whose weight
+    is tied to the embedding is not preconditioned, so the last layer then has another shape. A
+    tensor-parallel head has a part of the words, while a plain embedding beside it has all of them.
     """
     head = layers[-1]
     outputs = head.G.dim
@@ -201,8 +202,8 @@ class _Scanner:
             missing bias, has no users.
         trained: the parameters that are trained.
         tied_stages: the parameters that a PipelineModule ties over its stages.
-        borrowed: module whose weight is multiplied by other code, as torch's attention multiplies
-            by that of its ``out_proj`` -> how that code uses it.
+        borrowed: module whose weight its parent's code uses -> how the parent's code uses the
+            weight. For example, torch's attention multiplies by the weight of its ``out_proj``.
         tables: the parameters in which rows are looked up.
     """
 
@@ -219,7 +220,7 @@ class _Scanner:
         for name, module in self.modules.items():
             for parameter in module.parameters(recurse=False):
                 self.users[parameter].append(name)
-        # DeepSpeed's PipelineModule has them, from its TiedLayerSpecs
+        # DeepSpeed's PipelineModule makes this ModuleDict from its TiedLayerSpecs
         tied = dict(model.named_children()).get("tied_modules")
         self.tied_stages = set[nn.Parameter]()
         if isinstance(tied, nn.ModuleDict):
@@ -235,7 +236,7 @@ class _Scanner:
         """Return the layers of a module, or the reason why it is left alone.
 
         Returns None if the layer of another module has the same parameters, and so includes this
-        one.
+        module.
         """
         kind, why = _kind(module)
         if why is not None:
@@ -277,7 +278,7 @@ class _Scanner:
                     "with its weight alone"
                 )
             if not is_product:
-                # without A the direction needs the gradient alone, which is right whatever the
+                # without A the direction depends on the gradient alone, which is right whatever the
                 # module computes
                 A = Side.identity(A.dim)
         if borrowed is not None and isinstance(module, nn.Linear):
@@ -300,7 +301,7 @@ class _Scanner:
         return [layer]
 
     def _members(self, name: str, module: nn.Module, kind: str) -> list[str]:
-        """Return the names of the modules that are one layer together with this one.
+        """Return the names of the modules that form one layer together with this module.
 
         Modules of one type that share weight and bias are one layer with several names.
         """
@@ -314,7 +315,7 @@ class _Scanner:
         return users if is_same_layer else [name]
 
     def _refused_type(self, kind: str, *, has_frozen_bias: bool) -> str | None:
-        """Return why layers of this type are left alone; None: they are not."""
+        """Return why layers of this type are left alone; None if they are preconditioned."""
         if ("Linear" if kind in SHARDS else kind) not in self.choice.types:
             return f"{kind} is not in kfac.layers.types"
         if not LAYERS[kind].needs_gradients:
@@ -329,14 +330,14 @@ class _Scanner:
     def _products(self, name: str, module: nn.Module, borrowed: int = 1) -> list[LayerSpec] | str:
         """Return the layers of a module of no known type; if there are none, the reason.
 
-        They come from the parameters that the module's code multiplies rows by. A matrix is a
+        They are found from the parameters by which the module's code multiplies rows. A matrix is a
         layer. In a stack of matrices [n, .., ..] each matrix is a layer.
 
         Args:
             name: name of the module.
             module: the module.
-            borrowed: for a linear layer whose weight other code multiplies by, the number of
-                matrices that the weight consists of there.
+            borrowed: number of matrices into which the parent's code cuts the weight of a linear
+                module; 1 for any other module.
         """
         layouts = dict(multiplied(module))
         if isinstance(module, nn.Linear) and "weight" in module._parameters:
@@ -374,7 +375,7 @@ class _Scanner:
         shape: tuple[int, ...],
         is_transposed: bool,
     ) -> LayerSpec | str:
-        """Return the layer of a matrix, or of one of a stack of matrices; or why it is left alone.
+        """Return the layer of a matrix, or of one matrix of a stack; or why it is left alone.
 
         Args:
             module_name, module: the module that holds the parameter.
@@ -421,9 +422,10 @@ class _Scanner:
     ) -> list[LayerSpec]:
         """Return the layers of a stack of matrices, such as those of a module of experts.
 
-        All experts share the A of their input, because tokens have one distribution, whichever
-        expert takes them. What an expert computes itself gets an A for each expert, unless that A
-        would be larger than the weight (I > O). A plan may give more experts an A of their own.
+        If the inputs of the stack are tokens, all experts share one A, because tokens have one
+        distribution, whichever expert gets them. If each expert has computed its input itself, each
+        has an A of its own, unless this A would be larger than the weight (I > O). A plan may give
+        more experts an A of their own.
 
         Args:
             stack: one layer of the stack, with the name of the stack.
@@ -431,7 +433,7 @@ class _Scanner:
             before: layers of the module's parameters that the code uses before this one.
             is_first, is_last: whether it is the first or the last stack in the module's code.
         """
-        # an earlier stack of as many matrices with equal inputs, as a gate before its values
+        # earlier stacks with as many matrices and inputs, such as the gates before their values
         twins = [x for x in before if x.part[1] == count and x.A == stack.A]
         has_twin = bool(twins) and not is_last
         takes_tokens = is_first or has_twin
@@ -456,13 +458,13 @@ class _Scanner:
         bias_users: Sequence[str],
         members: Sequence[str],
     ) -> str | None:
-        """Return why the layer of a module's parameter is left alone; None: it is not.
+        """Return why the layer of a module's parameter is left alone; None if it is preconditioned.
 
         Args:
             name: name of the layer.
             parameter: name of its weight in the module.
             module: the module.
-            bias_users: names of other layers that have its bias, too.
+            bias_users: names of other layers that have the same bias.
             members: names of the modules whose calls are calls of the layer.
         """
         weight: Any = module._parameters[parameter]
@@ -485,8 +487,8 @@ class _Scanner:
             )
         if weight in self.tied_stages:
             return (
-                "tied by a TiedLayerSpec: its gradient sums uses in several stages, and other "
-                "stages have the rows"
+                "tied by a TiedLayerSpec: its gradient is a sum over several pipeline stages, but "
+                "this stage has only its own rows"
             )
         if bias_users:
             return f"bias is shared with {', '.join(bias_users)}"
@@ -498,7 +500,7 @@ class _Scanner:
         return None
 
     def _not_chosen(self, name: str) -> str | None:
-        """Return why the user's choice leaves out a layer of this name; None: it does not."""
+        """Return why the user's choice leaves out a layer of this name; None if it does not."""
         include = self.choice.include
         if include and not any(re.search(pattern, name) for pattern in include):
             return "not matched by kfac.layers.include"
@@ -527,7 +529,8 @@ class _Scanner:
 
 
 def _kind(module: nn.Module) -> tuple[str, str | None]:
-    """Return the name of a module's type and None; or "" and why no type takes it."""
+    """Return the name of a module's type and None; or "" and the reason why no type describes the
+    module."""
     reasons = []
     for kind, layer_type in LAYERS.items():
         reason = layer_type.refusal(module) if isinstance(module, layer_type.kind) else ""
@@ -578,5 +581,5 @@ def _sides(name: str, dims: tuple[int, int], choice: LayerChoice) -> tuple[Side,
 
 
 def numel(parameter: Any) -> int:
-    """Return the number of a parameter's elements, also where ZeRO-3 has taken them away."""
+    """Return the number of a parameter's elements, also if ZeRO-3 has partitioned the parameter."""
     return prod(parameter_shape(parameter))

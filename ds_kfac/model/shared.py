@@ -1,8 +1,8 @@
 """Layers that see the same input share one A, for example q, k and v, or gate and up.
 
-They are found in the first captured step, by the identity of the input tensor. The rows of an input
-count once, when the gradients of all calls with that input have arrived. A row has a gradient if it
-has one in any of these calls.
+Such groups of layers are found in the first captured step, by the identity of the input tensor. The
+rows of a shared input are added to A once, when the gradients of all calls with this input have
+arrived. A row has a gradient if it has one in any of these calls.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from ds_kfac.model.calls import Call
 from ds_kfac.model.layers import LayerSpec, key_of
 
 UNWATCHED = -1
-"""Number of the inputs of layers that may not share an A."""
+"""Takes the place of an input's number if the layer may not share its A."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class InputOfGroup:
 
     Attributes:
         group: names of the layers.
-        number: number of the input.
+        number: number of the input, see :meth:`SharedInputs.number`.
         recomputed: whether a recomputation made the calls.
     """
 
@@ -61,10 +61,10 @@ class InputOfGroup:
 
 @dataclass(frozen=True, eq=False)
 class Waiting:
-    """An input whose calls have not all got their gradient.
+    """An input for which some calls have not got their gradient yet.
 
     Attributes:
-        gradients: how many gradients have arrived.
+        gradients: number of gradients that have arrived.
         input: the input, with these gradients.
     """
 
@@ -87,7 +87,8 @@ class SeenInput:
 
 
 class SharedInputs:
-    """Numbers the inputs of captured calls, and finds the groups of layers that share theirs.
+    """Assigns numbers to the inputs of captured calls, and finds groups of layers that share
+    inputs.
 
     Args:
         candidates: names of the layers that may form groups. Without candidates, the object does
@@ -110,7 +111,7 @@ class SharedInputs:
         self._total = 0
         # layer -> inputs of its calls whose gradient has arrived
         self._arrived: dict[str, list[SeenInput]] = {}
-        # layer of a group -> numbers of these inputs
+        # layer of a group -> numbers of the inputs whose gradient has arrived
         self._numbers: dict[str, set[int]] = {}
         # how many calls with an input may get a gradient
         self._calls: Counter[InputOfGroup] = Counter()
@@ -124,7 +125,7 @@ class SharedInputs:
         return waiting
 
     def called(self, call: Call) -> None:
-        """Note that a call was made whose gradient may arrive."""
+        """Note a call that may get a gradient."""
         if call.layer.name in self._group:
             self._calls[self._input_of_group(call)] += 1
 
@@ -161,8 +162,8 @@ class SharedInputs:
             self._arrived.setdefault(layer, []).append(SeenInput(number, alive))
 
     def inputs_seen(self) -> dict[str, tuple[tuple[int, bool], ...]]:
-        """Return, for each layer, the (number of the input, whether the gradient was not zero) of
-        its calls.
+        """Return layer -> one pair (number of the input, whether the gradient was not zero) for
+        each of its calls.
 
         Layers with equal entries share their inputs. Waits for the device.
         """
@@ -179,9 +180,9 @@ class SharedInputs:
     def parted(self) -> set[tuple[str, ...]]:
         """Return the groups whose layers do not share all their inputs.
 
-        In such a group there are two layers, each of which got a gradient for an input for which
-        the other got none. If only one of two layers lacks gradients, they may still share all
-        inputs, because a layer need not get a gradient for each input.
+        Two layers of such a group have both got a gradient for an input for which the other layer
+        has got none. If only one of two layers lacks gradients, they may still share all inputs,
+        because a layer need not get a gradient for each input.
         """
         parted = set()
         for group in set(self._group.values()):

@@ -1,10 +1,10 @@
 """Compile the CUDA library from csrc/cuda with nvcc, either ahead of time or at first use.
 
 Each combination of sources and flags has its own library file. The file lies next to the package if
-it was built ahead of time, otherwise in the cache folder. If neither folder has it, it is compiled
-under a lock. The lock is released when its process ends, and a process that waits too long for the
-lock compiles without it. A finished library is renamed into place, so no process can load a
-half-written one.
+it was built ahead of time, otherwise in the cache folder. If neither folder has the file, the
+library is compiled under a lock. The lock is released when the process that holds it ends, and a
+process that waits too long for the lock compiles without it. A finished library is renamed into
+place, so no process can load a half-written one.
 
 This module imports only the standard library, because setup.py must run without torch and
 DeepSpeed.
@@ -56,8 +56,8 @@ def sources(folder: Path | None = None) -> list[Path]:
 
 
 def folder() -> Path:
-    """Return the cache folder. It lies in ``TORCH_EXTENSIONS_DIR``, as for DeepSpeed's ops,
-    otherwise in ``XDG_CACHE_HOME``, otherwise in ``~/.cache``."""
+    """Return the cache folder. It is in ``TORCH_EXTENSIONS_DIR`` if that is set, as for DeepSpeed's
+    ops; otherwise in ``XDG_CACHE_HOME`` if that is set; otherwise in ``~/.cache``."""
     for variable in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"):
         parent = os.environ.get(variable)
         if parent:
@@ -106,8 +106,8 @@ def build(
             if not path.exists():
                 if into is None:
                     LOGGER.info(
-                        "ds_kfac: compiling csrc/cuda, once; ahead of time: DS_KFAC_BUILD_OPS=1 "
-                        "pip install"
+                        "ds_kfac: compiling csrc/cuda. This is done once; to do it at "
+                        "installation, use DS_KFAC_BUILD_OPS=1 pip install"
                     )
                 _compile([compiler(), *flags, *map(str, sources(source))], path)
     except OSError as problem:

@@ -1,14 +1,15 @@
 """Decide whether an implementation of an op may be used on this GPU and for these arguments.
 
 An implementation raises ``NotMadeFor`` before it writes anything if it does not support a dtype, a
-stride or a size. Plain torch supports all arguments and runs instead. Both raise a ValueError for
-wrong arguments, such as shapes that do not fit.
+stride or a size. Plain torch supports all arguments and runs instead. Both the implementation and
+plain torch raise a ValueError for wrong arguments, such as shapes that do not fit.
 
 The first time a compiled op is used, its results are compared with those of plain torch. This is
-done in every dtype of the op and on two odd shapes: a single program computes the first, and the
-second has many tiles. Rows and matrices contain small integers, so products and sums are exact in
-every dtype. The outcome is stored in the build folder for this combination of sources, versions,
-driver and GPU. Delete the file to check again. ``DS_KFAC_CHECK_OPS=0`` turns the check off.
+done in every dtype of the op and on two unusual shapes: the first is computed by a single program,
+and the second has many tiles. Rows and matrices contain small integers, so products and sums are
+exact in every dtype. The outcome is stored in a file in the build folder, for this combination of
+sources, versions, driver and GPU. Delete this file to check again. ``DS_KFAC_CHECK_OPS=0`` turns
+the check off.
 """
 
 import hashlib
@@ -36,7 +37,7 @@ CAPABILITY = (8, 0)
 def gpu_problem() -> str | None:
     """Return why our kernels cannot run on torch's current GPU, or None if they can."""
     if torch.version.hip is not None:
-        return "our kernels are for NVIDIA GPUs, torch is built for AMD's"
+        return "our kernels need an NVIDIA GPU, but torch is built for AMD GPUs"
     if torch.version.cuda is None:
         return "torch is built without CUDA"
     if not torch.cuda.is_available():
@@ -80,8 +81,8 @@ def guarded(backend: str, op: str, implementation: Callable[..., Any]) -> Callab
         except Exception as problem:
             raise RuntimeError(
                 f'{op} by the backend "{backend}" failed: {type(problem).__name__}: {problem}\n'
-                'This is a fault of the backend or of its installation; kfac.ops.backend "torch" '
-                "does without it."
+                "This is a fault of the backend or of its installation. Use kfac.ops.backend "
+                '"torch" to do without this backend.'
             ) from problem
         return getattr(functional, op)(*args, **kwargs)
 
@@ -105,8 +106,8 @@ def check_device(op: str, tensors: Sequence[Any], device_type: str | None) -> No
 
 
 SIDES = ((65, 63), (33, 648))
-"""(rows, columns) of the arguments. The second shape is aligned, and wide enough to use the tiles
-of large sides."""
+"""(rows, columns) of the matrices with which ops are checked. The second shape is aligned, and wide
+enough to use the tiles of large sides."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALLOWED = 1e-5
 """Largest allowed difference from plain torch, relative to the largest value. fp32 divisions and
@@ -205,7 +206,7 @@ def fault(op: str, implementation: Callable[..., Any], device: torch.device) -> 
             leaves = map(tree_leaves, (actual, (expected, theirs[0])))
             got, wanted = ([x for x in each if isinstance(x, Tensor)] for each in leaves)
             if len(got) != len(wanted):
-                return "is wrong: returns another number of tensors"
+                return "is wrong: returns a wrong number of tensors"
             worst = max(map(difference, got, wanted))
             if worst > ALLOWED:
                 return (
@@ -232,7 +233,7 @@ def faults(
     """Return op -> why its implementation must not be used on a device.
 
     The processes of a machine check one after the other. An op is entered in the file before it is
-    checked. If it kills its process, the next process does not run it again.
+    checked. If the check kills its process, the next process does not run the op again.
 
     Args:
         compiled: op -> (backend, implementation).
@@ -257,8 +258,8 @@ def faults(
 def _checked(
     compiled: Mapping[str, tuple[str, Callable]], device: torch.device, path: Path | None
 ) -> dict[str, str]:
-    """Return ``OP by BACKEND`` -> what is wrong with it, or "". Ops that are not in the file
-    ``path`` are checked and added to it."""
+    """Return ``OP by BACKEND`` -> what is wrong with the op, or "". Ops that are not yet in the
+    file ``path`` are checked and added to the file."""
     results: dict[str, str] = {}
     with suppress(OSError, ValueError):
         results = json.loads(path.read_text()) if path else {}

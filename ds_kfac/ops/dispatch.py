@@ -103,8 +103,8 @@ def use(
         choice = _choose(backend, device, without or {})
         if backend is not None and backend in choice.missing:
             raise ValueError(
-                f'kfac.ops.backend "{backend}" cannot run here: {choice.missing[backend]}; null '
-                "chooses one that can"
+                f'kfac.ops.backend "{backend}" cannot run here: {choice.missing[backend]}; set '
+                "it to null to choose a backend that can"
             )
         _requested = backend
         _choices.clear()

@@ -105,8 +105,8 @@ def symmetric_pack_into_(out: Tensor, starts: Sequence[int], matrices_DD: Tensor
 def symmetric_unpack_from(
     packed: Tensor, starts: Sequence[int], dims: Sequence[int]
 ) -> list[Tensor]:
-    """Return symmetric fp32 matrices from their lower triangles, which lie in a flat tensor of any
-    floating dtype."""
+    """Return symmetric fp32 matrices from their lower triangles, which are stored in a flat tensor
+    of any floating dtype."""
     matrices = []
     for start, dim in zip(starts, dims, strict=True):
         lower_DD = torch.zeros(dim, dim, device=packed.device, dtype=torch.float32)
@@ -353,7 +353,8 @@ def finish_direction_(
         norm_n: fp32, the Frobenius norms of x.
         size_n: fp32, the norms of the directions before they were orthogonalized; None: they were
             not orthogonalized.
-        target_n: fp32, the final norms. If ``size_n`` is None, these are factors instead.
+        target_n: fp32, the final norms. If ``size_n`` is None, x is multiplied by these numbers
+            instead.
         full_n: fp32. A direction whose ``size_n`` is at least this large gets the whole target. Not
             used if ``size_n`` is None.
         used_n: bool.

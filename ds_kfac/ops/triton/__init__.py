@@ -21,7 +21,7 @@ def unavailable() -> str | None:
         return "triton is not installed"
     try:
         from ds_kfac.ops.triton.scale import INTERPRET
-    except Exception as failure:  # its own library may not load
+    except Exception as failure:  # triton's own library may not load
         return f"triton is installed but does not import: {type(failure).__name__}: {failure}"
     if INTERPRET:
         return None
