@@ -560,9 +560,12 @@ def _look_ups(kind: Any) -> frozenset[tuple[str, int]]:
     """Return the look-ups in a class's code: ("NAME" or "CHILD.NAME", number of dimensions that the
     index removes).
 
-    In a stack of matrices, one removed dimension leaves a matrix, and two leave a row.
+    In a stack of matrices, one removed dimension leaves a matrix, and two leave a row. Weights of
+    children count only in code that ``forward`` runs: other methods, such as one that prunes a
+    layer, may read rows of any weight.
     """
     look_ups = set[tuple[str, int]]()
+    run_by_forward = _run_by_forward(kind)
     for code in codes_of(kind):
         if code.name.startswith(MAKES):
             continue
@@ -578,9 +581,29 @@ def _look_ups(kind: Any) -> frozenset[tuple[str, int]]:
                 if isinstance(node.func, ast.Attribute):
                     arguments.append(node.func.value)
             for operand in map(code.operand, arguments):
-                if operand is not None:
-                    look_ups.add((operand.path, operand.dims + removed_dims))
+                if operand is None:
+                    continue
+                is_of_child = "." in operand.path
+                if is_of_child and code.name not in run_by_forward:
+                    continue
+                look_ups.add((operand.path, operand.dims + removed_dims))
     return frozenset(look_ups)
+
+
+def _run_by_forward(kind: Any) -> set[str]:
+    """Return the names of the methods of a class that its ``forward`` mentions, directly or in
+    methods that it mentions."""
+    mentioned: dict[str, set[str]] = {}
+    for code in codes_of(kind):
+        mentioned.setdefault(code.name, set()).update(map(code.attribute, code.nodes))
+    found = set[str]()
+    waiting = ["forward"]
+    while waiting:
+        name = waiting.pop()
+        if name in mentioned and name not in found:
+            found.add(name)
+            waiting += mentioned[name]
+    return found
 
 
 class CodeProduct(NamedTuple):

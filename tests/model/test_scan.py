@@ -330,6 +330,24 @@ def test_slices_and_matrices_of_a_stack_are_no_tables(kind):
     assert {layer.weight for layer in scan(nn.Sequential(kind())).layers} == {"0.weight"}
 
 
+PRUNED = """
+def __init__(self):
+    nn.Module.__init__(self)
+    self.linear = nn.Linear(4, 9)
+
+def prune(self, kept):
+    self.linear.weight.data = self.linear.weight[kept].clone()
+
+def forward(self, x):
+    return self.linear(x)
+"""
+
+
+def test_rows_that_forward_does_not_look_up_make_no_table():
+    model = nn.Sequential(written(PRUNED)())
+    assert names(model) == ["0.linear"]
+
+
 def test_tables_are_no_matrices():
     positions, kernel = nn.Module(), "return some_kernel(x, self.weight) @ self.weight.T"
     positions.middle = nn.Parameter(torch.zeros(3, 1, 5, 4))
