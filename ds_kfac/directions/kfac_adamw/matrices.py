@@ -4,6 +4,7 @@ KFACAdamW steps a matrix in no K-FAC layer with its parameter group's ``lr``, an
 parameters in no layer with ``adam_lr``. The attach report counts matrices by the same rule.
 """
 
+from collections.abc import Collection
 from typing import cast
 
 from torch import nn
@@ -28,6 +29,28 @@ def other_matrices(model: nn.Module, scan: Scan) -> set[str]:
         if _is_matrix_of(model.get_submodule(module_name), own_name, parameter):
             names.add(name)
     return names
+
+
+def biases_of(matrices: Collection[str], names: Collection[str]) -> set[str]:
+    """Return the names of the biases that belong to matrices.
+
+    They are parameters of the matrices' modules whose names begin with "bias", such as those of a
+    GRU, and parameters called as a matrix with "_bias" appended. The module of a parametrized
+    weight is the one that it was registered on.
+
+    Args:
+        names: names of all parameters of the model.
+    """
+    modules = set[str]()
+    for name in matrices:
+        module, separator, _ = name.partition("parametrizations.")
+        modules.add(module.removesuffix(".") if separator else name.rpartition(".")[0])
+    found = {f"{name}_bias" for name in matrices} & set(names)
+    for name in names:
+        module, _, own_name = name.rpartition(".")
+        if module in modules and own_name.startswith("bias"):
+            found.add(name)
+    return found
 
 
 def tables_and_embeddings(model: nn.Module) -> set[nn.Parameter]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import ds_kfac_startup
-from ds_kfac.directions.kfac_adamw.matrices import other_matrices
+from ds_kfac.directions.kfac_adamw.matrices import biases_of, other_matrices
 from ds_kfac.directions.kfac_adamw.optimizer import (
     FLAG,
     GROWS,
@@ -59,8 +59,7 @@ def split_groups(
     names_in_layers = [name for layer in scan.layers for name in layer.parameters]
     order = {named[name]: index for index, name in enumerate(names_in_layers)}
     other_names = other_matrices(model, scan)
-    biases = {f"{name.removesuffix('weight')}bias" for name in other_names}
-    other_names |= biases & named.keys()
+    other_names |= biases_of(other_names, named)
     matrices = {named[name] for name in other_names} - order.keys()
     split: list[dict[str, Any]] = []
     for group in groups:
