@@ -51,9 +51,9 @@ _ATTACHED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]]" = (
     weakref.WeakKeyDictionary()
 )
 NEW = (
-    "not stepped by K-FAC, and by DeepSpeed only at stage 0 in fp32, because they were frozen or "
-    "not in the model at attach; add parameters before deepspeed.initialize and freeze after it "
-    "(docs/howto/frameworks.md): "
+    "not stepped by K-FAC, because they were frozen or not in the model at attach, and stepped by "
+    "DeepSpeed only at stage 0 in fp32; add parameters before deepspeed.initialize and freeze "
+    "after it (docs/howto/frameworks.md): "
 )
 BY_HAND = (
     "optimizer.load_state_dict loads nothing of K-FAC's state, which stays as it is; "
