@@ -212,7 +212,7 @@ def recipe_warnings(
 
 
 def _decay_apart(recipe: Recipe, weight_decay: float) -> float:
-    """Return how far apart the two weight decays are: the absolute difference of their logarithms."""
+    """Return the absolute difference of the logarithms of a recipe's and a run's weight decay."""
     ratio = max(weight_decay, LEAST_DECAY) / max(recipe.weight_decay, LEAST_DECAY)
     return abs(math.log(ratio))
 
