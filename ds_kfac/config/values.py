@@ -156,7 +156,7 @@ class Piecewise(_Form, Generic[Number]):
         values = info.data.get("values")  # None if the values have errors
         if values is not None and len(steps) != len(values) - 1:
             raise ValueError(
-                f"must be one fewer than the values: {len(values) - 1} for {len(values)} values"
+                f"must be one fewer than the values, {len(values) - 1} for {len(values)} values"
             )
         if any(later <= earlier for earlier, later in pairwise(steps)):
             raise ValueError("steps must be strictly increasing")
@@ -340,7 +340,7 @@ def _nearest(location: tuple[str, ...], block: Mapping[str, Any], model: Model) 
     """
     *parents, key = location
     if key in OF_OPTIMIZER:
-        return "it belongs in optimizer.params of KFACAdamW"
+        return "it belongs into optimizer.params of KFACAdamW"
     prefix = "".join(f"{parent}." for parent in parents)
     inner = model
     in_schedule = False

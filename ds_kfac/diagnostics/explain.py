@@ -46,11 +46,11 @@ def explain(job: Job, scan: Scan, name: str | None = None) -> str:
     for module in scan.skipped:
         if module.name == layer_name:
             return (
-                f"{name} ({module.kind}, {module.numel:,} parameters) is not preconditioned; the "
-                f"reason at attach: {module.reason}"
+                f"{name} ({module.kind}, {module.numel:,} parameters) is not preconditioned; at "
+                f"attach: {module.reason}"
             )
     near = get_close_matches(name, [*explanations, *(module.name for module in scan.skipped)])
-    hint = f"similar names are {', '.join(near)}; " if near else ""
+    hint = f"near it are {', '.join(near)}; " if near else ""
     raise ValueError(
         f"ds_kfac: explain({name!r}): no such layer on this rank; {hint}engine.kfac.explain() "
         "lists all layers"

@@ -36,7 +36,7 @@ NOT_PASSED_ON = (
 NO_RANK = (
     "ds_kfac: no launcher has started this process: RANK is not in its environment, but other "
     "variables of a launcher or of MPI are. DeepSpeed therefore asks mpi4py, which is not "
-    "installed. Start the script with `deepspeed {script}`, or with torchrun"
+    "installed; start it with `deepspeed {script}`, or with torchrun"
 )
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 """Environment variables that launchers set for every rank."""
@@ -225,7 +225,7 @@ def check_tensors(model: Any, arguments: dict[str, Any]) -> None:
             )
         if parameter.numel() and parameter.stride(-1) != 1:
             raise ValueError(
-                f"ds_kfac: {name} is stored in another order than its shape (channels_last, or a "
+                f"ds_kfac: {name} is stored in another order than its shape (channels_last, a "
                 "transposed matrix, as qr and svd return), and deepspeed.initialize cannot "
                 "broadcast it; set p.data = p.data.contiguous() before. For channels_last convert "
                 "the images, or at ZeRO stage 0 convert the model after initialize"
@@ -242,9 +242,9 @@ def _check_membership(named: Mapping[str, nn.Parameter], arguments: dict[str, An
         if id(tensor) not in model_ids:
             raise ValueError(
                 f"ds_kfac: the optimizer was given a parameter of shape {list(tensor.shape)} that "
-                "is not in the model, but perhaps in a copy of the model or in a loss with learned "
-                "weights. Make it a parameter of the model that is given to initialize, or step it "
-                "with another optimizer"
+                "the model has not got; it may belong to a copy of the model, or to a loss with "
+                "learned weights. Make it a parameter of the model that is given to initialize, or "
+                "step it with another optimizer"
             )
 
 

@@ -135,7 +135,7 @@ def summary(
     ]
     if share.fraction < LOW_SHARE:
         low = (
-            f"  WARNING: below {LOW_SHARE:.0%} of the matrix parameters; K-FAC does not step: "
+            f"  WARNING: below {LOW_SHARE:.0%} of the matrix parameters; left out: "
             f"{share.exceptions()}"
         )
         warnings = [low, *warnings]

@@ -432,8 +432,8 @@ class Attachment:
             left = share_of(self.engine.module, self._found, without=unfit).curved_fraction
             texts.append(
                 "the captured rows of these layers do not make up their gradients, and until "
-                f"they do, {kfacs[0].rule.facts.without_curvature}: {layers}. Now {left:.0%} of "
-                "the trained matrix parameters have curvature instead of "
+                f"they do, {kfacs[0].rule.facts.without_curvature}: {layers}. With curvature are "
+                f"{left:.0%} of the trained matrix parameters, not "
                 f"{self._share.curved_fraction:.0%} (docs/explanation/capture.md)"
             )
         for text in texts:

@@ -180,7 +180,7 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     "middle of a step": (
         lambda e: e.engine is not None and is_waiting(e.engine),
-        "there are gradients that no step has used yet, and they would be lost: attach before the "
+        "there is a gradient that no step has taken yet, and it would be lost: attach before the "
         "first backward of a step, or after the engine.step() that ends a step",
     ),
     "pipeline of another kind": (

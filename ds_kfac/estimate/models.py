@@ -1,4 +1,4 @@
-"""The model of an estimate: built on the meta device from a name on the command line."""
+"""Build the model of an estimate on the meta device, from a name on the command line."""
 
 import importlib
 import os
@@ -75,8 +75,8 @@ def _of_transformers(transformers: Any, path: str) -> Any:
     names, otherwise a causal language model."""
     if not os.path.exists(path):
         raise ValueError(
-            f"model hf:{path}: no such file or folder; give a model's config.json, nothing is "
-            "downloaded"
+            f"model hf:{path}: no such file or folder; give the path of a model's config.json, "
+            "because nothing is downloaded"
         )
     try:
         config = transformers.AutoConfig.from_pretrained(path)
