@@ -448,7 +448,7 @@ def _left_out(arguments: Mapping[str, Any], tag_directory: Path) -> str | None:
 
 
 def _without_state(tag_directory: Path, other_values: Values | None) -> str:
-    """Return a text which says that K-FAC starts afresh because the checkpoint has no K-FAC state."""
+    """Return a text which says that a checkpoint has no K-FAC state and K-FAC starts afresh."""
     if other_values is not None:
         continuing = "; weights, scheduler, step and AdamW's moments of all parameters continue"
     else:
