@@ -61,7 +61,7 @@ def _describe(parser: argparse.ArgumentParser, *, check: bool = False) -> None:
     default = "" if check else '; default: KFACAdamW, stage 0, an empty "kfac" block'
     parser.add_argument("--config", required=check, help=f"DeepSpeed config (JSON){default}")
     parser.add_argument(
-        "--world", type=_count, required=not check, default=1, help="data-parallel ranks"
+        "--world", type=_count, required=not check, default=1, help="number of data-parallel ranks"
     )
     if check:
         return

@@ -139,7 +139,8 @@ def _read_layers(
 
 
 def _rows_here(kfac: KFACPreconditioner, header: Header) -> dict[str, float] | None:
-    """Return layer -> rows of a rank in a step; None if the next captured step has to show them."""
+    """Return layer -> number of rows of a rank in a step. None if these numbers are unknown until
+    the next captured step."""
     if header.ranks.get(kfac.engine_view.domain.name) != kfac.channel.world:
         return None  # with another number of ranks, each rank has other rows
     rows = {name: header.rows[saved] for name, saved in kfac.names.items() if saved in header.rows}

@@ -145,7 +145,7 @@ class Header(_Record):
         shared: groups of layers that share one A; None if they were not known yet.
         rows: layer name -> mean rows of a rank in a step. Empty if they were not known yet, or if
             nothing depends on them.
-        ranks: domain -> number of its ranks, each of which had these rows.
+        ranks: domain -> number of its ranks. ``rows`` is for this number of ranks.
         timetable: the adaptive rule's state.
         ready: keys of the factors that have been decomposed.
         files: file name -> the file's entry.

@@ -38,22 +38,27 @@ def resolve(
     corrects = adaptive and METHODS[config.preconditioner.method].rotates
     answers: tuple[tuple[str, str, Any, str], ...] = (
         ("factor", "fisher", fisher, "this optimizer's"),
-        ("factor", "dense_max", DENSE_MAX, "longer sides in blocks"),
+        ("factor", "dense_max", DENSE_MAX, "longer sides are cut into blocks"),
         (
             "eigenbasis",
             "refresh_interval",
             config.factor.update_interval.times(REFRESH),
-            f"{REFRESH} factor updates",
+            f"every {REFRESH} factor updates",
         ),
-        ("damping", "value", Value.constant(DAMPING[damping_kind]), f"of {damping_kind} damping"),
+        (
+            "damping",
+            "value",
+            Value.constant(DAMPING[damping_kind]),
+            f"default of {damping_kind} damping",
+        ),
         (
             "preconditioner",
             "eigenvalues",
             "corrected" if corrects else "kronecker",
-            "by the optimizer",
+            "fits the optimizer",
         ),
-        ("preconditioner", "kl_clip", Value.constant(KL_CLIP), "KAISA's"),
-        ("layers", "types", TYPES, "others are asked for by name"),
+        ("preconditioner", "kl_clip", Value.constant(KL_CLIP), "as in KAISA"),
+        ("layers", "types", TYPES, "this key adds other types"),
     )
     reasons = []
     for block, key, value, why in answers:

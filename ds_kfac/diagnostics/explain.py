@@ -276,14 +276,14 @@ class LayerExplanation:
         curvature = self.curvature
         key = factor.key
         others = ", ".join(name for name in factor.layers if name != self.layer.name)
-        shared = f", one with {others}" if others else ""
+        shared = f", shared with {others}" if others else ""
         text = f"{factor.side.kind}, {factor.side.dim} wide{shared}; on rank {self._owner(factor)}"
         if key not in curvature.factors:
             return f"{text}: call explain there for its updates"
         count = float(curvature.factors[key].updates)
         text += f"; {count:.0f} updates"
         if key not in curvature.log.batches:
-            return f"{text}, none since this process started or loaded"
+            return f"{text}, none since this process started or loaded a checkpoint"
         return f"{text}; last batch: {self._last_batch_text(factor, has_updates=count > 0)}"
 
     def _last_batch_text(self, factor: FactorSpec, *, has_updates: bool) -> str:
@@ -310,4 +310,4 @@ class LayerExplanation:
             asked = needed(factor, wanted)
             if rows < asked:
                 text += f", fewer than the {asked} that an update asks for (factor.rows)"
-        return f"{text}, scaled down: far above the average" if limited else text
+        return f"{text}, scaled down because it was far above the average" if limited else text

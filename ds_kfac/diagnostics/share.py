@@ -58,7 +58,8 @@ class Share:
 
     @property
     def unclear_fraction(self) -> float:
-        """Elements of unclear parameters, as a fraction of those of matrices and unclear ones."""
+        """Elements of unclear parameters, divided by the elements of matrices and unclear
+        parameters."""
         unclear = sum(size for _, size in self.unclear)
         return unclear / max(1, self.matrices + unclear)
 

@@ -60,8 +60,8 @@ BY_HAND = (
     "engine.load_checkpoint loads both"
 )
 BROKEN = (
-    "the step raised an error, so it has changed some of the parameters, moments and factors and "
-    "not others, as with any optimizer: load a checkpoint before you train on"
+    "the step raised an error, so some parameters, moments and factors are changed and the others "
+    "are not, as with any optimizer: load a checkpoint before you train on"
 )
 OUTSIDE = "gradients of other backwards"
 """Key in ``Attachment._warned`` of the warning about backward passes outside of the engine."""

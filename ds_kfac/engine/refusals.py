@@ -354,7 +354,7 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     "kfac.rescale_weights with tensor parallelism": (
         lambda e: e.config.rescale_weights and e.sharded,
-        "each rank knows the norm of its own shard only: set it to false",
+        "each rank knows only the norm of its own shard: set it to false",
     ),
     "KFACAdamW with pipeline stages of different numbers of parameter groups": (
         lambda e: (
@@ -362,7 +362,7 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
             and len(set(gathered(len(e.engine.optimizer.param_groups)))) > 1
         ),
         "ZeRO-1 computes one norm per group across stages and would deadlock: give every stage "
-        "both K-FAC parameters and others, or give none both (kfac.layers.types)",
+        "both kinds of parameters, or give every stage only one kind (kfac.layers.types)",
     ),
     "KFACAdamW with AutoTP": (
         lambda e: bool(e.own and e.engine is not None and e.engine.autotp_size() > 1),

@@ -63,7 +63,7 @@ QUESTIONS = {
         grows=True,
     ),
     "step to weight": Question(
-        "size of a step over that of the weights",
+        "size of a step / size of the weights",
         r"(?i:kfac)_(?=step_to_weight$|nu$)",
         f"{COUNTERS}, or use a framework's logs; with another optimizer than KFACAdamW they have "
         "kl-clip's factor nu instead",
