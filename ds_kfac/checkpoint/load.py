@@ -111,7 +111,7 @@ def _read_factors(
     saved_keys: Mapping[str, str],
     problems: list[str],
 ) -> dict[str, KroneckerFactor]:
-    """Return the factors that this rank owns and the save has, by key."""
+    """Return factor key -> factor, for the factors that this rank owns and the save has."""
     owners = kfac.plan.assignment.eigen_workers
     factors = {}
     for spec in specs:
@@ -126,7 +126,7 @@ def _read_factors(
 def _read_layers(
     kfac: KFACPreconditioner, folder: Path, header: Header, problems: list[str]
 ) -> dict[str, LayerState]:
-    """Return the layers that this rank preconditions and the save has, by name."""
+    """Return layer name -> state, for the layers that this rank preconditions and the save has."""
     layers = {}
     for layer in kfac.owned:
         saved_name = kfac.names[layer.name]

@@ -84,8 +84,8 @@ class _Record(BaseModel):
 
 
 class FactorKinds(_Record):
-    """What the factors are second moments of, for example ``A="expand"``, ``G="empirical,
-    expand"``. Averages of different kinds must not be mixed."""
+    """Names for the rows whose second moments A and G are, for example ``A="expand"`` and
+    ``G="empirical, expand"``. Averages of different kinds must not be mixed."""
 
     A: str
     G: str

@@ -108,8 +108,8 @@ class DampingConfig(Block):
 
 
 class PreconditionerConfig(Block):
-    """How gradients are preconditioned. The optimizer KFACAdamW needs the method ``eigen``, and
-    apart from it only ``precision`` has an effect there."""
+    """How gradients are preconditioned. With the optimizer KFACAdamW ``method`` must be ``eigen``,
+    and of the other keys only ``precision`` has an effect."""
 
     precision: Literal["highest", "tf32"] | None = None
     """Precision of the products into the eigenbasis and back. null: ``tf32`` on GPUs that have it,

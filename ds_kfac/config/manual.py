@@ -99,7 +99,7 @@ WHY = {
     "report": "choice of output",
     "adaptive": "SP-NGD's rule; with 0.3, 21 % of the statistics were sent "
     "([measured](../explanation/scaling.md#measured))",
-    "rescale_weights": "SP-NGD's rule for weights that a norm follows",
+    "rescale_weights": "SP-NGD's rule for weights that are followed by a norm",
     "factor.update_interval": f"trades cost against loss ({_TUNE})",
     "factor.decay": "0 is SP-NGD's choice: statistics of one batch",
     "factor.fisher": "saves memory, or gives the true Fisher matrix",

@@ -163,7 +163,7 @@ WITHOUT = {
     f"is made",
     "fused_adam": '"torch_adam": true in the optimizer\'s params',
 }
-"""Op -> what a program can do to need no such op."""
+"""Op -> what a program can set so that DeepSpeed does not compile the op."""
 _announced: set[str] = set()
 """Ops of which :func:`warn_of_compilation` has warned."""
 

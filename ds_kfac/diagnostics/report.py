@@ -34,7 +34,7 @@ LINES = 12
 LOW_SHARE = 0.8
 """Fraction of the trained matrix parameters below which the summary names what is left out."""
 MEMORY_SHARE = 0.1
-"""Fraction of a device's free memory above which K-FAC's need for memory is a warning."""
+"""Fraction of a device's free memory. If K-FAC needs more than this, the report has a warning."""
 BATCH_NORM: Any = nn.modules.batchnorm._BatchNorm
 
 PIPELINE_SCALES = (

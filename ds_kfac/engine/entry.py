@@ -362,7 +362,7 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
     if config is None:
         raise ValueError(
             'ds_kfac.attach: the engine\'s DeepSpeed config has no "kfac" block; add it or pass '
-            "config="
+            "it as config="
         )
     given = config if isinstance(config, KFACConfig) else parse(config)
     if isinstance(attached, Attachment):

@@ -220,7 +220,7 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     "AutoEP with one product for gate and up": (
         lambda e: any(mixture.experts.gate_up_impl != "separate" for mixture in e.mixtures),
-        "that product is with a copy of both weights: set expert_parallel.gate_up_impl to "
+        "this product uses a copy of the two weights: set expert_parallel.gate_up_impl to "
         '"separate"',
     ),
     "tensor and sequence parallelism": (
@@ -370,8 +370,8 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
         "build the layers as shards, as Megatron does",
     ),
 }
-"""Mode or combination -> (function that says whether it applies, why it is refused and what to
-change). Used by attach and by the estimator.
+"""Name of a mode or combination -> (function that returns whether a context has it, text with the
+reason and the remedy). Used by attach and by the estimator.
 
 Every rank checks the entries in this order, because some checks are collective if there is an
 engine.

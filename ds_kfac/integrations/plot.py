@@ -69,7 +69,7 @@ QUESTIONS = {
         "kl-clip's factor nu instead",
     ),
     "failures": Question(
-        "so far; layers of the last step",
+        "number so far; for layers, in the last step",
         r"(?i:kfac)_(?=" + "|".join(HEALTH) + r")",
         f"{COUNTERS}; a framework's logs have only the counters that are not 0",
     ),
