@@ -66,7 +66,7 @@ class LayerExplanation:
             factors.
         state: what this rank keeps of the layer; None if this rank is not one of the layer's
             gradient workers.
-        basis: the word for what preconditions the layer: "basis" or "inverse".
+        basis: "basis" or "inverse", the word for the matrices that precondition the layer.
     """
 
     def __init__(self, kfac: KFACPreconditioner, layer: LayerSpec) -> None:

@@ -30,8 +30,8 @@ MOST_APART = math.log(FAR) + 1e-6
 """Difference of the logarithms of two values above which they are far apart. A weight decay of 0.1
 instead of 1 is not far."""
 MOST_ABOVE = math.log(FAR) - 1e-6
-"""The same limit for a learning rate above the recipe's. Exactly ten times a recipe's learning rate
-is far, because it is probably a typing error."""
+"""Difference of the logarithms above which a learning rate is far above a recipe's. Exactly ten
+times a recipe's learning rate is far, because it is probably a typing error."""
 LEAST_DECAY = 0.01
 """A weight decay that has hardly any effect. Smaller values are treated as this value."""
 BETA2 = (0.5, 0.999)

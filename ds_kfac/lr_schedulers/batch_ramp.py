@@ -27,9 +27,8 @@ STATE = "batch_ramp"
 class BatchRamp:
     """Double the batch after given numbers of samples, by more micro-batches in a step.
 
-    A ramp replaces the engine's learning-rate scheduler. It steps the replaced scheduler once for
-    every first batch's number of samples, so ``total_num_steps`` is the same as with a constant
-    batch.
+    A ramp replaces the engine's learning-rate scheduler. It steps the replaced scheduler as often
+    as if the batch had not grown, so ``total_num_steps`` is the same as with a constant batch.
 
         engine, _, _, _ = ds_kfac.initialize(...)
         ds_kfac.BatchRamp(engine, largest=512, at=[1_000_000, 2_000_000])
