@@ -331,7 +331,7 @@ def read_header(folder: Path) -> Header:
         )
     header = checked(Header, content, path)
     if header.save_id != folder.name:
-        raise ValueError(f"{path}: belongs to save {header.save_id}, not to {folder.name}")
+        raise ValueError(f"{path}: is of save {header.save_id}, not of {folder.name}")
     return header
 
 

@@ -203,7 +203,7 @@ def recipe_warnings(
     if not far:
         return []
     values = ", ".join(
-        f"{name} {value:g} (recipe: {of_recipe:g})" for name, (value, of_recipe) in far.items()
+        f"{name} {value:g} ({of_recipe:g} there)" for name, (value, of_recipe) in far.items()
     )
     return [
         f"far from every recipe for a {model}; the nearest is {nearest.title!r} in "
