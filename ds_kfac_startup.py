@@ -1,9 +1,10 @@
 """The code that implements ``DS_KFAC=1``. ``ds_kfac.pth`` runs it in every Python process.
 
-If ``DS_KFAC`` asks for K-FAC, ds_kfac is imported as soon as deepspeed has been imported, and sees
-the variable itself and enables K-FAC. At the end, a message appears if a program has trained
-without K-FAC. The variable is read after the import of deepspeed, so a script may set it before
-that. If the variable does not ask for K-FAC, ``deepspeed.initialize`` warns if its config does.
+If ``DS_KFAC`` asks for K-FAC, this file imports ds_kfac as soon as deepspeed has been imported, and
+ds_kfac reads the variable and enables K-FAC. If the program has then trained without K-FAC, a
+message says so when the program ends. The variable is read right after the import of deepspeed, so
+a script may set it before this import. If the variable does not ask for K-FAC but the DeepSpeed
+config does, ``deepspeed.initialize`` warns.
 
 This file imports only small modules. In a process that never imports deepspeed, it costs 0.1 ms.
 """
@@ -21,7 +22,7 @@ NEVER_IMPORTED = (
     'TrainingArguments(deepspeed="ds_config.json")'
 )
 TOO_LATE = (
-    "DS_KFAC was set when deepspeed had been imported already. Set it before, or call "
+    "DS_KFAC was set when deepspeed had been imported already. Set it before the import, or call "
     "ds_kfac.enable() before the "
     "engine is built"
 )
@@ -30,14 +31,14 @@ TOO_LATE = (
 UNREAD = (
     'the config has a "kfac" block, which DeepSpeed alone does not read: this engine trains '
     "without K-FAC. Import "
-    'ds_kfac and call ds_kfac.initialize, or start with `python -m ds_kfac run`. "kfac": '
-    '{"enabled": false} says '
-    "that it is meant"
+    "ds_kfac and call ds_kfac.initialize, or start with `python -m ds_kfac run`. If it is meant "
+    'to train without, add "enabled": false to '
+    "the block"
 )
 HOW = "import ds_kfac before deepspeed.initialize, or start with `python -m ds_kfac run`"
 NAMED = f"ds_kfac: KFACAdamW is an optimizer of ds_kfac, not of DeepSpeed: {HOW}"
 MISSPELT = (
-    f'ds_kfac: optimizer.type "{{name}}" does not exist; did you mean "KFACAdamW"? For that {HOW}'
+    f'ds_kfac: optimizer.type "{{name}}" does not exist; did you mean "KFACAdamW"? If so, {HOW}'
 )
 
 
@@ -106,9 +107,10 @@ def install():
 
 
 def watch_initialize(deepspeed):
-    """Make ``deepspeed.initialize`` warn if its config asks for K-FAC and nothing reads that block.
+    """Make ``deepspeed.initialize`` warn if its config has a "kfac" block that nothing reads.
 
-    If ds_kfac is imported, it reads the block. Its own call of this function causes no warning.
+    If ds_kfac is imported, it reads the block, and its own call of ``deepspeed.initialize`` causes
+    no warning.
     """
     from functools import wraps  # costs nothing here, because deepspeed has imported it
 

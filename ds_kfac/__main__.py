@@ -48,25 +48,25 @@ def _describe(parser: argparse.ArgumentParser, *, check: bool = False) -> None:
     parser.add_argument(
         "--optimizer",
         metavar="TYPE",
-        help="the one that the script passes, such as AdamW, if the config has none",
+        help="type of the optimizer that the script passes, such as AdamW, if the config has none",
     )
     parser.add_argument(
         "--dtype",
         choices=("fp32", "bf16", "fp16"),
-        help='of the parameters, where the config has "auto", or nothing',
+        help='dtype of the parameters, if the config has "auto" or nothing for it',
     )
     parser.add_argument(
-        "--lora", type=_count, metavar="R", help="train adapters of this rank only, put in by peft"
+        "--lora", type=_count, metavar="R", help="train only adapters of this rank, added by peft"
     )
     default = "" if check else '; default: KFACAdamW, stage 0, an empty "kfac" block'
     parser.add_argument("--config", required=check, help=f"DeepSpeed config (JSON){default}")
     parser.add_argument(
-        "--world", type=_count, required=not check, default=1, help="data-parallel ranks"
+        "--world", type=_count, required=not check, default=1, help="number of data-parallel ranks"
     )
     if check:
         return
     parser.add_argument(
-        "--stage", type=int, choices=range(4), help="ZeRO stage, in place of the config's"
+        "--stage", type=int, choices=range(4), help="ZeRO stage; default: the config's"
     )
     parser.add_argument(
         "--batch-rows",
@@ -76,7 +76,7 @@ def _describe(parser: argparse.ArgumentParser, *, check: bool = False) -> None:
         "default: the config's batch times the model's context",
     )
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="whose builtin costs count"
+        "--device", choices=("cuda", "cpu"), default="cuda", help="device with these builtin costs"
     )
     parser.add_argument(
         "--device-flops", type=_rate, metavar="F", help="FLOP/s of K-FAC's products, fp32 or TF32"
@@ -85,7 +85,7 @@ def _describe(parser: argparse.ArgumentParser, *, check: bool = False) -> None:
         "--model-flops",
         type=_rate,
         metavar="F",
-        help="FLOP/s that the model's forward and backward reach; default: those of the products",
+        help="FLOP/s that the model's forward and backward reach; default: as K-FAC's products",
     )
     parser.add_argument(
         "--costs",
@@ -93,7 +93,9 @@ def _describe(parser: argparse.ArgumentParser, *, check: bool = False) -> None:
         help="rates of a machine, as python -m benchmarks.kernels.costs "
         "measures them; default: builtin ones, with which runs plan",
     )
-    parser.add_argument("--link-gbps", type=_rate, metavar="G", help="Gbit/s of a rank, each way")
+    parser.add_argument(
+        "--link-gbps", type=_rate, metavar="G", help="network Gbit/s of a rank, each way"
+    )
     parser.add_argument(
         "--node-size", type=_count, metavar="N", help="ranks of a node; default: one"
     )
@@ -115,14 +117,14 @@ def _describe_factors(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data",
         required=True,
-        help="text file, .jsonl with a field text, or folder of the package "
-        "datasets, for hf: models; or module:function, (rank, ranks) -> batches",
+        help="for hf: models a text file, a .jsonl with a field text, or a folder of the package "
+        "datasets; or module:function, which is called with (rank, ranks) and returns batches",
     )
     parser.add_argument(
         "--out",
         required=True,
         type=Path,
-        help="folder for the files; factors that it holds are replaced",
+        help="folder for the files; factors that are in it are replaced",
     )
     parser.add_argument(
         "--config", help='DeepSpeed config: ZeRO stage, bf16, offload, and its "kfac" block'
@@ -132,23 +134,25 @@ def _describe_factors(parser: argparse.ArgumentParser) -> None:
         type=_count,
         default=512,
         metavar="T",
-        help="hf: models: tokens of a sequence, 512; texts are joined",
+        help="hf: models: tokens of a sequence, into which texts are joined; default: 512",
     )
     parser.add_argument(
         "--batch",
         type=_count,
         default=8,
         metavar="N",
-        help="hf: models: sequences of a rank at a time, 8",
+        help="hf: models: sequences of a rank at a time; default: 8",
     )
-    parser.add_argument("--limit", type=_count, metavar="N", help="hf: models: sequences at most")
+    parser.add_argument(
+        "--limit", type=_count, metavar="N", help="hf: models: largest number of sequences"
+    )
     parser.add_argument(
         "--fisher",
         choices=("empirical", "monte_carlo", "activations_only"),
-        help="in place of the config's; monte_carlo: the true Fisher; activations_only: A alone",
+        help="default: the config's; monte_carlo: the true Fisher; activations_only: A alone",
     )
     parser.add_argument(
-        "--no-corrected", action="store_true", help="no second pass for EKFAC's eigenvalues"
+        "--no-corrected", action="store_true", help="skip the second pass, for EKFAC's eigenvalues"
     )
 
 
@@ -163,10 +167,10 @@ def _describe_convert(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--name", default="ds_kfac", help="kronfluence: factors_name")
     parser.add_argument(
-        "--rank", type=int, default=16, help="eva: r of LoRA, in the mean of the layers"
+        "--rank", type=int, default=16, help="eva: mean of LoRA's r over the layers"
     )
     parser.add_argument(
-        "--rho", type=float, default=2.0, help="eva: how many times that a layer may have"
+        "--rho", type=float, default=2.0, help="eva: largest r of a layer, as a multiple of --rank"
     )
 
 

@@ -1,8 +1,8 @@
 """The logger "ds_kfac", with which ds_kfac writes all its messages to standard error.
 
-The logger has its own handler and does not propagate messages to other loggers: DeepSpeed's logger
-is set to WARNING, and frameworks mute it and other loggers. Messages that every rank should print
-go to :data:`logger` directly. A program may configure it like any other logger.
+The logger has its own handler and does not propagate messages to other loggers, because DeepSpeed's
+logger is set to WARNING, and frameworks mute it and other loggers. Messages that every rank should
+print go to :data:`logger` directly. A program may configure it like any other logger.
 """
 
 import logging

@@ -11,8 +11,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 STAGES = ("capture", "reduce", "refresh", "relayout", "precondition")
-"""Stages of a K-FAC step. The stage "capture" runs in the model's forward and backward pass, the
-others run before the optimizer's step."""
+"""Stages of a K-FAC step. The stage "capture" runs in the model's forward and backward passes; all
+other stages run before the optimizer's step."""
 TIMER = "kfac_"
 """Prefix of the stages' names in DeepSpeed's wall_clock_breakdown."""
 
@@ -53,9 +53,9 @@ class Metrics:
             after every stage.
         seconds: stage -> seconds so far.
         nu: last kl-clip factor, a device scalar, equal on all ranks; None while kl-clip is off.
-        kl: nu^2 lr^2 <V, gradient> / 2, a device scalar like ``nu``. It estimates, with the damped
-            curvature, how far a step moves the model's distribution, without momentum. It is at
-            most kl_clip / 2. With ``fisher`` monte_carlo its unit is nats per row of the loss.
+        kl: nu^2 lr^2 <V, gradient> / 2, a device scalar like ``nu``. It estimates with the damped
+            curvature how far a step without momentum moves the model's distribution. It is at most
+            kl_clip / 2. With ``fisher`` monte_carlo its unit is nats per row of the loss.
         summary: fp32 tensor on the device with values summed over ranks, in the order of
             :data:`SUMMARY`.
     """

@@ -1,9 +1,9 @@
-// How an op over many layers becomes one launch; below it numbers as they travel, and the places of a packed triangle.
+// Launches an op over many layers at once. Below that: the dtypes of messages, and the indices of a packed triangle.
 //
-// An op is a struct: a table of layers, passed by value with the launch (nothing to copy to the device, nothing that
-// must outlive the call, and a CUDA graph records it), and `phase<i>(shared, block, thread)` for each of its PHASES,
-// between which the threads of a block wait for each other. Without nvcc the tests' emulation.h has what is used of
-// CUDA here, and launches as loops over blocks and threads.
+// An op is a struct with a table of layers, and with a function `phase<i>(shared, block, thread)` for each of its
+// PHASES. The threads of a block wait for each other between phases. The table is passed by value with the launch, so
+// nothing is copied to the device, nothing must outlive the call, and a CUDA graph records the table. Without nvcc, the
+// tests' emulation.h replaces the parts of CUDA that are used here, and a launch is a loop over blocks and threads.
 #pragma once
 
 #include <cmath>
@@ -27,10 +27,10 @@ namespace ds_kfac {
 #ifdef DS_KFAC_LAYERS
 constexpr int LAYERS = DS_KFAC_LAYERS;  // few, for tests of several launches
 #else
-constexpr int LAYERS = 512;  // a launch carries 32,764 bytes, from CUDA 12.1 on
+constexpr int LAYERS = 512;  // arguments of a launch may have 32,764 bytes, from CUDA 12.1 on
 #endif
 
-// Which layer a block of threads works on. `first_block` is the number of blocks of all layers before.
+// Tells which layer a block of threads works on. `first_block[i]` is the number of blocks of all layers before layer i.
 template <class Layer> struct Table {
     Layer layers[LAYERS];
     int first_block[LAYERS];
@@ -96,7 +96,7 @@ template <class Op, class LayerOf> int launch_layers(Op op, int count, LayerOf l
     return 0;
 }
 
-// Numbers as they travel, fp32, bf16 or fp16, rounded to nearest even as torch does.
+// Dtypes of messages. Numbers are rounded to nearest even, as torch does.
 enum Kind { FP32 = 0, BF16 = 1, FP16 = 2 };
 
 DS_KFAC_DEVICE void store(float *to, float x) { *to = x; }
@@ -106,7 +106,7 @@ DS_KFAC_DEVICE float load(const float *from) { return *from; }
 DS_KFAC_DEVICE float load(const __nv_bfloat16 *from) { return __bfloat162float(*from); }
 DS_KFAC_DEVICE float load(const __half *from) { return __half2float(*from); }
 
-// Never fused into a multiply-add, so that sums are torch's, bit for bit.
+// These are never fused into a multiply-add, so that sums equal torch's, bit for bit.
 DS_KFAC_DEVICE float add(float x, float y) { return __fadd_rn(x, y); }
 DS_KFAC_DEVICE float multiply(float x, float y) { return __fmul_rn(x, y); }
 DS_KFAC_DEVICE float divide(float x, float y) { return __fdiv_rn(x, y); }
@@ -115,8 +115,9 @@ DS_KFAC_DEVICE bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000
 
 // Index arithmetic of a packed lower triangle: element (row, column), column <= row, lies at row(row+1)/2 + column.
 //
-// Widest triangle for which row_of is exact. At a row's first element the rounded root is 2 row + 1, never less; only
-// near a row's end it may be the next row's. IEEE operations, so the host's test holds for the device.
+// Widest triangle for which row_of is exact. At a row's first element the rounded root is 2 row + 1 and never less;
+// only near a row's end it may already be the next row's root, which row_of corrects. These are IEEE operations, so a
+// test on the host is valid for the device, too.
 constexpr int64_t MAX_DIM = int64_t(1) << 20;
 
 DS_KFAC_BOTH int64_t packed_numel(int64_t dim) { return dim * (dim + 1) / 2; }
@@ -128,7 +129,7 @@ DS_KFAC_BOTH int64_t row_of(int64_t index) {
     return packed_numel(row) > index ? row - 1 : row;
 }
 
-// A place in a triangle that moves forward; after the first square root, additions only.
+// A place in a triangle that moves forward. It needs a square root at the start, and then only additions.
 struct Cursor {
     int64_t row;
     int64_t column;

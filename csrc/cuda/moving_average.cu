@@ -1,5 +1,5 @@
-// Running averages of many factors from their batch sums, in place: three launches whatever the number of layers.
-// Arithmetic and its order are those of the specification in plain torch, so results are equal bit for bit.
+// Updates running averages of many factors from their batch sums, in place. It needs three launches for up to LAYERS
+// factors. Its arithmetic has the same order as the specification in plain torch, so results are equal bit for bit.
 #include "launch.h"
 
 namespace ds_kfac {
@@ -11,7 +11,7 @@ struct Average {
     const float *count;  // scalar: summands
     float *updates;      // scalar: batches averaged so far
     float decay;         // weight of the past
-    int index;           // of the layer in `used` and `weights`
+    int index;           // the layer's place in `used` and `weights`
 };
 
 constexpr int ITEMS = 16;
@@ -20,7 +20,7 @@ DS_KFAC_DEVICE int64_t first_element(const Table<Average> &table, int index, int
     return int64_t(block - table.first_block[index]) * (ITEMS * THREADS) + thread;
 }
 
-// used[layer] = false where a sum is not finite. All threads that write, write the same.
+// Sets used[layer] = false if one of the layer's sums is not finite. All threads that write it write the same value.
 struct CheckSums {
     static constexpr int PHASES = 1;
     using Shared = Nothing;
@@ -42,7 +42,7 @@ struct CheckSums {
     }
 };
 
-// Counts the batch if it is usable; weights[layer] = of the past, the smaller of 1 - 1/updates and decay.
+// Counts the batch if it is usable. weights[layer] = the weight of the past: the smaller of 1 - 1/updates and decay.
 struct CountBatches {
     static constexpr int PHASES = 1;
     using Shared = Nothing;
@@ -65,7 +65,7 @@ struct CountBatches {
     }
 };
 
-// average = r average + (1 - r) sum / count where the batch is used.
+// average = r average + (1 - r) sum / count if the batch is used. r is weights[layer].
 struct TakeIn {
     static constexpr int PHASES = 1;
     using Shared = Nothing;
@@ -102,9 +102,9 @@ struct TakeIn {
 
 using namespace ds_kfac;
 
-// For each layer: if its count is positive and all of its `numels[i]` sums are finite, takes sum / count into the
-// average, adds 1 to updates and sets used[i], else leaves the layer alone and clears used[i].
-// `used` [count] and `weights` [count], a scratch, lie on the device. Returns a cudaError_t.
+// For each layer i: if its count is positive and all of its `numels[i]` sums are finite, folds sum / count into the
+// average, adds 1 to updates and sets used[i]. Else leaves the layer unchanged and clears used[i].
+// `used` [count] and the scratch buffer `weights` [count] are on the device. Returns a cudaError_t.
 DS_KFAC_API int ds_kfac_cuda_ema_update(uint8_t *used, float *weights, int count, void *const *averages,
                                         const void *const *sums, const int64_t *numels, const void *const *counts,
                                         void *const *updates, const float *decays, void *stream) {
@@ -120,7 +120,7 @@ DS_KFAC_API int ds_kfac_cuda_ema_update(uint8_t *used, float *weights, int count
     return launch_layers(TakeIn{used, weights, {}}, count, layer_of, stream);
 }
 
-// What a returned cudaError_t is called.
+// Name and description of a returned cudaError_t.
 DS_KFAC_API const char *ds_kfac_cuda_error_name(int error) {
     return cudaGetErrorName(static_cast<cudaError_t>(error));
 }

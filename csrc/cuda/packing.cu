@@ -1,4 +1,5 @@
-// Symmetric matrices of many layers to one flat buffer of packed lower triangles in the wire's dtype, and back.
+// Packs symmetric matrices of many layers into one flat buffer of lower triangles, in a message's dtype, and unpacks
+// them again.
 #include "launch.h"
 
 namespace ds_kfac {
@@ -6,11 +7,11 @@ namespace ds_kfac {
 struct Triangle {
     float *matrix;   // [dim, dim], elements of a row side by side
     int64_t stride;  // from row to row
-    int64_t start;   // of its triangle in the flat buffer
+    int64_t start;   // place of its triangle in the flat buffer
     int64_t dim;
 };
 
-// Neighbouring threads take neighbouring packed elements: whole sectors are read and written.
+// Neighbouring threads take neighbouring packed elements, so that whole sectors are read and written.
 template <class Number> struct Pack {
     static constexpr int PHASES = 1;
     static constexpr int ITEMS = 16;  // loads in flight per thread
@@ -42,8 +43,8 @@ template <class Number> struct Pack {
     }
 };
 
-// One block per tile of the lower triangle; the tile's mirror image goes through shared memory, so that it too is
-// written in rows.
+// One block per tile of the lower triangle. The tile's mirror image goes through shared memory, so that it is written
+// in rows, too.
 template <class Number> struct Unpack {
     static constexpr int PHASES = 2;
     static constexpr int TILE = 64;
@@ -90,7 +91,7 @@ template <class Number> struct Unpack {
         }
     }
 
-    // Above the diagonal.
+    // Writes the tile's mirror image, above the diagonal.
     DS_KFAC_DEVICE void mirror(const Shared &shared, const Triangle &layer, int64_t row, int64_t column, int y,
                                int x) const {
         const int r = static_cast<int>(row), c = static_cast<int>(column), stride = static_cast<int>(layer.stride);
@@ -129,7 +130,7 @@ DS_KFAC_API int ds_kfac_cuda_pack(void *packed, int kind, int count, void *const
     return over_triangles<Pack>(packed, kind, count, matrices, strides, starts, dims, stream);
 }
 
-// The inverse, with the mirror image above the diagonal. Writes every element of every matrix.
+// The inverse of ds_kfac_cuda_pack, with the mirror image above the diagonal. Writes every element of every matrix.
 DS_KFAC_API int ds_kfac_cuda_unpack(void *packed, int kind, int count, void *const *matrices, const int64_t *strides,
                                     const int64_t *starts, const int64_t *dims, void *stream) {
     return over_triangles<Unpack>(packed, kind, count, matrices, strides, starts, dims, stream);

@@ -6,9 +6,9 @@
     <layer>.layer.pt       a layer
     states.json            size and CRC-32 of every file that DeepSpeed wrote into the tag
 
-``records.py`` has a model of each. A file is on disk before another file refers to it, and it is
-read only if it is what was written. A CRC finds flipped bytes and swapped files, but it is no
-signature. A name of the model never becomes a path.
+``records.py`` has a pydantic model of each. A file is on disk before another file refers to it. It
+is read only if it is still what was written: a CRC finds flipped bytes and swapped files, but not
+forged files. Names in the model never become paths.
 """
 
 import errno
@@ -40,9 +40,9 @@ from ds_kfac.checkpoint.records import (
 from ds_kfac.config.keys import KFACConfig
 
 GRAMS = "grams"
-"""Folder of a checkpoint for A of every layer. A resumed run does not read it."""
+"""Folder inside a tag that holds A of every layer. A resumed run does not read it."""
 FOLDER = "kfac"
-"""Folder of a tag for the saves."""
+"""Folder inside a tag that holds the saves."""
 LATEST = "latest"
 HEADER = "header.json"
 TOKEN = "token"
@@ -50,24 +50,24 @@ STATES = "states.json"
 PATIENCE = 5.0
 """Seconds that a network file system may take to show a new file to another node."""
 PLAIN = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,119}")
-"""Layer names that are file names as they are."""
+"""Regex of layer names that are used as file names without a change."""
 NOT_NEGATIVE = ("updates", "terms", "second_OI")
-"""Names of tensors in files that are counts or sums of squares."""
+"""Names of tensors that are never negative, because they are counts or sums of squares."""
 
 CLIENT_KEY = "ds_kfac"
 """Key in DeepSpeed's client_state that names the save. ds_to_universal keeps it, but does not copy
 the folder."""
 WEIGHTS_ALONE = (
     "Pass load_module_only=True, load_optimizer_states=False (at stage 3 DeepSpeed needs both) to "
-    "start from the weights alone; with transformers' Trainer give from_pretrained the "
-    "checkpoint's folder, and train() none"
+    "start from the weights alone; with transformers' Trainer pass the checkpoint's folder to "
+    "from_pretrained, and none to train()"
 )
 FRESH = '"checkpoint": {"on_missing": "fresh"} in the "kfac" block'
 
 
 class CheckpointError(RuntimeError):
-    """K-FAC's part of a checkpoint could not be written or loaded. Raised on every rank; says what
-    to do."""
+    """K-FAC's part of a checkpoint could not be written or loaded. It is raised on every rank, and
+    its message says what to do."""
 
 
 def kinds_of(config: KFACConfig) -> FactorKinds:
@@ -83,12 +83,12 @@ def kinds_of(config: KFACConfig) -> FactorKinds:
 
 
 def stem(name: str) -> str:
-    """Return what the names of a layer's files begin with; at most 120 characters.
+    """Return the beginning of the names of a layer's files, with at most 120 characters.
 
-    Module names may hold anything: "/" (keys of a ModuleDict), capitals that differ in nothing
-    else, hundreds of letters. A name of small letters, digits, "_", "." and "-" stays as it is. Any
-    other becomes what is readable of it and a hash, joined by "~", which the first kind does not
-    have. So two names are two files, on file systems that ignore case too.
+    Module names may contain "/" (keys of a ModuleDict) or hundreds of letters, and two names may
+    differ only in capitals. A name of small letters, digits, "_", "." and "-" stays as it is. Any
+    other name becomes its readable part, "~" and a hash. Names of the first kind have no "~", so
+    different names always give different files, even on file systems that ignore case.
     """
     if PLAIN.fullmatch(name):
         return name
@@ -114,8 +114,8 @@ def factor_file(key: str) -> str:
 
 
 class _SummingFile:
-    """Write to a file and keep the size and CRC-32 of what was written, so that a payload need not
-    be in memory a second time."""
+    """Writes to a file and computes the size and CRC-32 of what it writes, so that no second copy
+    of a payload is needed in memory."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
@@ -159,10 +159,11 @@ def read_payload(path: Path, holds: str, entry: FileEntry | None) -> Any:
 
     Args:
         holds: name of the layer, or key of the factor.
-        entry: the file's entry in the header; None if it has none.
+        entry: the file's entry in the header; None if the header has none.
 
     Raises:
-        ValueError: there is no such file, or it is another one. The message begins with its path.
+        ValueError: there is no such file, or it is not the file that was written. The message
+            begins with its path.
         OSError: it cannot be read.
     """
     if entry is None or entry.holds != holds:
@@ -172,8 +173,8 @@ def read_payload(path: Path, holds: str, entry: FileEntry | None) -> Any:
     data = path.read_bytes()
     if len(data) != entry.bytes:
         raise ValueError(
-            f"{path}: has {len(data)} bytes, {entry.bytes} were written; cut off, or of another "
-            "save"
+            f"{path}: has {len(data)} bytes, but {entry.bytes} were written: the file is cut off, "
+            "or belongs to another save"
         )
     if zlib.crc32(data) != entry.crc32:
         raise ValueError(
@@ -182,7 +183,7 @@ def read_payload(path: Path, holds: str, entry: FileEntry | None) -> Any:
     try:
         payload = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
-        # what a foreign pickle makes of the unpickler: reported by every rank, never executed
+        # a foreign pickle may raise any error; it is not executed, and every rank reports it
         raise ValueError(
             f"{path}: holds more than plain tensors: {str(error).splitlines()[0]}"
         ) from error
@@ -191,7 +192,7 @@ def read_payload(path: Path, holds: str, entry: FileEntry | None) -> Any:
         has = now.get(name, "not there")
         had = entry.parts.get(name, "not there")
         if has != had:
-            raise ValueError(f"{path}: {name} is {has}, when it was written it was {had}")
+            raise ValueError(f"{path}: {name} is {has}, but when it was written it was {had}")
     problem = _wrong_value(payload)
     if problem is not None:
         raise ValueError(f"{path}: {problem}")
@@ -214,7 +215,7 @@ def _parts(payload: Any, path: str = "") -> dict[str, Any]:
 
 
 def _descriptions(payload: Any) -> dict[str, str]:
-    """Return path -> dtype and shape of the tensor there, or name of its type."""
+    """Return path -> dtype and shape if a tensor is there, else the name of the value's type."""
     return {path: _described(part) for path, part in _parts(payload).items()}
 
 
@@ -226,8 +227,8 @@ def _described(part: Any) -> str:
 
 
 def _wrong_value(payload: Any) -> str | None:
-    """Return which tensor has values that no run can have; None if all are right. Otherwise the
-    error would come in a later step, on one rank."""
+    """Return which tensor has values that no run can have, and why; None if there is none. Without
+    this check a wrong value would cause an error in a later step, on one rank."""
     for path, part in _parts(payload).items():
         if not isinstance(part, Tensor):
             continue
@@ -243,7 +244,7 @@ def _wrong_value(payload: Any) -> str | None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file in one moment: after a crash it is the old file or the new one."""
+    """Replace a file atomically: after a crash, the old or the new file is there, complete."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w") as file:
         file.write(text)
@@ -287,8 +288,8 @@ def check_token(folder: Path, patience: float = PATIENCE) -> None:
     while not token.is_file() or token.read_text() != folder.name:
         if time.monotonic() > deadline:
             raise ValueError(
-                f"{folder.absolute()}, which rank 0 has made, is not there. K-FAC's state is "
-                "spread over all ranks and is saved to one folder that all of them see: save to a "
+                f"{folder.absolute()}, which rank 0 has made, is not there. All ranks save their "
+                "parts of K-FAC's state to one folder, which each of them must see: save to a "
                 "shared file system, under the same path"
             )
         time.sleep(0.05)
@@ -298,7 +299,7 @@ def check_token(folder: Path, patience: float = PATIENCE) -> None:
 
 
 def write_header(folder: Path, header: Header) -> None:
-    """Write the last file of a save, which makes it complete, and take the token away."""
+    """Write the last file of a save, which makes it complete, and remove the token."""
     sync_folder(folder)
     content = header.model_dump()
     wrapped = {"crc32": _crc32(content), "header": content}
@@ -325,7 +326,7 @@ def read_header(folder: Path) -> Header:
     if saved_format != FORMAT:
         raise ValueError(
             f"{path}: another version of ds_kfac wrote this save: its format is "
-            f"{saved_format or 1}, and this version reads format {FORMAT} alone. Go on with the "
+            f"{saved_format or 1}, and this version reads format {FORMAT} alone. Load it with the "
             "version that wrote it, or let K-FAC start afresh"
         )
     header = checked(Header, content, path)
@@ -344,11 +345,11 @@ def _crc32(content: Mapping[str, Any]) -> int:
 def find(tag_directory: Path, save_id: str | None, origin: str | None) -> Path:
     """Return the folder of a save.
 
-    It is in the tag, or in the tag that ds_to_universal converted, because that tool does not copy
-    it.
+    The folder is in the tag. If the tag was made by ds_to_universal, the folder is still in the tag
+    that was converted, because this tool does not copy it.
 
     Args:
-        save_id: None for the tag's last finished save.
+        save_id: id of the save; None: the tag's last finished save.
         origin: the tag's folder when it was saved, if it may have been converted since.
 
     Raises:
@@ -363,21 +364,21 @@ def find(tag_directory: Path, save_id: str | None, origin: str | None) -> Path:
             return tag / FOLDER / name
     looked = ", ".join(str(tag / FOLDER) for tag in dict.fromkeys(tags))
     raise ValueError(
-        f"no K-FAC state {save_id or ''} in {looked}; it must be there for every rank. If it was "
+        f"no K-FAC state {save_id or ''} in {looked}; every rank must see it there. If the tag was "
         f"converted or moved, copy the folder {FOLDER} of the tag that was saved into "
         f"{tag_directory}"
     )
 
 
 def _latest(tag: Path) -> str:
-    """Return the id of a tag's last finished save; "" if no file says it."""
+    """Return the id of a tag's last finished save; "" if no file names it."""
     path = tag / FOLDER / LATEST
     return path.read_text(errors="replace").strip() if path.is_file() else ""
 
 
 def fingerprints(tag_directory: Path) -> dict[str, Fingerprint]:
-    """Return file name -> fingerprint of DeepSpeed's files in a tag. Values are not read, and times
-    do not count, so a copy has the same."""
+    """Return file name -> fingerprint of DeepSpeed's files in a tag. The values in the files are
+    not read. A copy of a file has the same fingerprint, because times do not count."""
     prints = {}
     for path in sorted(tag_directory.glob("*_states.pt")):
         try:
@@ -393,10 +394,10 @@ def fingerprints(tag_directory: Path) -> dict[str, Fingerprint]:
 
 
 def write_states(folder: Path, names: bool = True) -> None:
-    """Write the last file of a save: DeepSpeed's save has reached its end, too.
+    """Write the last file of a save. It shows that DeepSpeed's save has reached its end, too.
 
     Args:
-        folder: the save's.
+        folder: the folder of the save.
         names: False while DeepSpeed is still writing its files.
     """
     prints = fingerprints(folder.parent.parent) if names else {}
@@ -415,9 +416,9 @@ class Interruption(NamedTuple):
     """A save of a tag that did not reach its end.
 
     Attributes:
-        sentence: which save, in words.
-        foreign: names of DeepSpeed's files in the tag that are of another save than the one asked
-            for.
+        sentence: which save was interrupted, in words.
+        foreign: names of DeepSpeed's files in the tag that belong to another save than the one that
+            is loaded.
     """
 
     sentence: str
@@ -425,9 +426,10 @@ class Interruption(NamedTuple):
 
 
 def unfinished(tag_directory: Path, save_id: str) -> Interruption | None:
-    """Look for signs that a save, or a later one over its tag, was interrupted. For one rank.
+    """Look for signs that a save, or a later save to the same tag, was interrupted. Call this on
+    one rank.
 
-    Returns None if there are none.
+    Returns None if there are no such signs.
     """
     folder = tag_directory / FOLDER
     saves = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
@@ -438,9 +440,9 @@ def unfinished(tag_directory: Path, save_id: str) -> Interruption | None:
     now = fingerprints(tag_directory)
     if written is not None:
         named = ", ".join(path.name for path in others)
-        sentence = f"save {named}, later than that of {tag_directory}, was interrupted"
+        sentence = f"save {named}, a later save to {tag_directory}, was interrupted"
         replaced = [name for name, print_ in now.items() if written.get(name, print_) != print_]
-        # without fingerprints it is not known what the other save has replaced
+        # without fingerprints it is not known which files the other save has replaced
         return Interruption(sentence, replaced) if replaced or not written else None
     if not (folder / save_id).is_dir():
         return None  # converted or moved: K-FAC's state is elsewhere

@@ -1,6 +1,6 @@
 """Load the state that ``save`` wrote, whatever world size, ZeRO stage, pipeline stages or
-expert-parallel ranks wrote it. All ranks know of everything that is wrong with a file before
-anything is changed."""
+expert-parallel ranks wrote it. All ranks learn of every fault in a file before any rank changes its
+state."""
 
 import inspect
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -40,12 +40,12 @@ def load(
     ``weight_sharing``), with a warning.
 
     Args:
-        save_id: None for the tag's last finished save.
+        save_id: id of the save; None: the tag's last finished save.
         origin: the tag's folder when it was saved, if it may have been converted since.
 
     Raises:
         CheckpointError: on every rank, if files are missing, damaged or do not fit the model.
-            Nothing is changed then.
+            In this case nothing changes.
     """
     group = job.channel.group
     headline = f"ds_kfac: the K-FAC state of {tag_directory} cannot be loaded"
@@ -60,7 +60,7 @@ def load(
     with failing_together(headline, group, CheckpointError) as problems:
         if len(set(ids)) > 1:
             raise ValueError(
-                f"the ranks see different saves ({ids} in rank order): they do not see the same "
+                f"the ranks see different saves ({ids} in rank order), so they do not see the same "
                 "folder"
             )
         for kfac in job.preconditioners:
@@ -81,10 +81,10 @@ def _read(
     """Read this rank's part of a domain.
 
     Args:
-        problems: receives what is wrong with files.
+        problems: receives a text for each fault in a file.
 
-    Returns the state for ``KFACPreconditioner.load_state_dict``, and a text for everything that
-    does not continue.
+    Returns the state for ``KFACPreconditioner.load_state_dict``, and a text for each part of it
+    that does not continue from the save.
     """
     groups = _groups_here(kfac, header)
     plan = kfac.plan if groups == kfac.observations.groups else kfac.plan.sharing(groups or ())
@@ -111,7 +111,7 @@ def _read_factors(
     saved_keys: Mapping[str, str],
     problems: list[str],
 ) -> dict[str, KroneckerFactor]:
-    """Return the factors that this rank owns and the save has, by key."""
+    """Return factor key -> factor, for the factors that this rank owns and the save has."""
     owners = kfac.plan.assignment.eigen_workers
     factors = {}
     for spec in specs:
@@ -126,7 +126,7 @@ def _read_factors(
 def _read_layers(
     kfac: KFACPreconditioner, folder: Path, header: Header, problems: list[str]
 ) -> dict[str, LayerState]:
-    """Return the layers that this rank preconditions and the save has, by name."""
+    """Return layer name -> state, for the layers that this rank preconditions and the save has."""
     layers = {}
     for layer in kfac.owned:
         saved_name = kfac.names[layer.name]
@@ -139,9 +139,10 @@ def _read_layers(
 
 
 def _rows_here(kfac: KFACPreconditioner, header: Header) -> dict[str, float] | None:
-    """Return layer -> rows of a rank in a step; None if the next captured step has to show them."""
+    """Return layer -> number of rows of a rank in a step. None if these numbers are unknown until
+    the next captured step."""
     if header.ranks.get(kfac.engine_view.domain.name) != kfac.channel.world:
-        return None  # ranks of another number have other rows
+        return None  # with another number of ranks, each rank has other rows
     rows = {name: header.rows[saved] for name, saved in kfac.names.items() if saved in header.rows}
     return rows or None
 
@@ -153,8 +154,8 @@ def _timetable_here(
     saved_keys: Mapping[str, str],
     restarted: Sequence[str],
 ) -> dict[str, Any]:
-    """Return which factors are ready, and the adaptive rule's state, as ``load_state_dict`` takes
-    them."""
+    """Return which factors are ready, and the adaptive rule's state, in the form that
+    ``load_state_dict`` takes."""
     # the partner of a factor that starts empty is decomposed with it, as soon as it has data
     incomplete = set[str]()
     for sides in factors_by_layer(specs).values():
@@ -180,11 +181,11 @@ def _timetable_here(
 
 
 def _groups_here(kfac: KFACPreconditioner, header: Header) -> Groups | None:
-    """Return the groups of layers that continue with one A.
+    """Return the groups of layers that share one A after the load.
 
-    Groups of the saved run are taken if this run may have them too. If the saved run did not know
-    its groups yet, those of this run stay, and go on being checked. None: they are still to be
-    found.
+    These are the saved run's groups, as far as their layers may share an A in this run, too. If the
+    saved run did not know its groups yet, this run's groups stay and are still checked. None: this
+    run does not know its groups yet.
     """
     if header.shared is None or kfac.curvature.paired:  # paired: each layer has an A of its own
         return kfac.observations.groups
@@ -207,7 +208,7 @@ def _keys_of(
     """Match the factors of this run with those of the save.
 
     Returns factor key -> its key in the save, for factors that continue; and the keys of factors
-    that start empty although their layers are in the save. The same on all ranks of the domain.
+    that start empty although their layers are in the save. All ranks of the domain get the same.
     """
     leader = {name: group[0] for group in header.shared or () for name in group}
     stacked = {
@@ -235,9 +236,9 @@ def _keys_of(
 def _of_stack(key: str, saved: Container[str]) -> str:
     """Return the saved key of an A for experts of a stack.
 
-    It is the expert's own, or that of the nearest expert before it: the saved run may have had one
-    A for all experts, or this rank has another part of the mixture. The tokens that enter are of
-    one kind. Without any it is ``key``.
+    This is the expert's own key, else the key of the nearest expert before it, because the saved
+    run may have had one A for all experts, or this rank may have other experts now. Their inputs
+    are tokens of the same kind. If the save has no such key, it is ``key``.
     """
     stack, _, number = key[:-2].rpartition(".")
     numbers = range(int(number), -1, -1) if number.isdigit() else ()
@@ -246,7 +247,7 @@ def _of_stack(key: str, saved: Container[str]) -> str:
 
 
 def _warnings(kfac: KFACPreconditioner, header: Header, restarted: Sequence[str]) -> list[str]:
-    """Return a text for everything that does not continue."""
+    """Return a text for each part of the state that does not continue from the save."""
     texts = []
     kinds = files.kinds_of(kfac.config)
     new_layers = [name for name in kfac.names.values() if name not in header.layers]
@@ -289,7 +290,7 @@ def _load_factor(
     saved = header.factors[key].side
     if saved != spec.side:
         raise ValueError(
-            f"{path}: {saved.numel} elements ({_described(saved)}), factor {spec.key} of this "
+            f"{path}: {saved.numel} elements ({_described(saved)}), but factor {spec.key} of this "
             f"model and config ({_described(spec.side)}) needs {spec.side.numel}"
         )
     content = checked(FactorFile, files.read_payload(path, key, header.files.get(path.name)), path)
@@ -305,9 +306,9 @@ def _load_factor(
 def _load_layer(
     kfac: KFACPreconditioner, folder: Path, header: Header, name: str, layer: LayerSpec
 ) -> LayerState:
-    """Read a layer, whose name in the save is ``name``. A side that is the identity now, or was it
-    then, keeps no eigenvectors. Raises ValueError if the file is not what was saved, or is not a
-    layer of this model and config."""
+    """Read a layer, whose name in the save is ``name``. A side that is the identity now, or was
+    when it was saved, keeps no eigenvectors. Raises ValueError if the file is not what was saved,
+    or is not a layer of this model and config."""
     path = folder / files.layer_file(name)
     saved = header.layers[name]
     _check_sides(saved, layer, path)
@@ -339,22 +340,22 @@ def _check_sides(saved: LayerRecord, layer: LayerSpec, path: Path) -> None:
         same_blocks = then.block == now.block or one_is_identity
         if then.dim != now.dim or not same_blocks or saved.groups != layer.groups:
             raise ValueError(
-                f"{path}: side {which} of {layer.name} was {_described(then)}, of this model and "
-                f"config it is {_described(now)}"
+                f"{path}: side {which} of {layer.name} was {_described(then)}, but in this model "
+                f"and config it is {_described(now)}"
             )
 
 
 def _load_moments(
     kfac: KFACPreconditioner, header: Header, content: LayerFile, layer: LayerSpec, path: Path
 ) -> Any:
-    """Return a layer's moments: the saved ones, or zeros if the save has those of another rule.
-    None if this run's rule keeps none."""
+    """Return a layer's moments: the saved moments, or zeros if another update rule saved them. None
+    if this run's rule keeps no moments."""
     if kfac.moments is None:
         return None
     if header.moments != kfac.moments.NAME:
         return kfac.moments.empty(layer.shape, kfac.device)
     if content.moments is None:
-        raise ValueError(f"{path}: has no moments, the header says {header.moments}")
+        raise ValueError(f"{path}: has no moments, but the header says {header.moments}")
     return kfac.moments(
         **{part: tensor.to(kfac.device) for part, tensor in content.moments.items()}
     )
@@ -363,7 +364,7 @@ def _load_moments(
 def _joined(
     method: Method, side: Side, flat_parts: Mapping[str, Tensor] | None, device: torch.device
 ) -> Any:
-    """Return a side's decomposition from its saved tensors; None if it had none."""
+    """Return a side's decomposition from its saved tensors; None if it had no decomposition."""
     if flat_parts is None:
         return None
     return method.joined(side, *(flat_parts[part.kind].to(device) for part in method.parts))
@@ -386,17 +387,17 @@ def load_checkpoint(
     Args:
         groups: parameter name -> number of its optimizer group, from
             :func:`ds_kfac.checkpoint.order.groups_of`.
-        original: DeepSpeed's function, whose arguments are the others.
+        original: DeepSpeed's function, which gets all further arguments.
 
     Raises:
-        CheckpointError: on every rank, after DeepSpeed's load: ranks have loaded different saves,
-            or the K-FAC state is missing, damaged or of another model (with
-            ``checkpoint.on_missing`` "error"); or the optimizer's state is another optimizer's.
+        CheckpointError: on every rank, after DeepSpeed's load: ranks have loaded different saves;
+            the optimizer's state is another optimizer's; or the K-FAC state is missing, damaged or
+            of another model and ``checkpoint.on_missing`` is "error".
     """
     arguments = inspect.signature(original).bind(load_dir, *args, **kwargs).arguments
-    # This engine decides which parameter groups are K-FAC's. DeepSpeed copies the first group of a
-    # universal checkpoint over all others at stage 3, and then raw gradients of the others would be
-    # stepped along as if they were directions.
+    # This engine decides which parameter groups are K-FAC's, so their marks are restored after the
+    # load. At stage 3 DeepSpeed copies the first group of a universal checkpoint over all others,
+    # so the other groups would be marked, too, and their raw gradients would be used as directions.
     mark_names = job.preconditioners[0].rule.marks
     marks = [
         {name: bool(group.get(name)) for name in mark_names}
@@ -411,7 +412,7 @@ def load_checkpoint(
             for group, mark in zip(engine.basic_optimizer.param_groups, marks, strict=True):
                 group.update(mark)
     entry = client_state.pop(files.CLIENT_KEY, None) if client_state else None
-    # DeepSpeed's files decide which save is loaded: the folder may hold another one.
+    # DeepSpeed's files decide which save is loaded, because the folder may hold another save, too.
     _check_one_save(job, load_dir, path is not None, entry)
     if path is None:
         return path, client_state
@@ -436,8 +437,8 @@ def load_checkpoint(
 
 
 def _left_out(arguments: Mapping[str, Any], tag_directory: Path) -> str | None:
-    """Return a text that K-FAC starts afresh because the caller asked for the weights alone; None
-    if the caller did not."""
+    """Return a text which says that K-FAC starts afresh because the caller asked for the weights
+    alone; None if the caller did not."""
     for argument, default in (("load_module_only", False), ("load_optimizer_states", True)):
         if bool(arguments.get(argument, default)) != default:
             return (
@@ -448,9 +449,9 @@ def _left_out(arguments: Mapping[str, Any], tag_directory: Path) -> str | None:
 
 
 def _without_state(tag_directory: Path, other_values: Values | None) -> str:
-    """Return a text that K-FAC starts afresh because a checkpoint was saved without it."""
+    """Return a text which says that a checkpoint has no K-FAC state and K-FAC starts afresh."""
     if other_values is not None:
-        continuing = "; weights, scheduler, step and AdamW's moments of all parameters go on"
+        continuing = "; weights, scheduler, step and AdamW's moments of all parameters continue"
     else:
         continuing = ""
     return (
@@ -460,7 +461,8 @@ def _without_state(tag_directory: Path, other_values: Values | None) -> str:
 
 
 def _loaded(engine: Any, job: Job, tag_directory: Path, entry: Mapping[str, Any]) -> str | None:
-    """Load the save that a client state names. Returns None, or why K-FAC starts afresh instead."""
+    """Load the save that a client state names. Returns None, or a text which says why K-FAC starts
+    afresh instead."""
     kfac = job.preconditioners[0]
     try:
         if entry.get("save_id") is None:  # the same on every rank
@@ -490,8 +492,8 @@ def _loaded(engine: Any, job: Job, tag_directory: Path, entry: Mapping[str, Any]
 def _check_groups(
     groups: Mapping[str, int], tag_directory: Path, entry: Mapping[str, Any] | None
 ) -> None:
-    """Check that every parameter is in the optimizer group in which it was saved: DeepSpeed takes
-    weights and moments by their place in a group, except from a universal checkpoint.
+    """Check that every parameter is in the optimizer group in which it was saved, because DeepSpeed
+    loads weights and moments by their place in a group, except from a universal checkpoint.
 
     Raises:
         CheckpointError: on every rank, whatever ``on_missing``.
@@ -502,14 +504,15 @@ def _check_groups(
         named = ", ".join(moved[:3]) + (", .." if len(moved) > 3 else "")
         raise CheckpointError(
             f"ds_kfac: the optimizer state in {tag_directory} has {named} in other parameter "
-            "groups: kfac.layers, or what K-FAC knows of the model, was another when it was saved. "
-            "DeepSpeed takes it by place, so this engine's weights and moments are mixed up now: "
-            f"build another one, with kfac.layers as they were. {files.WEIGHTS_ALONE}"
+            "groups: kfac.layers, or what K-FAC knows of the model, was different when it was "
+            "saved. DeepSpeed loads this state by place, so this engine's weights and moments are "
+            f"mixed up now: build a new engine, with the old kfac.layers. {files.WEIGHTS_ALONE}"
         )
 
 
 def _check_schedule(scheduler: Any, tag_directory: Path) -> None:
-    """Check that a torch scheduler has as many learning rates as groups: it takes them by place.
+    """Check that a torch scheduler has one learning rate for each group, because it assigns them by
+    place.
 
     Raises:
         CheckpointError: on every rank, whatever ``on_missing``.
@@ -520,8 +523,8 @@ def _check_schedule(scheduler: Any, tag_directory: Path) -> None:
         raise CheckpointError(
             f"ds_kfac: the {type(scheduler).__name__} in {tag_directory} has rates of {len(rates)} "
             f"parameter groups, here it has {len(optimizer.param_groups)}. With KFACAdamW a "
-            "scheduler has the groups that you gave. Load with load_lr_scheduler_states=False, and "
-            "step it to where it was"
+            "scheduler has the groups that you gave to the optimizer. Load with "
+            "load_lr_scheduler_states=False, and step the scheduler to where it was"
         )
 
 
@@ -544,15 +547,15 @@ def _check_files(engine: Any, job: Job, tag_directory: Path, save_id: str) -> No
     if interruption is not None:
         logger.warning(
             f"ds_kfac: WARNING: {interruption.sentence}: if DeepSpeed was writing then, its files "
-            f"of this tag belong to two saves. Load another tag if there is one, {own_tag}"
+            f"in this tag belong to two saves. Load another tag if there is one, {own_tag}"
         )
 
 
 def _check_one_save(job: Job, load_dir: str, loaded: bool, entry: Mapping[str, Any] | None) -> None:
     """Check that all ranks have loaded the same save.
 
-    At stage 3 every rank has a client_state of its own, so a save over an old one that was killed
-    leaves both.
+    At stage 3 every rank has a client_state of its own. If a save to an existing tag was killed,
+    some ranks may have that of the old save, and others that of the new save.
 
     Raises:
         CheckpointError: on every rank, whatever ``on_missing``: the weights themselves are of

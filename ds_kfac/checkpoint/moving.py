@@ -49,12 +49,13 @@ LISTS = "fp32_groups"
 """Key under which one of DeepSpeed's 16-bit optimizers of stage 0 saves fp32 weights: a list for
 each group."""
 FLAT = "fp32_groups_flat"
-"""The same for DeepSpeed's other 16-bit optimizer: one flat tensor for each group."""
+"""Key under which DeepSpeed's other 16-bit optimizer saves them: one flat tensor for each group."""
 LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter")
 TO_ADAMW = (
-    "this engine goes on from a checkpoint of KFACAdamW. Moments of K-FAC layers were in "
-    "eigenbases and begin at zero, all else goes on: warm up again, unless AdamW counts the steps "
-    "of each parameter, as it does at stage 0 in fp32 (docs/howto/resume_and_move.md)"
+    "this engine continues from a checkpoint of KFACAdamW. Moments of K-FAC layers were in "
+    "eigenbases and begin at zero; everything else continues. So warm up again, unless AdamW "
+    "counts the steps of each parameter, as it does at stage 0 in fp32 "
+    "(docs/howto/resume_and_move.md)"
 )
 
 
@@ -64,13 +65,14 @@ def load_any(
     """Load a checkpoint that AdamW or KFACAdamW wrote.
 
     Args:
-        original: DeepSpeed's function, whose arguments are the others.
+        original: DeepSpeed's function, which gets all further arguments.
 
-    Returns DeepSpeed's two results; and, if the other optimizer wrote the checkpoint, what it has
-    of each parameter, else None.
+    Returns DeepSpeed's two results, and a function that returns the checkpoint's values of a
+    parameter. In place of the function it returns None if the same optimizer wrote the checkpoint.
 
     Raises:
-        CheckpointError: on every rank: DeepSpeed has failed, and this is why, and what to do.
+        CheckpointError: on every rank, if DeepSpeed has failed. The message says why, and what to
+            do.
     """
     arguments = signature(original).bind(load_dir, *args, **kwargs).arguments
     tag = arguments.get("tag")
@@ -87,8 +89,8 @@ def load_any(
         if path is not None and universal:
             load_untrained(engine, Path(path).parent)
         if path is not None and not with_optimizer and not engine.zero_optimization():
-            # else the optimizer's fp32 weights stay those of the start, and the next step writes
-            # them over the loaded ones
+            # otherwise the optimizer keeps the fp32 weights of the start, and its next step writes
+            # them over the loaded weights
             getattr(engine.optimizer, "refresh_fp32_params", lambda: None)()
     return path, client_state, values
 
@@ -121,12 +123,13 @@ def moving(
     wrote it. The parameter groups keep this engine's settings.
 
     Args:
-        folder: the tag's.
+        folder: the tag's folder.
         with_optimizer: whether DeepSpeed loads the optimizer's state.
-        with_scheduler: whether DeepSpeed loads the scheduler, whose learning rates the groups then
-            get.
+        with_scheduler: whether DeepSpeed loads the scheduler. If it does, the groups get the
+            scheduler's learning rates.
 
-    Yields what the checkpoint has of each parameter; None if this optimizer wrote it.
+    Yields a function that returns the checkpoint's values of a parameter; None if the same
+    optimizer wrote the checkpoint.
     """
     saved: Any = None
     states: Mapping[str, Any] = {}  # of stage 0
@@ -144,7 +147,7 @@ def moving(
     settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     by_name: dict[str, Any] = {}
 
-    # ``saved`` is that of this rank, which may have a shard of the model
+    # this ``saved`` is the rank's own, because the rank may have a shard of the model
     def give_by_name(saved: Mapping[str, Any], **_: Any) -> None:
         by_name.update(of_stage_0(engine, saved, states, folder))
         give(engine, by_name.get, saved)
@@ -184,9 +187,9 @@ def _inner(state: Mapping[str, Any]) -> Mapping[str, Any]:
 def _is_others(
     then: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], *, at_stage_0: bool
 ) -> bool:
-    """Return whether one of AdamW and KFACAdamW has saved parameter groups and the other one has
-    them now. From a universal checkpoint values also go by name between two KFACAdamW whose K-FAC
-    layers differ."""
+    """Return whether one of AdamW and KFACAdamW has saved parameter groups and the other one loads
+    them. For a universal checkpoint also return True for two KFACAdamW with different K-FAC layers,
+    whose values move by name, too."""
     if at_stage_0:
         kfac_is_involved = of_kfac(then) != of_kfac(now)
     else:
@@ -196,13 +199,13 @@ def _is_others(
 
 
 class _Entry(NamedTuple):
-    """An entry of an optimizer's state at stage 0.
+    """An entry of an optimizer's state at stage 0: one parameter, or a flat group of parameters.
 
     Attributes:
-        by_kfac: whether K-FAC steps it.
-        place: its key in the state.
-        weight: its fp32 weight; None if the model is in fp32.
-        members: its parameters, or their names: one, or those of a flat group.
+        by_kfac: whether K-FAC steps the entry.
+        place: the entry's key in the state.
+        weight: the entry's fp32 weight; None if the model is in fp32.
+        members: the parameters of the entry, or their names.
     """
 
     by_kfac: bool
@@ -242,10 +245,11 @@ def of_stage_0(
     Args:
         saved: the optimizer's state.
         states: rank 0's model states.
-        folder: the tag's, for the error.
+        folder: the tag's folder, for the error.
 
     Raises:
-        CheckpointError: the groups are others, so it is not known whose moments are whose.
+        CheckpointError: the saved groups are not this engine's, so moments cannot be matched with
+            parameters.
     """
     parameters = dict(engine.module.named_parameters())
     # with an mpu these would be the weights of one rank's shard
@@ -269,9 +273,9 @@ def of_stage_0(
     except (KeyError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"ds_kfac: the optimizer in {folder} has other parameter groups than "
-            f"{[len(group) for group in groups]} parameters, or other moments than AdamW's, so it "
-            "is not known whose moments are whose. Give the optimizer the groups that it was saved "
-            f"with. {files.WEIGHTS_ALONE}"
+            f"{[len(group) for group in groups]} parameters, or other moments than AdamW's, so "
+            "moments cannot be matched with parameters. Give the optimizer the groups that it was "
+            f"saved with. {files.WEIGHTS_ALONE}"
         ) from error
     return values
 
@@ -285,8 +289,8 @@ def _names_by_group(
 ) -> list[list[str]]:
     """Return the names of the parameters in each group of a saved optimizer of stage 0.
 
-    KFACAdamW's client state says them. For AdamW they are the groups that the user gives to this
-    engine, in their order.
+    A checkpoint of KFACAdamW names them in its client state. For AdamW they are assumed to be the
+    groups that the user gives to this engine, in the same order.
     """
     saved_groups = _inner(saved)["param_groups"]
     if of_kfac(saved_groups):
@@ -307,8 +311,8 @@ def _names_by_group(
 def give(engine: Any, values: Values, saved: Mapping[str, Any]) -> None:
     """Load weights and moments into the optimizer at stage 0.
 
-    Parameters without moments, such as those of K-FAC layers, start with new ones. A dynamic loss
-    scale continues.
+    Parameters without moments, such as those of K-FAC layers, start with new moments. A dynamic
+    loss scale continues.
 
     Args:
         saved: the saved optimizer's state, which has the loss scale.
@@ -339,9 +343,9 @@ def give(engine: Any, values: Values, saved: Mapping[str, Any]) -> None:
 def _joined(
     key: str, values: Sequence[Mapping[str, Any]], parameters: Sequence[Tensor], like: Tensor
 ) -> Tensor:
-    """Return an entry's weight or moment from those of its parameters, in the shape, dtype and on
-    the device of ``like``. A moment that was not saved is zero; a weight that was not saved has
-    come with the module."""
+    """Return an entry's weight or moment from those of its parameters, with the shape, dtype and
+    device of ``like``. A moment that was not saved is zero. A weight that was not saved is taken
+    from the module, which is loaded before."""
     parts = []
     for value, parameter in zip(values, parameters, strict=True):
         part = value.get(key)
@@ -354,11 +358,11 @@ def _joined(
 def take_adamws(job: Job, values: Values) -> None:
     """Let K-FAC layers begin with AdamW's moments, after a reset. Collective.
 
-    In the other direction moments begin at zero: rotated back they were no better after 25 steps
-    in any run (docs/howto/resume_and_move.md).
+    In the other direction moments begin at zero, because rotating them back made no run better
+    after 25 steps (docs/howto/resume_and_move.md).
 
     Raises:
-        CheckpointError: on every rank; a file cannot be read, or is of another parameter.
+        CheckpointError: on every rank, if a file cannot be read or belongs to another parameter.
     """
     kfac = job.preconditioners[0]  # experts of other domains begin at zero
     headline = "ds_kfac: moments of AdamW cannot be read"
@@ -386,8 +390,8 @@ def take_adamws(job: Job, values: Values) -> None:
 def _matrix(
     layer: LayerSpec, saved: Sequence[Mapping[str, Any]], key: str, device: torch.device
 ) -> Tensor:
-    """Return a moment of a layer as a matrix [O, I] on a device, from those of its weight and
-    bias."""
+    """Return a moment of a layer as a matrix [O, I] on a device, made from the moments of its
+    weight and bias."""
     index, count = layer.part
     flats = [value[key].float().flatten().chunk(count)[index] for value in saved]
     weight = flats[0]

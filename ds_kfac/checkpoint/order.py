@@ -62,10 +62,10 @@ def check_order(names: Sequence[str], saved_names: Sequence[str], folder: Path) 
     Args:
         names: parameters of this model, in the optimizer's order.
         saved_names: parameters of the checkpoint, in the saved optimizer's order.
-        folder: of the checkpoint, for the error.
+        folder: the checkpoint's folder, for the error.
 
     Raises:
-        CheckpointError: they are not.
+        CheckpointError: the order is different.
     """
     common = set(names) & set(saved_names)
     now = [name for name in names if name in common]
@@ -74,8 +74,8 @@ def check_order(names: Sequence[str], saved_names: Sequence[str], folder: Path) 
         if name != saved_name:
             raise CheckpointError(
                 f"ds_kfac: the optimizer state in {folder} has {saved_name} where this model has "
-                f"{name}: its modules, or what the optimizer was given, were in another order when "
-                "it was saved. DeepSpeed takes it by place, which mixes up weights and moments. "
-                "Build an engine with the order as it was, or load a universal checkpoint, which "
-                f"goes by name. {files.WEIGHTS_ALONE}"
+                f"{name}: the model's modules, or the optimizer's parameters, were in another "
+                "order when it was saved. DeepSpeed loads this state by place, which mixes up "
+                "weights and moments. Build an engine with the old order, or load a universal "
+                f"checkpoint, which is loaded by name. {files.WEIGHTS_ALONE}"
             )

@@ -33,9 +33,9 @@ read the new files."""
 SAVE_ID = r"^[0-9a-f]{12}$"
 """Regex of a save's id, which is also the name of its folder."""
 SHOWN = 3
-"""Most problems of a file that an error lists."""
+"""Largest number of problems in a file that an error lists."""
 LONGEST = 60
-"""Most characters of a value that an error shows."""
+"""Largest number of characters of a value that an error shows."""
 
 Record = TypeVar("Record", bound=BaseModel)
 Name = InstanceOf[str]
@@ -50,7 +50,7 @@ def _method(name: str) -> str:
 
 
 class SavedSide(NamedTuple):
-    """A :class:`Side`, which JSON has as [dim, block]."""
+    """A :class:`Side` in the form that JSON stores, [dim, block]."""
 
     dim: NonNegativeInt
     block: NonNegativeInt
@@ -68,8 +68,8 @@ class Captures(NamedTuple):
 
 
 class SavedClock(NamedTuple):
-    """The adaptive rule's state of a factor: its intervals, and the steps of its last capture and
-    refresh, -1 if there was none."""
+    """The adaptive rule's state of a factor: its current and previous interval, and the steps of
+    its last capture and refresh, which are -1 if there was none."""
 
     interval: int
     previous: int
@@ -84,8 +84,8 @@ class _Record(BaseModel):
 
 
 class FactorKinds(_Record):
-    """What the factors are second moments of, for example ``A="expand"``, ``G="empirical,
-    expand"``. Averages of different kinds must not be mixed."""
+    """Names for the rows whose second moments A and G are, for example ``A="expand"`` and
+    ``G="empirical, expand"``. Averages of different kinds must not be mixed."""
 
     A: str
     G: str
@@ -112,13 +112,14 @@ class TimetableRecord(_Record):
 
 
 class FileEntry(_Record):
-    """What the header says of a file.
+    """The header's entry for a file.
 
     Attributes:
-        holds: name of the layer, or key of the factor ("<layer>/A"), whose file it is.
-        bytes: its size.
-        crc32: CRC-32 of its bytes.
-        parts: path in the payload -> dtype and shape of the tensor there, or name of its type.
+        holds: name of the layer, or key of the factor ("<layer>/A"), that the file holds.
+        bytes: size of the file in bytes.
+        crc32: CRC-32 of the file's bytes.
+        parts: path in the payload -> dtype and shape if a tensor is there, else the name of the
+            value's type.
     """
 
     holds: Name
@@ -132,9 +133,10 @@ class Header(_Record):
 
     Attributes:
         format: :data:`FORMAT`.
-        save_id: also the name of the save's folder, and in DeepSpeed's client_state.
+        save_id: id of the save, which is also the name of its folder. DeepSpeed's client_state has
+            it, too.
         steps: number of applied steps.
-        method: ``preconditioner.method``, by which the layers' decompositions were made.
+        method: the ``preconditioner.method`` that made the layers' decompositions.
         moments: name of the moments in the layers' files; None if they have none.
         kinds: what the factors are second moments of. Factors of another kind start empty.
         layers: layer name -> its sides and groups.
@@ -143,10 +145,10 @@ class Header(_Record):
         shared: groups of layers that share one A; None if they were not known yet.
         rows: layer name -> mean rows of a rank in a step. Empty if they were not known yet, or if
             nothing depends on them.
-        ranks: domain -> number of its ranks, each of which had these rows.
+        ranks: domain -> number of its ranks. ``rows`` is for this number of ranks.
         timetable: the adaptive rule's state.
         ready: keys of the factors that have been decomposed.
-        files: file name -> what is in it.
+        files: file name -> the file's entry.
     """
 
     format: NonNegativeInt
@@ -204,8 +206,8 @@ class LayerFile(_Record):
 
 
 class Fingerprint(NamedTuple):
-    """What tells a file that DeepSpeed wrote from another save's file of the same name: its size,
-    and one CRC-32 over the checksums in torch's archive."""
+    """Size and CRC-32 by which a file that DeepSpeed wrote differs from another save's file of the
+    same name. The CRC-32 is computed over the checksums in torch's archive."""
 
     bytes: int
     crc32: int
@@ -236,7 +238,7 @@ def checked(record: type[Record], value: Any, path: Path) -> Record:
 
 
 def _described(problem: Mapping[str, Any]) -> str:
-    """Return what is wrong with one value, and what was found there."""
+    """Say what is wrong with one value, and what was found in its place."""
     place = ".".join(map(str, problem["loc"]))
     if problem["type"] == "missing":
         return f"{place} is missing"

@@ -1,4 +1,4 @@
-"""Say what to do when DeepSpeed cannot load a checkpoint: its own errors name no remedy."""
+"""Say what to do if DeepSpeed cannot load a checkpoint, because its own errors name no remedy."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,15 +12,15 @@ from ds_kfac.checkpoint.files import CheckpointError
 from ds_kfac.checkpoint.order import of_kfac
 
 OTHER_GROUPS = "parameter group", "parameter-alignment", "must match the size of tensor"
-"""Words in DeepSpeed's errors about an optimizer state whose groups are cut in another way."""
+"""Words in DeepSpeed's errors about an optimizer state with other parameter groups."""
 STAGES = ("stage 0", "stage 1 or 2", "stage 3")
-"""ZeRO stages, those with the same kind of checkpoint together."""
+"""Kinds of checkpoints, by the ZeRO stages that write them."""
 CONVERT = (
     "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {folder} "
     '--output_folder {folder}_universal, and load that with "checkpoint": {{"load_universal": '
     "true}} in the DeepSpeed config (docs/howto/resume_and_move.md)"
 )
-"""Template of a remedy. ``folder``: the tag's."""
+"""Template of a remedy. ``folder`` stands for the tag's folder."""
 
 
 def tag_of(load_dir: Path, tag: str | None, *, universal: bool = False) -> Path:
@@ -42,8 +42,8 @@ def model_states(folder: Path) -> Mapping[str, Any] | None:
 
 @contextmanager
 def explained(engine: Any, load_dir: Path, tag: str | None) -> Iterator[None]:
-    """Run DeepSpeed's load. Raises CheckpointError with a remedy in place of an error of DeepSpeed
-    that names none."""
+    """Context in which DeepSpeed loads a checkpoint. It replaces an error of DeepSpeed by a
+    CheckpointError with a remedy, if ds_kfac knows one."""
     try:
         yield
     except CheckpointError:
@@ -56,27 +56,27 @@ def explained(engine: Any, load_dir: Path, tag: str | None) -> Iterator[None]:
 
 
 def _explanation(engine: Any, load_dir: Path, tag: str | None, error: Exception) -> str | None:
-    """Return what is wrong and what to do; None if the error is not about what ds_kfac knows."""
+    """Return what is wrong and what to do; None if ds_kfac does not know the cause of the error."""
     universal = engine.load_universal_checkpoint()
     folder = tag_of(load_dir, tag, universal=universal)
     if universal and not (folder / "zero").is_dir() and (load_dir / "latest").is_file():
         convert = CONVERT.format(folder=tag_of(load_dir, None))
         return (
-            f'the DeepSpeed config has "checkpoint": {{"load_universal": true}}, and {load_dir} '
-            "has no universal checkpoint. After a move, when this run's own checkpoints are "
-            f"loaded, take that out. To move: {convert}"
+            f'the DeepSpeed config has "checkpoint": {{"load_universal": true}}, but {load_dir} '
+            "has no universal checkpoint. The key is only for the move itself: to load this run's "
+            f"own checkpoints after it, take that out. To move: {convert}"
         )
     if "current world size is" in str(error):
         convert = CONVERT.format(folder=folder)
-        return f"{folder} is of another number of ranks. Convert it: {convert}"
+        return f"{folder} is a checkpoint of another number of ranks. Convert it: {convert}"
     saved_stage = saved_at(folder)
     if saved_stage not in (None, _stage_of(engine)):
         return (
             f"{folder} was saved at ZeRO {saved_stage}, this engine has stage "
-            f"{int(engine.zero_optimization_stage())}, and DeepSpeed does not load the one into "
-            "the other, nor by a universal checkpoint; K-FAC's own state fits any stage: "
-            "engine.kfac.load_state. Go on at the stage that it was saved at, or from the weights "
-            "alone, before the engine is built and not under deepspeed.zero.Init: "
+            f"{int(engine.zero_optimization_stage())}, and DeepSpeed cannot load one into the "
+            "other, not even by a universal checkpoint; K-FAC's own state fits any stage "
+            "(engine.kfac.load_state). Continue at the stage at which it was saved, or load the "
+            "weights alone before the engine is built and outside of deepspeed.zero.Init: "
             f"{weights_from(load_dir, folder)}"
         )
     return _other_groups(engine, load_dir, folder, error)
@@ -91,8 +91,8 @@ def _stage_of(engine: Any) -> str:
 
 
 def _other_groups(engine: Any, load_dir: Path, folder: Path, error: Exception) -> str | None:
-    """Return what to do if a checkpoint has other parameter groups than an engine; None if it does
-    not."""
+    """Return what to do if a checkpoint has other parameter groups than an engine; None if the
+    groups are not the cause of the error."""
     names_groups = not isinstance(error, AssertionError) and any(
         text in str(error) for text in OTHER_GROUPS
     )
@@ -115,19 +115,20 @@ def _other_groups(engine: Any, load_dir: Path, folder: Path, error: Exception) -
     if other_stages:
         return (
             f"{headline}it was saved with {saved_stages} pipeline stages, this engine has "
-            f"{stages}, and DeepSpeed keeps the optimizer's state of each stage. Load it with "
-            f"{saved_stages} stages; K-FAC's own state fits any: engine.kfac.load_state. "
+            f"{stages}, and DeepSpeed saves the optimizer's state by stage. Load it with "
+            f"{saved_stages} stages; K-FAC's own state fits any number (engine.kfac.load_state). "
             f"{files.WEIGHTS_ALONE}"
         )
     convert = ""
     if any(folder.glob("*zero_pp_rank_*_optim_states.pt")):  # ds_to_universal needs ZeRO's files
         convert = (
-            f"To move a run to another optimizer convert it: {CONVERT.format(folder=folder)}. Or: "
+            "To move a run to another optimizer, convert the checkpoint: "
+            f"{CONVERT.format(folder=folder)}. Or: "
         )
     return (
-        f"{headline}KFACAdamW splits each group into layers, other matrices and all else, so no "
-        "other optimizer's state fits it, nor its own another's, nor that of other kfac.layers. "
-        f"{convert}{files.WEIGHTS_ALONE}"
+        f"{headline}KFACAdamW splits each group into layers, other matrices and all else, so it "
+        "and other optimizers cannot load each other's state, nor can it load its own if "
+        f"kfac.layers was different. {convert}{files.WEIGHTS_ALONE}"
     )
 
 

@@ -6,9 +6,9 @@ A factor's eigen worker writes ``<layer>.A.factor.pt``, and a layer's first grad
 do not depend on world size, ZeRO stage, gradient worker fraction, pipeline stages or the ranks of
 experts: at load, the rank that has a layer or factor reads its file.
 
-These files are written before DeepSpeed's, which name the save id. So a save that is killed half
-way, also one that overwrites a tag, leaves every model state with the K-FAC state that belongs to
-it.
+K-FAC's files are written before DeepSpeed's files, which name the save id. So if a save is killed
+half-way, even a save that overwrites a tag, every model state still has the K-FAC state that
+belongs to it.
 """
 
 import shutil
@@ -47,7 +47,7 @@ from ds_kfac.update.state import LayerState
 from ds_kfac.zero.deepspeed_versions import writes_in_background
 
 Entries = dict[str, FileEntry]
-"""File name -> what the header says of it."""
+"""File name -> the file's entry in the header."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def save(job: Job, tag_directory: Path) -> Header:
     Returns the header.
 
     Raises:
-        CheckpointError: on every rank, if writing failed on one. What was written is removed.
+        CheckpointError: on every rank, if writing failed on any rank. What was written is removed.
     """
     group = job.channel.group
     headline = f"ds_kfac: could not save to {tag_directory / files.FOLDER}"
@@ -225,8 +225,8 @@ def _factor_payload(factor: KroneckerFactor) -> FactorFile:
 def layer_payload(state: LayerState) -> LayerFile:
     """Return the content of a layer's file.
 
-    Tensors are copies: a layer's tensors may be views of those of several layers, which torch.save
-    would all write.
+    Its tensors are copies, because a layer's tensors may be views of stacks that hold several
+    layers, and torch.save would write whole stacks.
     """
     moments = None
     if state.moments is not None:
@@ -256,14 +256,14 @@ def _united(entries_of_ranks: Sequence[Entries]) -> Entries:
 
 
 def finish(job: Job, tag_directory: Path, header: Header, later: bool = False) -> None:
-    """Point to a new save after DeepSpeed's save, and remove the saves that the tag had before.
-    Collective.
+    """Make a new save the tag's latest one after DeepSpeed's save, and remove the tag's older
+    saves. Collective.
 
     Args:
         later: whether DeepSpeed still writes its files, in the background.
 
     Raises:
-        CheckpointError: on every rank, if that failed.
+        CheckpointError: on every rank, if this failed on any rank.
     """
     folder = tag_directory / files.FOLDER
     headline = f"ds_kfac: could not complete the save in {folder}"
@@ -294,19 +294,19 @@ def save_checkpoint(
 ) -> Any:
     """Save K-FAC's state and then DeepSpeed's, in place of an engine's ``save_checkpoint``.
 
-    K-FAC's comes first, so that what DeepSpeed writes names a complete save. DeepSpeed saves in any
-    case. DeepSpeed opens the file ``latest`` and then writes it, so a run that is killed between
-    the two leaves an empty file, with which every later load fails. Therefore ``latest`` is written
-    here, in one moment.
+    K-FAC's state comes first, so that DeepSpeed's files name a complete save. DeepSpeed saves even
+    if K-FAC's save fails. DeepSpeed opens the file ``latest`` and then writes it, so a run that is
+    killed in between leaves an empty file, with which every later load fails. Therefore ``latest``
+    is written here, atomically.
 
     Args:
         groups: parameter name -> number of its optimizer group, from
             :func:`ds_kfac.checkpoint.order.groups_of`.
         grams: writes A of every layer to a folder; None if the config does not ask for it.
-        original: DeepSpeed's function, whose arguments are the others.
+        original: DeepSpeed's function, which gets all further arguments.
 
     Raises:
-        CheckpointError: on every rank, after DeepSpeed's save, if K-FAC's failed.
+        CheckpointError: on every rank, after DeepSpeed's save, if K-FAC's save failed.
     """
     if not save_dir:  # DeepSpeed says what is wrong
         return original(save_dir, tag, client_state or {}, save_latest, *args, **kwargs)
@@ -327,7 +327,7 @@ def save_checkpoint(
     except CheckpointError as error:
         entry["problem"] = str(error)
     client_state = {**(client_state or {}), files.CLIENT_KEY: entry}
-    # such an engine writes `latest` when all other files are there
+    # an engine that writes in the background writes `latest` itself, after all other files
     in_background = writes_in_background(engine)
     result = original(save_dir, tag, client_state, save_latest and in_background, *args, **kwargs)
     headline = f"ds_kfac: could not write {Path(save_dir) / 'latest'}"
@@ -337,7 +337,7 @@ def save_checkpoint(
     if header is None:
         raise CheckpointError(
             f"{entry['problem']}\nDeepSpeed's own checkpoint {folder} is complete; it loads with "
-            f"{files.FRESH}, K-FAC then starts afresh"
+            f"{files.FRESH}, and K-FAC then starts afresh"
         )
     finish(job, folder, header, in_background)
     if grams is not None and steps:

@@ -14,13 +14,13 @@ from ds_kfac.log import logger
 
 FIRST, SECOND, STEP = "exp_avg", "exp_avg_sq", "step"
 Values = Callable[[str], Mapping[str, Any] | None]
-"""Function from a parameter's name to what a checkpoint has of it: fp32 weight, AdamW's moments and
-step. None if the checkpoint has nothing of it."""
+"""Function from a parameter's name to the parameter's values in a checkpoint: fp32 weight, AdamW's
+moments and step. It returns None if the checkpoint has no values of the parameter."""
 
 
 def optimizer_state(folder: Path) -> Mapping[str, Any] | None:
-    """Return the optimizer's state in a universal checkpoint without that of its parameters; None
-    if there is no such file."""
+    """Return a universal checkpoint's optimizer state, without the state of parameters; None if
+    there is no such file."""
     return _read(folder / "zero" / "optimizer_state.pt")
 
 
@@ -73,8 +73,9 @@ def load_untrained(engine: Any, folder: Path) -> None:
     if not_loaded:
         more = " .." if len(not_loaded) > 5 else ""
         logger.warning(
-            "ds_kfac: WARNING: frozen weights and buffers that a universal checkpoint does not "
-            f"load stay as this model has them: {', '.join(sorted(not_loaded)[:5])}{more}"
+            "ds_kfac: WARNING: the universal checkpoint does not load these frozen weights and "
+            "buffers, which stay as this model has them: "
+            f"{', '.join(sorted(not_loaded)[:5])}{more}"
         )
 
 

@@ -1,8 +1,8 @@
 """Define the keys of the ``"kfac"`` block, with a model for each block inside it, and check them.
 The parameters of KFACAdamW are here too; ``directions/kfac_adamw/optimizer.py`` checks them.
 
-Docstrings of keys are the manual, docs/reference/config.md. The first paragraph is the key's cell
-in the table, of 25 words at most; the others are the details below the table."""
+The docstrings of the keys make up docs/reference/config.md. The first paragraph is the key's cell
+in the table and has 25 words at most; the other paragraphs are the details below the table."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from ds_kfac.model.scan import LayerChoice
 
 SHARES = True
-"""Whether layers that see the same input share one A, and so do the experts of a stack. A test may
-set it to False."""
+"""Whether one A is shared by layers that get the same input, and by the experts of a stack. A test
+may set it to False."""
 
 
 class Block(BaseModel):
@@ -37,22 +37,22 @@ class FactorConfig(Block):
     update_interval: values.Interval = Value.constant(10)
     """Steps between two updates of the factors. Each update uses one batch."""
     decay: values.Decay = Value.constant(0.95)
-    """Weight of the past in the running average. The average is bias-corrected, so early
+    """Weight of the past in a factor's running average. The average is bias-corrected, so early
     averages are plain means."""
     fisher: Literal["empirical", "monte_carlo", "activations_only"] | None = None
-    """Which gradients G is made of. null: ``activations_only`` with the optimizer KFACAdamW,
-    ``empirical`` with any other.
+    """Which gradients G is computed from. null: ``activations_only`` with the optimizer KFACAdamW,
+    ``empirical`` with any other optimizer.
 
-    ``empirical`` takes the training gradients. ``monte_carlo`` (the true Fisher matrix) takes
-    gradients of labels that are drawn from the model's own prediction. This costs one more
-    backward pass in each factor update, and the memory of the graph. ``activations_only`` takes
-    no gradients: G is the identity."""
+    ``empirical`` uses the training gradients. ``monte_carlo`` (the true Fisher matrix) uses
+    gradients for labels that are drawn from the model's own prediction. This costs one more
+    backward pass in each factor update, and the memory to keep the graph for it.
+    ``activations_only`` uses no gradients: G is the identity."""
     sampler: Literal["cross_entropy", "mse", "squared_error"] = "cross_entropy"
-    """The distribution that ``monte_carlo`` draws labels from.
+    """The loss for which ``monte_carlo`` draws labels.
 
-    ``mse`` is a mean over all elements of the output; ``squared_error`` is a sum over the
-    outputs and a mean over the rest. Set ``engine.kfac.sampler`` to draw labels by a function of
-    your own."""
+    ``mse`` is a mean over all elements of the prediction. ``squared_error`` is a sum over the
+    outputs and a mean over all other dimensions. Set ``engine.kfac.sampler`` to draw labels by a
+    function of your own."""
     prediction: str | None = None
     """Name of the module whose output is the prediction for ``monte_carlo``. null: the model's
     output, or its ``logits``."""
@@ -72,14 +72,14 @@ class FactorConfig(Block):
     """Rows that each factor update uses. null: 4 per column of the factor. ``"all"``: every row of
     all ranks, at every position.
 
-    If one rank has more rows, every k-th of its rows counts. Positions of a convolution are sampled
-    on a grid. The samples change with every update and are unbiased."""
+    If one rank alone has more rows than this, only every k-th of its rows is used. Positions of a
+    convolution are sampled on a grid. The samples change with every update and are unbiased."""
     dense_max: int | None = Field(default=None, ge=2)
     """Longest side of a layer whose factor is one dense matrix. null: 4096.
 
     A longer side is cut into blocks about as long as the layer's other side, but at least half of
-    this value. A side over 16384, such as a head's vocabulary, has a diagonal factor (over 65536
-    with ``fisher`` ``activations_only``, where all sides are inputs)."""
+    this value. A side over 16384, such as a head's vocabulary, has a diagonal factor. With
+    ``fisher`` ``activations_only`` only inputs have factors, and this limit is 65536."""
 
 
 class EigenbasisConfig(Block):
@@ -108,23 +108,23 @@ class DampingConfig(Block):
 
 
 class PreconditionerConfig(Block):
-    """The step in the eigenbasis. Of these keys only ``precision`` affects the optimizer
-    KFACAdamW, which needs the method ``eigen``."""
+    """How gradients are preconditioned. With the optimizer KFACAdamW ``method`` must be ``eigen``,
+    and of the other keys only ``precision`` has an effect."""
 
     precision: Literal["highest", "tf32"] | None = None
     """Precision of the products into the eigenbasis and back. null: ``tf32`` on GPUs that have it,
     else ``highest``.
 
-    ``highest`` is fp32, even if the process allows TF32. With ``tf32`` products are in TF32 and
-    orthogonalization in fp16 on GPUs; elsewhere both are in fp32. With method ``inverse`` the key
-    applies to the two products with the inverses."""
+    ``highest`` is fp32, even if the process allows TF32. With ``tf32``, GPUs compute products in
+    TF32 and orthogonalization in fp16; other devices compute both in fp32. With method ``inverse``
+    the key applies to the two products with the inverses."""
     method: Literal["eigen", "inverse"] = "eigen"
-    """What is kept of a factor. ``eigen``: its eigenbasis. ``inverse``: its damped inverse by
+    """What is computed from a factor. ``eigen``: its eigenbasis. ``inverse``: its damped inverse by
     Cholesky, with KAISA's pi-damping.
 
     ``inverse`` needs half the products of a step, sends half the bytes to other workers and
-    refreshes about ten times as fast. Use it for sides of 4096 and up. New damping takes effect at
-    the next refresh. ``inverse`` needs ``eigenvalues`` ``kronecker``."""
+    refreshes about ten times as fast. Use it for sides of 4096 and up. If damping changes, it takes
+    effect at the next refresh. ``inverse`` needs ``eigenvalues`` ``kronecker``."""
     eigenvalues: Literal["kronecker", "corrected"] | None = None
     """Eigenvalues of the Fisher matrix in the eigenbasis. ``kronecker``: products of the factors'
     eigenvalues (K-FAC). ``corrected``: the rotated gradient's running second moment (EKFAC).
@@ -149,18 +149,18 @@ class BurnInConfig(Block):
     steps: int = Field(default=50, ge=0)
     """Number of first steps in which factors are updated and refreshed more often. 0: none.
 
-    In these steps factors are updated twice as often as ``factor.update_interval`` says, and
-    eigenbases are refreshed at every second update if that is more often."""
+    In these steps factors are updated twice as often as ``factor.update_interval`` says.
+    Eigenbases are refreshed at every second update, unless they are refreshed more often anyway."""
 
 
 class AdamConfig(Block):
     """The optimizer KFACAdamW. These keys do not affect other optimizers."""
 
     rotate: bool = True
-    """Step in the eigenbasis of A. false: no curvature, in the layers' own coordinates and without
-    whitening.
+    """Step in the eigenbasis of A. false: step in the layers' own coordinates, without curvature
+    and whitening.
 
-    With false K-FAC takes, keeps and sends no statistics."""
+    If it is false, K-FAC collects, keeps and sends no statistics."""
     except_layers: list[values.NameEnd] = [
         "([^.]*_)?head(_dist)?",
         "score",
@@ -180,17 +180,17 @@ class AdamConfig(Block):
     matches the heads of transformers and timm. Unless you set this key, a language model's head
     is also found by its shape: the last layer, if it has the shape of an embedding."""
     blocks: dict[values.NameEnd, values.BlockRows] = {}
-    """Weights that hold several maps, each orthogonalized by itself: a regex for the end of the
-    weight's name, and the blocks.
+    """Weights that hold several maps, each of which is orthogonalized by itself: regex for the end
+    of the weight's name -> the blocks.
 
     A number is the number of equal blocks; a list gives the rows of each block and is repeated up
     to the last row. ``{"qkv": 3}`` means queries, keys and values. ``{"qkv": [64, 64, 64]}`` means
-    the same for each head of 64. ``{"q_proj": 32}`` treats each of 32 heads by itself, and 1
-    means a single map. The key has precedence over the names that ds_kfac knows
+    queries, keys and values of each head of size 64. ``{"q_proj": 32}`` treats each of 32 heads by
+    itself, and 1 means a single map. The key has precedence over the names that ds_kfac knows
     (``ds_kfac/model/blocks.py``): fused queries, keys and values, gates, latent attention and
     Mamba. The full report lists the blocks of each layer."""
     whiten: float = Field(default=0.125, ge=0, le=1)
-    """Power p of A^-p, applied on both sides of an orthogonalization. 0: no whitening.
+    """Power p of A^-p, which is applied on both sides of an orthogonalization. 0: no whitening.
 
     The step then bounds the response to each input direction instead of the change of the
     weights."""
@@ -264,26 +264,27 @@ class CheckpointConfig(Block):
     """What is saved in addition to DeepSpeed's files."""
 
     grams: bool = False
-    """Also write A of every layer in bf16, half of its triangle, to ``<tag>/grams``.
+    """Also write A of every layer to ``<tag>/grams``, as a lower triangle in bf16.
 
     Merging by RegMean and quantization by GPTQ need A. Resuming does not."""
     on_missing: Literal["error", "fresh"] = "error"
     """What load_checkpoint does if the K-FAC state is missing, damaged or of another model.
     ``error``: raise on every rank. ``fresh``: warn, and start K-FAC afresh.
 
-    In both cases DeepSpeed has loaded weights and optimizer before. A checkpoint written without
-    K-FAC always starts K-FAC afresh, with a warning."""
+    In both cases DeepSpeed has already loaded the weights and the optimizer. If a checkpoint was
+    written without K-FAC, K-FAC always starts afresh, with a warning."""
 
 
 class OpsConfig(Block):
-    """Which implementation computes."""
+    """Which implementation of the operations is used."""
 
     backend: Literal["triton", "cuda", "torch"] | None = None
     """Implementation of the operations. null: for each operation, the best one that runs here.
 
-    ``triton`` and ``cuda`` have kernels of some operations for NVIDIA GPUs from compute capability
-    8.0, compiled at first use; other operations run in torch. ``torch`` is plain torch, on any
-    device and without a CUDA graph. The choice holds for the process: the last attach decides."""
+    ``triton`` and ``cuda`` have kernels for some operations, which run on NVIDIA GPUs from compute
+    capability 8.0 and are compiled at first use; other operations run in torch. ``torch`` is plain
+    torch, on any device and without a CUDA graph. All engines of a process use the choice of the
+    last attach."""
 
 
 NAME = "KFACAdamW"
@@ -315,7 +316,8 @@ class OptimizerParams(BaseModel):
     """Learning rate of embeddings, norms and biases that are in no layer. null: 8 lr. 0: they are
     frozen, without weight decay.
 
-    The learning rate of heads follows ``adam_lr`` (docs/howto/tune.md); with 0 it is lr."""
+    The learning rate of heads follows ``adam_lr`` (docs/howto/tune.md). If ``adam_lr`` is 0, it is
+    lr."""
     torch_adam: bool = False
     """true: torch's AdamW steps the parameters that are in no layer. false: DeepSpeed's Adam does.
 
@@ -338,13 +340,14 @@ class KFACConfig(Block):
     """
 
     enabled: bool = True
-    """false: the engine is left as DeepSpeed made it."""
+    """false: K-FAC is not attached, and the engine stays as DeepSpeed made it."""
     report: Literal["summary", "full", "none"] = "summary"
     """What rank 0 prints to standard error at attach. ``summary``: at most 12 lines.
 
-    ``full`` adds what was chosen, and every layer with the ranks that work on it. ``none``
-    prints nothing, and keeps K-FAC's numbers out of a framework's logs. ``engine.kfac.report``
-    always has the full text; unless the key is ``full``, equal layers share a row there."""
+    ``full`` adds the values that were chosen, and every layer with the ranks that work on it.
+    ``none`` prints nothing, and keeps K-FAC's numbers out of a framework's logs.
+    ``engine.kfac.report`` always has the full text, but equal layers share a row in it unless the
+    key is ``full``."""
     factor: FactorConfig = FactorConfig()
     eigenbasis: EigenbasisConfig = EigenbasisConfig()
     burn_in: BurnInConfig = BurnInConfig()
@@ -364,10 +367,10 @@ class KFACConfig(Block):
     A factor that barely changes is then updated and decomposed less often. Each factor has its
     own interval, in units of ``factor.update_interval``: the interval grows (1, 2, 3, 5, 8, ...)
     while the factor stays similar, and halves when it does not. The rule starts after the burn-in.
-    docs/explanation/formulas.md has it exactly."""
+    docs/explanation/formulas.md has the formulas."""
     rescale_weights: bool = False
     """After every step, multiply the weight of each linear and convolutional K-FAC layer by min(1,
-    sqrt(2 outputs) / its norm)."""
+    sqrt(2 * outputs) / norm of the weight)."""
 
     def having(self, block: str, **new: Any) -> "KFACConfig":
         """Return a copy with other values in a block."""
@@ -377,7 +380,7 @@ class KFACConfig(Block):
 
     @property
     def choice(self) -> "LayerChoice":
-        """What decides which layers are preconditioned, and how."""
+        """The settings that decide which layers are preconditioned, and how."""
         from ds_kfac.curvature.methods import METHODS
         from ds_kfac.model.scan import LayerChoice
 
@@ -427,8 +430,8 @@ def parse(block: Any) -> KFACConfig:
 
 
 def _contradictions(block: Mapping[str, Any]) -> list[str]:
-    """Return the constraints between keys that a block violates, as texts. This reads the raw
-    block, so that they are reported together with other errors."""
+    """Return a text for each constraint between keys that a block violates. This function reads the
+    raw block, so that these errors are reported together with all others."""
     from ds_kfac.curvature.methods import METHODS
 
     def given(section: str, key: str) -> Any:
@@ -449,7 +452,7 @@ def _contradictions(block: Mapping[str, Any]) -> list[str]:
     if both_are_counts and refresh % update:
         errors.append(
             f"kfac.eigenbasis.refresh_interval ({refresh}) must be a multiple of "
-            f"kfac.factor.update_interval ({update}); otherwise a refresh would see stale factors"
+            f"kfac.factor.update_interval ({update}); otherwise a refresh would use old factors"
         )
     name = given("preconditioner", "method")
     method = METHODS.get(name) if isinstance(name, str) else None

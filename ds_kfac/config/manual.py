@@ -38,8 +38,8 @@ Which keys do the `"kfac"` block and the optimizer block of KFACAdamW have, and 
 ds_kfac/config/keys.py and the reasons in ds_kfac/config/manual.py. -->
 
 Every key is optional: `{}` is a good block. `null` and `"auto"` mean the same as leaving a key out, but Hugging Face's
-Trainer and Accelerate fail on an `"auto"` in this block. An unknown key is an error that names the nearest valid one. A
-key that has no effect in your run is a warning in the [attach report](attach_report.md).
+Trainer and Accelerate fail on an `"auto"` in this block. An unknown key raises an error that names the nearest valid
+key. If a key has no effect in your run, the [attach report](attach_report.md) warns about it.
 
 These keys are changed most often:
 
@@ -97,17 +97,17 @@ _IMAGES = "../howto/tune.md#convolutional-networks"
 WHY = {
     "enabled": "runs without K-FAC from the same config",
     "report": "choice of output",
-    "adaptive": "SP-NGD's rule; 0.3 sent 21 % of the statistics "
+    "adaptive": "SP-NGD's rule; with 0.3, 21 % of the statistics were sent "
     "([measured](../explanation/scaling.md#measured))",
-    "rescale_weights": "SP-NGD's rule for weights that a norm follows",
+    "rescale_weights": "SP-NGD's rule for weights that are followed by a norm",
     "factor.update_interval": f"trades cost against loss ({_TUNE})",
     "factor.decay": "0 is SP-NGD's choice: statistics of one batch",
-    "factor.fisher": "memory, or the exact Fisher matrix",
+    "factor.fisher": "saves memory, or gives the true Fisher matrix",
     "factor.sampler": "must match your loss",
     "factor.prediction": "must match your model",
     "factor.weight_sharing": "must match your loss",
     "factor.loss_mean": "must match your loss",
-    "factor.rows": "bounds traffic; use all if nodes see different data "
+    "factor.rows": "bounds traffic; use `all` if nodes see different data "
     "([measured](../explanation/scaling.md#batch-sums-come-from-a-few-ranks))",
     "factor.dense_max": "memory grows with the square of a side and time with its cube; blocks "
     "cost no visible loss",
@@ -117,12 +117,14 @@ WHY = {
     "damping.kind": "tikhonov is KAISA's and was best on deep CNNs",
     "preconditioner.precision": "fp32 products where TF32's error of 1.3 % is too large",
     "preconditioner.method": "inverse is KAISA's; cheaper for long sides",
-    "preconditioner.eigenvalues": f"corrected is better [into AdamW]({_OTHERS})",
-    "preconditioner.kl_clip": "ResNet-8's loss was 0.03 at 0.01, and 0.06 to 0.08 at the default",
-    "adam.rotate": "what curvature gains is [measured](../howto/tune.md#what-curvature-is-worth)",
-    "adam.except_layers": f"heads lose if orthogonalized ({_TUNE}); models name them differently",
+    "preconditioner.eigenvalues": f"corrected is better [with AdamW]({_OTHERS})",
+    "preconditioner.kl_clip": "ResNet-8's loss was 0.03 with 0.01, and 0.06 to 0.08 with the "
+    "default",
+    "adam.rotate": "the gain by curvature is [measured](../howto/tune.md#what-curvature-is-worth)",
+    "adam.except_layers": f"orthogonalized heads train worse ({_TUNE}); models name heads "
+    "differently",
     "adam.blocks": "fused weights with names that ds_kfac does not know",
-    "adam.whiten": f"1/8 gains with large batches; 1/4 loses on masked models ({_TUNE})",
+    "adam.whiten": f"1/8 helps with large batches; 1/4 is worse on masked models ({_TUNE})",
     "layers.include": "choice of layers",
     "layers.exclude": "choice of layers",
     "layers.types": "choice of layers; preconditioned norms are SP-NGD's",
@@ -135,8 +137,9 @@ WHY = {
     "tools](../howto/factors_for_other_tools.md)",
     "checkpoint.on_missing": "continue without K-FAC's part of a checkpoint",
 }
-"""Key -> why it exists. Either a value beats the default by more than the spread between seeds, or
-the key is for something else. A key without a reason should be a constant in the code."""
+"""Key -> why it exists. Either some value trains better than the default by more than the spread
+between seeds, or the key has another purpose. A key without a reason should be a constant in the
+code."""
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
@@ -170,7 +173,7 @@ def table(prefix: str, keys: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of a Markdown table of keys, with the first paragraph of each docstring.
 
     Args:
-        prefix: what stands before the keys' names, such as "factor.".
+        prefix: the text before each key's name, such as "factor.".
         keys: name -> JSON schema.
     """
     is_kfac = not prefix.startswith(PARAMS)  # parameters of KFACAdamW have no column "why"
@@ -191,7 +194,7 @@ def table(prefix: str, keys: Mapping[str, Any]) -> Iterator[str]:
 
 
 def details(prefix: str, keys: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a list of what the docstrings say after their first paragraphs."""
+    """Yield the lines of a Markdown list of each docstring's paragraphs after the first one."""
     texts = {f"`{prefix}{name}`": _paragraphs(key)[1:] for name, key in keys.items()}
     lines = [
         f"- {name}: {' '.join(paragraphs)}" for name, paragraphs in texts.items() if paragraphs

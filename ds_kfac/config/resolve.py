@@ -1,5 +1,5 @@
-"""Choose values for the keys that are ``null``. ``plan/plan.py`` chooses those that depend on a
-device's costs."""
+"""Choose values for the keys that are ``null``, except those that depend on a device's costs, which
+``plan/plan.py`` chooses."""
 
 from collections.abc import Collection
 from typing import Any
@@ -17,19 +17,19 @@ DAMPING = {"tikhonov": 1e-3, "relative": 1.0}
 """``damping.kind`` -> ``damping.value``."""
 KL_CLIP = 1e-3
 RULES_BLOCKS = ("damping", "preconditioner", "adam")
-"""Blocks of keys that only update rules read, each of them some."""
+"""Blocks whose keys only update rules read. Each update rule reads some of these blocks."""
 
 
 def resolve(
     config: KFACConfig, *, fisher: str, blocks: Collection[str] = (), adaptive: bool = False
 ) -> tuple[KFACConfig, tuple[str, ...]]:
-    """Return the config of a run, in which every null that means "choose for me" has a value. Nulls
-    whose choice depends on costs stay, see :func:`ds_kfac.plan.plan.make_plan`.
+    """Return the config of a run, in which a value replaces every null that means "choose for me".
+    Nulls whose choice depends on costs stay, see :func:`ds_kfac.plan.plan.make_plan`.
 
     Args:
-        fisher: choice for ``factor.fisher``, by the update rule.
-        blocks: which of :data:`RULES_BLOCKS` this update rule reads; choices in the others get no
-            text.
+        fisher: value that the update rule chooses for ``factor.fisher``.
+        blocks: the blocks of :data:`RULES_BLOCKS` that this update rule reads. Choices in its other
+            blocks get no text.
         adaptive: whether the optimizer is adaptive, see :func:`adaptive`.
 
     Returns the config, and a text for each choice: key, value, reason.
@@ -38,22 +38,27 @@ def resolve(
     corrects = adaptive and METHODS[config.preconditioner.method].rotates
     answers: tuple[tuple[str, str, Any, str], ...] = (
         ("factor", "fisher", fisher, "this optimizer's"),
-        ("factor", "dense_max", DENSE_MAX, "longer sides in blocks"),
+        ("factor", "dense_max", DENSE_MAX, "longer sides are cut into blocks"),
         (
             "eigenbasis",
             "refresh_interval",
             config.factor.update_interval.times(REFRESH),
-            f"{REFRESH} factor updates",
+            f"every {REFRESH} factor updates",
         ),
-        ("damping", "value", Value.constant(DAMPING[damping_kind]), f"of {damping_kind} damping"),
+        (
+            "damping",
+            "value",
+            Value.constant(DAMPING[damping_kind]),
+            f"default of {damping_kind} damping",
+        ),
         (
             "preconditioner",
             "eigenvalues",
             "corrected" if corrects else "kronecker",
-            "by the optimizer",
+            "fits the optimizer",
         ),
-        ("preconditioner", "kl_clip", Value.constant(KL_CLIP), "KAISA's"),
-        ("layers", "types", TYPES, "others are asked for by name"),
+        ("preconditioner", "kl_clip", Value.constant(KL_CLIP), "as in KAISA"),
+        ("layers", "types", TYPES, "this key adds other types"),
     )
     reasons = []
     for block, key, value, why in answers:
@@ -66,8 +71,8 @@ def resolve(
 
 
 def adaptive(optimizer: str) -> bool:
-    """Return whether an optimizer undoes the size of its gradients, because it divides by a running
-    second moment or takes the sign.
+    """Return whether an optimizer's steps do not depend on the size of its gradients, because it
+    divides by a running second moment or takes the sign.
 
     Args:
         optimizer: its class name, or its type in a DeepSpeed config.

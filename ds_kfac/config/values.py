@@ -1,5 +1,5 @@
 """Add to pydantic what the ``"kfac"`` block needs: types for schedules, counts and regexes, nulls,
-and errors that say where, what was found and what to write instead."""
+and errors that name the key, the value that was found, and what to write instead."""
 
 import difflib
 import json
@@ -46,12 +46,12 @@ def fits(value: Any) -> Any:
 def _checked(
     annotation: Any, accepts: Callable[[Any], bool], message: str, schema: dict[str, Any]
 ) -> Any:
-    """Return a type for pydantic, whose values one function checks.
+    """Return a type for pydantic whose values are checked by a function.
 
     Args:
         annotation: the type for type checkers.
         accepts: returns whether a value is valid.
-        message: of the error for any other value.
+        message: text of the error for an invalid value.
         schema: the type's JSON schema.
     """
 
@@ -84,7 +84,7 @@ Rows = _checked(
 BlockRows = _checked(
     int | list[int],
     _is_count_or_counts,
-    "Input should be an integer of at least 1, or a list of such",
+    "Input should be an integer of at least 1, or a list of such integers",
     {"anyOf": [_COUNT, {"items": _COUNT, "minItems": 1, "type": "array"}]},
 )
 """Blocks of a weight: their number, or the rows of each."""
@@ -95,7 +95,7 @@ def _compiles(template: str, message: Any) -> pydantic.AfterValidator:
 
     Args:
         template: regex in which the value is put in place of ``{}`` before it is compiled.
-        message: of the error; may have a ``{problem}``.
+        message: text of the error; ``{problem}`` in it stands for Python's own error.
     """
 
     def check(pattern: str) -> str:
@@ -115,12 +115,10 @@ Pattern = Annotated[str, _compiles("{}", "Must be a regular expression: {problem
 """A Python regex."""
 NameEnd = Annotated[
     Pattern,
-    _compiles(
-        "(?:{})", "Must be a part of a regular expression: flags are written as in (?i:head)"
-    ),
+    _compiles("(?:{})", "Must fit into a longer regular expression: write flags as in (?i:head)"),
 ]
-"""A regex for the end of a name. It becomes part of a longer regex, so it cannot have flags for the
-whole."""
+"""A regex for the end of a name. It becomes part of a longer regex, so it cannot have flags that
+apply to the whole regex."""
 
 
 class _Form(BaseModel):
@@ -132,8 +130,8 @@ class _Form(BaseModel):
 
 
 class Ramp(_Form, Generic[Number]):
-    """Schedule from one number to another. Checking both is enough, because no value lies outside
-    of them."""
+    """Schedule from one number to another. Checking these two numbers is enough, because all values
+    lie between them."""
 
     schedule: str
     start: Number = Field(description="Until step ``delay``.")
@@ -146,7 +144,7 @@ class Ramp(_Form, Generic[Number]):
 
 
 class Piecewise(_Form, Generic[Number]):
-    """Schedule of several numbers, and the steps at which one follows another."""
+    """Schedule of several numbers, with the steps at which each number but the first begins."""
 
     schedule: str
     values: list[Number] = Field(min_length=1)
@@ -158,7 +156,7 @@ class Piecewise(_Form, Generic[Number]):
         values = info.data.get("values")  # None if the values have errors
         if values is not None and len(steps) != len(values) - 1:
             raise ValueError(
-                f"must be one fewer than the values, {len(values) - 1} for {len(values)}"
+                f"must be one fewer than the values, {len(values) - 1} for {len(values)} values"
             )
         if any(later <= earlier for earlier, later in pairwise(steps)):
             raise ValueError("steps must be strictly increasing")
@@ -187,12 +185,12 @@ def holds_value(annotation: Any) -> bool:
 
 
 def _parse(raw: Any, number: Any, name: str) -> Value:
-    """Return a Value from a number or a schedule object. Errors have their place in the object, to
-    which pydantic adds the key.
+    """Return a Value from a number or a schedule object. An error has the place inside the object,
+    and pydantic adds the key.
 
     Args:
         number: type of the numbers.
-        name: what they are called in errors.
+        name: word for such a number in errors.
     """
     if isinstance(raw, Mapping):
         form = form_of(raw)
@@ -231,19 +229,19 @@ NotNegative = _number_or_schedule(Annotated[float, Field(ge=0)], "number")
 
 Model = type[BaseModel]
 REMOVED = {
-    "preconditioner.step": "was removed in 0.2, with steps by a quadratic model of the loss: "
-    "leave it out",
+    "preconditioner.step": "was removed in 0.2, together with steps by a quadratic model of the "
+    "loss: leave it out",
     "preconditioner.method=root": 'was removed in 0.2: refreshes of "eigen" are as cheap on GPUs; '
     "leave it out",
     "factor.sample_positions": 'was removed in 0.2: positions are sampled unless "rows" is "all"; '
     "leave it out",
-    "preconditioner.graft": "was removed in 0.2: corrected eigenvalues, which null chooses for an "
-    "Adam, did better without it; leave it out",
-    "damping.kind=adaptive": "was removed in 0.2, with steps by a quadratic model of the loss: "
-    "leave it out",
+    "preconditioner.graft": "was removed in 0.2: corrected eigenvalues, which null chooses for "
+    "optimizers like Adam, did better without it; leave it out",
+    "damping.kind=adaptive": "was removed in 0.2, together with steps by a quadratic model of the "
+    "loss: leave it out",
     "assignment.costs": "was removed in 0.2: runs plan with builtin rates; leave it out, and name "
     "the file by --costs of python -m ds_kfac estimate",
-    "eigenbasis.lag": "was removed in 0.2: refreshes are spread over steps, and not late; leave "
+    "eigenbasis.lag": "was removed in 0.2: refreshes are spread over steps and never late; leave "
     "it out",
     "checkpoint.eigenbasis": "was removed in 0.2: eigenbases are always saved, so that resuming "
     "is exact; leave it out",
@@ -273,10 +271,10 @@ def without_nulls(values: Mapping[str, Any], model: Model) -> dict[str, Any]:
 
 
 def explain(detail: Any, block: Mapping[str, Any], model: Model) -> str:
-    """Return one of pydantic's errors as a line.
+    """Return one of pydantic's errors as a line of text.
 
     Args:
-        detail: from ``ValidationError.errors()``.
+        detail: an element of ``ValidationError.errors()``.
         block: the raw input of ``model``.
     """
     location = detail["loc"]
@@ -307,8 +305,8 @@ def explain(detail: Any, block: Mapping[str, Any], model: Model) -> str:
 
 
 def _nested(path: str, value: Any, model: Model) -> str | None:
-    """Return the nested form of a key that was written flat, with points; None if there is no such
-    key."""
+    """Return the nested form of a key that was written as one name with points; None if there is no
+    such key."""
     key = path.removeprefix(f"{KEY}.")
     if "." not in path or key not in set(paths(model)):
         return None
@@ -333,7 +331,8 @@ def _such_as(location: tuple[str, ...], got: Any, model: Model) -> str:
 
 
 def _nearest(location: tuple[str, ...], block: Mapping[str, Any], model: Model) -> str:
-    """Return a hint at the valid key closest to an unknown one, in the same block, else in any.
+    """Return a hint at the valid key that is closest to an unknown key. Keys of the same block come
+    first, then keys of all blocks.
 
     Args:
         location: the unknown key, after the names of the blocks around it.
@@ -351,14 +350,14 @@ def _nearest(location: tuple[str, ...], block: Mapping[str, Any], model: Model) 
         inner = _inner_model(field, block) or BaseModel
         in_schedule = holds_value(field.annotation)
     siblings = inner.model_fields
-    # what begins like the key comes first: for "damp" this is damping, while difflib finds adam
+    # first the keys that begin with the unknown key: for "damp" difflib would find adam
     longer = [name for name in siblings if len(key) > 2 and name.startswith(key)]
     names = longer[:1] or difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
     close = [prefix + name for name in names]
     if not close and not in_schedule:
         if key == "schedule" and "value" in siblings:
             return (
-                f'a schedule is that of kfac.{prefix}value: write {{"value": {{"schedule": ..}}}}'
+                f'a schedule belongs in kfac.{prefix}value: write {{"value": {{"schedule": ..}}}}'
             )
         valid = list(paths(model))
         close = [path for path in valid if path.split(".")[-1] == key]
@@ -378,7 +377,7 @@ def _inner_model(field: FieldInfo | None, raw: Any) -> Model | None:
 
 
 def paths(model: Model, prefix: str = "") -> Iterator[str]:
-    """Yield all keys, those of inner blocks as "block.key"."""
+    """Yield the names of all keys. A key of an inner block is "block.key"."""
     for name, field in model.model_fields.items():
         yield prefix + name
         inner = _inner_model(field, None)
@@ -409,8 +408,8 @@ def find_block(ds_config: Mapping[str, Any]) -> Any | None:
             )
         if isinstance(value, Mapping) and isinstance(value.get(KEY), Mapping):
             raise ValueError(
-                f'DeepSpeed config: "kfac" is not read inside of "{key}"; move it out, beside '
-                f'"{key}"'
+                f'DeepSpeed config: "kfac" is not read inside of "{key}"; move it up one level, '
+                f'beside "{key}"'
             )
     return None
 

@@ -1,2 +1,2 @@
 """What K-FAC tells its user: whether an environment and a config will work, what was attached, and
-why a layer is in the state that it is in."""
+what state each layer is in, and why."""

@@ -1,6 +1,6 @@
 """``python -m ds_kfac doctor``: check whether this environment will work, and say how to fix it.
 
-The answer has twelve lines. A bug report should have them, too.
+It prints a verdict and twelve lines of facts, which every bug report should contain.
 """
 
 import os
@@ -27,17 +27,17 @@ from ds_kfac.ops.dispatch import chosen
 from ds_kfac.zero.deepspeed_versions import OLDEST, TESTED
 
 NEEDS = ("torch>=2.8", f"deepspeed>={OLDEST}")
-"""Requirements if ds_kfac is not installed but imported from its sources, where no metadata lists
-them."""
+"""Requirements of ds_kfac if it is imported from its sources without being installed, because no
+package metadata lists them then."""
 TESTED_RANGES = {
     "torch": ("2.8.0", "2.15.0"),
     "deepspeed": (TESTED[0], TESTED[-1]),
     "triton": ("3.6.0", "3.9.0"),
     "transformers": ("5.23.0", "5.24.0"),
 }
-"""Package -> the oldest and the newest version with which tests ran."""
+"""Package -> the oldest and the newest version with which the tests were run."""
 OPTIONAL = ("ds_kfac", "triton", "transformers", "numpy", "pydantic")
-"""Packages whose versions are asked for after a fault. None of them has to be installed."""
+"""Packages whose versions matter in a bug report. None of them has to be installed."""
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -45,8 +45,8 @@ class Answer(NamedTuple):
     """The answer to one of :data:`QUESTIONS`.
 
     Attributes:
-        state: what there is in this environment.
-        remedy: what to do about it; empty if it is as it should be.
+        state: what was found in this environment.
+        remedy: what the user has to do; empty if nothing is wrong.
     """
 
     state: str
@@ -87,7 +87,7 @@ def _package(name: str) -> Answer:
 
 
 def _with_range(name: str, installed: str) -> str:
-    """Say a package's version, and whether it lies in the tested range."""
+    """Return the name and version of a package, and whether the version is in the tested range."""
     oldest, newest = TESTED_RANGES[name]
     release = Version(installed).release
     is_inside = Version(oldest).release <= release <= Version(newest).release
@@ -115,10 +115,10 @@ def _device() -> Answer:
         hides_gpu = torch.cuda.is_available()
         return Answer(
             f"cpu, {os.cpu_count()} cores",
-            "unset DS_ACCELERATOR: torch sees a GPU" if hides_gpu else "",
+            "torch sees a GPU: unset DS_ACCELERATOR to use it" if hides_gpu else "",
         )
     count = accelerator.device_count()
-    remedy = "" if count else "no device"
+    remedy = "" if count else "no device was found: check the driver and CUDA_VISIBLE_DEVICES"
     if name != "cuda":
         return Answer(f"{count} x {name}", remedy)
     state = f"{count} x {torch.cuda.get_device_name()} (sm_{gpu_architecture()})"
@@ -136,7 +136,7 @@ def _communication() -> Answer:
         torch.distributed.is_available()
         and getattr(torch.distributed, f"is_{name}_available", lambda: True)()
     )
-    remedy = f"this build of torch has no {name}: install another one"
+    remedy = f"this build of torch has no {name}: install a build that has it"
     return Answer(name, "" if is_available else remedy)
 
 
@@ -148,7 +148,7 @@ def _compiler() -> Answer:
         missing.append("a C++ compiler (apt install g++)")
     if not ninja:
         missing.append("ninja (pip install ninja)")
-    remedy = f"for ops that are compiled at first use: {' and '.join(missing)}" if missing else ""
+    remedy = f"ops that are compiled at first use need {' and '.join(missing)}" if missing else ""
     return Answer(f"{compiler}, {ninja}, nvcc {find_nvcc() or 'nowhere'}", remedy)
 
 
@@ -171,7 +171,8 @@ def _cache() -> Answer:
         them = "it" if len(locks) == 1 else "them"
         return Answer(
             names,
-            f"if no build runs now, a killed one left {them}, and all runs wait: remove {names}",
+            f"if no build runs now, a killed build has left {them}, and every run waits until you "
+            f"remove {names}",
         )
     held = [] if file_is_lock else [lock for lock in locks if _is_held(lock)]
     if held:
@@ -187,8 +188,8 @@ def _names(paths: Sequence[Path]) -> str:
 def _is_held(lock: Path) -> bool:
     """Return whether a process holds a lock of torch 2.14 or newer.
 
-    The lock's file stays after the build. The system frees the lock when the process ends, however
-    that ends.
+    The lock's file stays after the build. The system frees the lock when the process ends, even if
+    it is killed.
     """
     from filelock import FileLock, Timeout  # a torch that makes such locks requires it
 
@@ -208,7 +209,7 @@ def _shm() -> Answer:
     if is_compiled(COMPILED):
         return Answer("compiled")
     return Answer(
-        "compiled at the first start, for minutes, unless "
+        "will be compiled at the first start, which takes minutes; to avoid it set "
         f'deepspeed.ops.__compatible_ops__["{COMPILED}"] = False'
     )
 
@@ -218,11 +219,11 @@ def _launcher() -> Answer:
     world = os.environ.get("WORLD_SIZE")
     if rank is None and world is None:
         return Answer(
-            "none in this shell: `deepspeed train.py` or torchrun start ranks; without, a script "
-            "is one rank"
+            "none in this shell: start ranks with `deepspeed train.py` or torchrun; a script that "
+            "is started without them is one rank"
         )
     missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
-    remedy = f"{', '.join(missing)} not set: unset RANK and WORLD_SIZE, or set them all"
+    remedy = f"{', '.join(missing)} not set: set what is missing, or unset RANK and WORLD_SIZE"
     return Answer(f"rank {rank} of {world}", remedy if missing else "")
 
 

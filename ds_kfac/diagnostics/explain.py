@@ -1,8 +1,8 @@
-"""Say in words what K-FAC has for a layer at this moment: the text of ``engine.kfac.explain()``.
+"""Describe the current state of a layer in words: the text of ``engine.kfac.explain()``.
 
 The text is made from the plan, the timetable and what this rank keeps. Device scalars are read when
-somebody asks, so no step waits for them. There is no collective: what only another rank knows, the
-text says is known there.
+somebody asks, so no step waits for them. There is no collective: if only another rank knows a fact,
+the text names that rank.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,8 @@ COLUMNS = ("layer", "state", "next update", "next refresh", "decomposed on", "st
 
 
 def explain(job: Job, scan: Scan, name: str | None = None) -> str:
-    """Return a layer's text; for None the table of all layers of this rank's domains.
+    """Return the text that describes a layer. If the name is None, return a table of all layers of
+    this rank's domains.
 
     Local. Call it between steps.
 
@@ -52,19 +53,20 @@ def explain(job: Job, scan: Scan, name: str | None = None) -> str:
     hint = f"near it are {', '.join(near)}; " if near else ""
     raise ValueError(
         f"ds_kfac: explain({name!r}): no such layer on this rank; {hint}engine.kfac.explain() "
-        "lists all"
+        "lists all layers"
     )
 
 
 class LayerExplanation:
-    """What there is to say of one layer.
+    """Makes the text and the table row that describe one layer.
 
     Attributes:
         kfac: the preconditioner of the layer's domain.
         factors: "A" and "G" -> the factor's specification; empty if the config gives the layer no
             factors.
-        state: what this rank keeps of the layer; None if it is no gradient worker of the layer.
-        basis: the word for what preconditions the layer: "basis" or "inverse".
+        state: what this rank keeps of the layer; None if this rank is not one of the layer's
+            gradient workers.
+        basis: "basis" or "inverse", the word for the matrices that precondition the layer.
     """
 
     def __init__(self, kfac: KFACPreconditioner, layer: LayerSpec) -> None:
@@ -78,7 +80,7 @@ class LayerExplanation:
     # the two forms
 
     def row(self) -> tuple[str, ...]:
-        """Return the layer's row in the table, by :data:`COLUMNS`."""
+        """Return the layer's row in the table, with a cell for each of :data:`COLUMNS`."""
         next_steps = [str(step) for step in self._next_due()] if self.factors else ["-", "-"]
         decomposed_on = ", ".join(
             f"{side} {self._owner(factor)}" for side, factor in self.factors.items()
@@ -92,7 +94,7 @@ class LayerExplanation:
         )
 
     def text(self) -> str:
-        """Return all that there is to say, a fact a line."""
+        """Return the full description, with one fact in each line."""
         kfac = self.kfac
         layer = self.layer
         schedule = self.kfac.plan.schedule
@@ -138,10 +140,10 @@ class LayerExplanation:
     # steps
 
     def _next_due(self) -> tuple[int, int]:
-        """Return the next steps at which a factor of the layer is updated, and refreshed.
+        """Return the step of the layer's next factor update, and the step of its next refresh.
 
-        A layer without a basis is refreshed at its next update. One that is not proven is refreshed
-        at the update after the next, which may prove it.
+        A layer without a basis is refreshed at its next update. A layer whose rows are not proven
+        is refreshed at the update after the next one, because the next one may prove them.
         """
         timetable = self.curvature.timetable
         steps = self.kfac.steps
@@ -157,7 +159,8 @@ class LayerExplanation:
         return update, min(refresh for _, refresh in ordinary)
 
     def _displacement(self) -> str:
-        """Say what moves the factors away from the ordinary intervals."""
+        """Say by how many steps the layer's factors are staggered, and which of them skip ordinary
+        updates. The text begins with a separator; it is empty if neither is the case."""
         texts = [""]
         offsets = self.kfac.plan.offsets
         if offsets:
@@ -175,7 +178,7 @@ class LayerExplanation:
     # the basis
 
     def _has(self) -> str:
-        """Say what the layer is stepped with; empty if it has no basis or inverse."""
+        """Say with which basis or inverse the layer is stepped; empty if it has none."""
         if self.layer.name in self.kfac.proving.unfit:
             return ""
         if not self.factors:
@@ -202,7 +205,7 @@ class LayerExplanation:
         return "; ".join(texts)
 
     def _kept_elsewhere(self) -> str:
-        """Say where the basis is, of which this rank keeps nothing."""
+        """Say which rank keeps the layer's basis. This rank keeps nothing of it."""
         curvature = self.curvature
         rank = f"rank {self._gradient_workers()}"
         is_known = curvature.travels and all(
@@ -273,14 +276,14 @@ class LayerExplanation:
         curvature = self.curvature
         key = factor.key
         others = ", ".join(name for name in factor.layers if name != self.layer.name)
-        shared = f", one with {others}" if others else ""
+        shared = f", shared with {others}" if others else ""
         text = f"{factor.side.kind}, {factor.side.dim} wide{shared}; on rank {self._owner(factor)}"
         if key not in curvature.factors:
             return f"{text}: call explain there for its updates"
         count = float(curvature.factors[key].updates)
         text += f"; {count:.0f} updates"
         if key not in curvature.log.batches:
-            return f"{text}, none since this process started or loaded"
+            return f"{text}, none since this process started or loaded a checkpoint"
         return f"{text}; last batch: {self._last_batch_text(factor, has_updates=count > 0)}"
 
     def _last_batch_text(self, factor: FactorSpec, *, has_updates: bool) -> str:
@@ -307,4 +310,4 @@ class LayerExplanation:
             asked = needed(factor, wanted)
             if rows < asked:
                 text += f", fewer than the {asked} that an update asks for (factor.rows)"
-        return f"{text}, scaled down: far above the average" if limited else text
+        return f"{text}, scaled down because it was far above the average" if limited else text

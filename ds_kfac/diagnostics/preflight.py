@@ -28,15 +28,15 @@ COMPILED = "deepspeed_shm_comm"
 """The op that DeepSpeed builds when it makes the process group on a CPU."""
 NOT_PASSED_ON = (
     "a KFACAdamW was made for {count} of the parameters that this engine trains, but "
-    "deepspeed.initialize was not given it. Pass it on as optimizer=. transformers' Trainer drops "
-    'optimizers=(..) under DeepSpeed: give it optimizer_cls_and_kwargs=(ds_kfac.KFACAdamW, {{"lr": '
-    "1e-3}}), or name KFACAdamW in the DeepSpeed config. If the object is not meant to train, "
-    "delete it before the engine is built"
+    "deepspeed.initialize was not given it. Pass it as optimizer=. transformers' Trainer ignores "
+    "optimizers=(..) under DeepSpeed: give it optimizer_cls_and_kwargs=(ds_kfac.KFACAdamW, "
+    '{{"lr": 1e-3}}) instead, or name KFACAdamW in the DeepSpeed config. If this KFACAdamW is not '
+    "meant to train, delete it before the engine is built"
 )
 NO_RANK = (
     "ds_kfac: no launcher has started this process: RANK is not in its environment, but other "
-    "variables of a launcher or of MPI are, so DeepSpeed asks mpi4py, which is not installed; "
-    "start it with `deepspeed {script}`, or with torchrun"
+    "variables of a launcher or of MPI are. DeepSpeed therefore asks mpi4py, which is not "
+    "installed; start it with `deepspeed {script}`, or with torchrun"
 )
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 """Environment variables that launchers set for every rank."""
@@ -94,10 +94,10 @@ def start_alone() -> None:
 
 
 def builds_folder() -> Path:
-    """Return the folder in which this torch builds extensions, in one folder for each op.
+    """Return the folder in which this torch builds extensions. Each op has a folder inside it.
 
-    Without TORCH_EXTENSIONS_DIR each version of Python, and each CUDA that torch is built for, has
-    its own, such as ~/.cache/torch_extensions/py311_cpu.
+    If TORCH_EXTENSIONS_DIR is not set, the folder depends on the versions of Python and of torch's
+    CUDA, as in ~/.cache/torch_extensions/py311_cpu.
     """
     # Imported here because it imports setuptools, which would add a third to the time that
     # importing ds_kfac takes.
@@ -112,8 +112,8 @@ def builds_folder() -> Path:
 def is_compiled(op: str) -> bool:
     """Return whether an op of DeepSpeed is compiled for the torch that runs now.
 
-    torch compiles an op again if its last build was for a torch in another place, or for an older
-    one in the same place.
+    torch compiles an op again if its last build was for a torch in another folder, or for an older
+    torch in the same folder.
     """
     from torch.utils.cpp_extension import TORCH_LIB_PATH
 
@@ -136,7 +136,7 @@ OFFLOAD_OPS = {
     "lion": "cpu_lion",
     "adagrad": "cpu_adagrad",
 }
-"""Lower-case name of an optimizer -> the op that steps it where the optimizer is offloaded."""
+"""Lower-case name of an optimizer -> the op that does its step if the optimizer is offloaded."""
 
 
 def needs_compiled() -> bool:
@@ -163,19 +163,19 @@ WITHOUT = {
     f"is made",
     "fused_adam": '"torch_adam": true in the optimizer\'s params',
 }
-"""Op -> how a program does without it."""
+"""Op -> what a program can set so that DeepSpeed does not compile the op."""
 _announced: set[str] = set()
 """Ops of which :func:`warn_of_compilation` has warned."""
 
 
 def warn_of_compilation(ds_config: Mapping[str, Any] | None = None) -> None:
-    """Warn, once for each op, that DeepSpeed compiles it at its first start on a CPU.
+    """Warn, once for each op, that DeepSpeed compiles the op at its first start on a CPU.
 
-    DeepSpeed prints nothing for minutes then, and a run that is killed meanwhile leaves a lock that
-    blocks all later runs.
+    While it compiles, DeepSpeed prints nothing for minutes. A run that is killed during this time
+    leaves a lock that blocks all later runs.
 
-    Launchers import ds_kfac if ``DS_KFAC`` is set, but start no DeepSpeed themselves, so they are
-    not warned. A program that makes itself a rank after it has called ``enable`` is warned at
+    Launchers are not warned: they import ds_kfac if ``DS_KFAC`` is set, but do not start DeepSpeed
+    themselves. If a program makes itself a rank after it has called ``enable``, it is warned at
     ``initialize``.
 
     Args:
@@ -195,13 +195,13 @@ def warn_of_compilation(ds_config: Mapping[str, Any] | None = None) -> None:
     warn(
         f"DeepSpeed now compiles {' and '.join(ops)} below {builds_folder()}, once; for one to "
         f"five minutes nothing is printed{remedies}. If it takes longer, a run that was killed may "
-        "have left a lock: `python -m ds_kfac doctor` names it"
+        "have left a lock, which `python -m ds_kfac doctor` would name"
     )
 
 
 def check_tensors(model: Any, arguments: dict[str, Any]) -> None:
-    """Check that DeepSpeed can broadcast the model's weights, and that the model has every
-    parameter that is to be trained.
+    """Check that DeepSpeed can broadcast the model's weights, and that every parameter in the
+    arguments belongs to the model.
 
     DeepSpeed's own error names neither the weight nor a reason.
 
@@ -219,16 +219,16 @@ def check_tensors(model: Any, arguments: dict[str, Any]) -> None:
     for name, parameter in named.items():
         if not parameter.ndim:
             raise ValueError(
-                f"ds_kfac: {name} has no dimension, as CLIP's logit_scale, which "
-                "deepspeed.initialize cannot broadcast with any optimizer; make it one of shape "
-                "[1] before: p.data = p.data.view(1)"
+                f"ds_kfac: {name} has no dimension, like CLIP's logit_scale, and "
+                "deepspeed.initialize cannot broadcast it, whatever the optimizer; give it the "
+                "shape [1] before: p.data = p.data.view(1)"
             )
         if parameter.numel() and parameter.stride(-1) != 1:
             raise ValueError(
                 f"ds_kfac: {name} is stored in another order than its shape (channels_last, a "
-                "transposed matrix, as qr and svd return), which deepspeed.initialize cannot "
-                "broadcast; make it p.data = p.data.contiguous() before. Convert images to "
-                "channels_last instead, or at ZeRO stage 0 the model after initialize"
+                "transposed matrix, as qr and svd return), and deepspeed.initialize cannot "
+                "broadcast it; set p.data = p.data.contiguous() before. For channels_last convert "
+                "the images, or at ZeRO stage 0 convert the model after initialize"
             )
 
 
@@ -242,9 +242,9 @@ def _check_membership(named: Mapping[str, nn.Parameter], arguments: dict[str, An
         if id(tensor) not in model_ids:
             raise ValueError(
                 f"ds_kfac: the optimizer was given a parameter of shape {list(tensor.shape)} that "
-                "the model has not got, of a copy of it, or of a loss with a learned weight. Make "
-                "it a parameter of the model that is given to initialize, or step it by an "
-                "optimizer of its own"
+                "the model has not got; it may belong to a copy of the model, or to a loss with "
+                "learned weights. Make it a parameter of the model that is given to initialize, or "
+                "step it with another optimizer"
             )
 
 
@@ -279,8 +279,8 @@ def check_objects(arguments: dict[str, Any], source: Mapping[str, Any], rule: Up
     if rule.optimizer_type is None:
         raise ValueError(f"ds_kfac: {text}")
     warn(
-        f"{text}. Here the DeepSpeed config names it, too: this engine trains with the learning "
-        "rates of the config"
+        f"{text}. Here the DeepSpeed config names KFACAdamW, too, so this engine trains with the "
+        "learning rates of the config"
     )
 
 

@@ -2,8 +2,8 @@
 docs/howto/recipes.md.
 
 A model does not show at attach what it is trained for: a decoder may be pretrained or fine-tuned,
-with its labels masked or not. So there is no warning if any recipe for the type of model has all
-three values within a factor of ten.
+with its labels masked or not. So a run is compared with the nearest recipe for its type of model,
+and a warning names the values that are far from it.
 """
 
 import math
@@ -24,22 +24,23 @@ from ds_kfac.step.preconditioner import KFACPreconditioner
 FAR = 10.0
 """Factor by which a value may differ from a recipe's.
 
-Learning rates that work span a factor of four, and move with the batch (docs/howto/tune.md).
+Learning rates that work span a factor of four, and depend on the batch (docs/howto/tune.md).
 """
 MOST_APART = math.log(FAR) + 1e-6
-"""Largest difference of two logarithms that is not far. A weight decay of 0.1 for 1 is not far."""
+"""Difference of the logarithms of two values above which they are far apart. A weight decay of 0.1
+instead of 1 is not far."""
 MOST_ABOVE = math.log(FAR) - 1e-6
-"""Largest excess of a learning rate's logarithm that is not far. Exactly ten times a recipe's
-learning rate is far, as it is likely to be a slip."""
+"""Difference of the logarithms above which a learning rate is far above a recipe's. Exactly ten
+times a recipe's learning rate is far, because it is probably a typing error."""
 LEAST_DECAY = 0.01
-"""A weight decay that takes hardly anything back. Smaller ones count as this one."""
+"""A weight decay that has hardly any effect. Smaller values are treated as this value."""
 BETA2 = (0.5, 0.999)
 """Smallest and largest second beta that are not far; 0.999 is the default."""
 RECIPES_BETA2 = 0.95
 
 
 class Recipe(NamedTuple):
-    """A heading of docs/howto/recipes.md, and what its config has.
+    """A section of docs/howto/recipes.md: its heading, and values of its config.
 
     Attributes:
         models: types of models that may follow the recipe, see :func:`model_type`.
@@ -71,11 +72,12 @@ RECIPES = (
 
 
 def far_from_recipes(kfac: KFACPreconditioner) -> list[str]:
-    """Return a warning for the attach report if no recipe for the model is near; else nothing."""
+    """Return a list with a warning for the attach report if the run is far from every recipe for
+    its type of model; else an empty list."""
     groups = kfac.layout.optimizer.param_groups
     rates = planned_rates(groups, kfac.layout.engine.lr_scheduler)
     indices = {kfac.layout.group_index(parameter) for parameter in kfac.layout.params}
-    # the group that learns most: a schedule or a user may have groups with smaller learning rates
+    # the largest learning rate: a schedule or a user may give other groups smaller ones
     leading = max(indices, key=lambda index: rates[index])
     betas = groups[leading].get("betas")
     return recipe_warnings(
@@ -88,7 +90,8 @@ def far_from_recipes(kfac: KFACPreconditioner) -> list[str]:
 
 
 def planned_rates(groups: Sequence[Mapping[str, Any]], scheduler: Any) -> list[float]:
-    """Return each parameter group's largest learning rate, as far as the scheduler says."""
+    """Return the largest learning rate that each parameter group will have, as far as the
+    scheduler's attributes tell."""
     schedules = [getattr(scheduler, name, None) for name in ("max_lrs", "org_lrs", "base_lrs")]
     largest = []
     for index, group in enumerate(groups):
@@ -106,12 +109,12 @@ def config_far_from_recipes(
     layers: Sequence[LayerSpec],
     model: nn.Module,
 ) -> list[str]:
-    """Return what :func:`far_from_recipes` would, from a config alone.
+    """Return the warning of :func:`far_from_recipes` for a config without an engine.
 
-    Values of "auto" are filled in by a framework later, so a config that has one gets no warning.
+    If a value is "auto", there is no warning, because a framework fills it in later.
 
     Args:
-        defaults: parameters of the optimizer where the config leaves them out.
+        defaults: parameter of the optimizer -> its value if the config leaves it out.
     """
     optimizer = block(ds_config, "optimizer")
     params = {**defaults, **block(optimizer, "params")}
@@ -133,7 +136,7 @@ def config_far_from_recipes(
 def _peak_rate(optimizer: str, lr: float, schedule: Mapping[str, Any]) -> float | None:
     """Return the largest learning rate of a config's "scheduler" block; None if it cannot be known.
 
-    DeepSpeed's own scheduler computes it, on an optimizer of a single number.
+    The scheduler itself computes it, on an optimizer of a single number.
     """
     stand_in: type[torch.optim.Optimizer] = (
         torch.optim.SGD if optimizer == "SGD" else torch.optim.AdamW
@@ -146,7 +149,7 @@ def _peak_rate(optimizer: str, lr: float, schedule: Mapping[str, Any]) -> float 
             module = lr_schedules if hasattr(lr_schedules, name) else torch.optim.lr_scheduler
             scheduler = getattr(module, name)(one, **block(schedule, "params"))
         except Exception:
-            # "auto" among its parameters, or wrong ones, which attach or DeepSpeed will refuse
+            # a parameter is "auto", or wrong; attach or DeepSpeed will refuse a wrong one
             return None
     (peak,) = planned_rates(one.param_groups, scheduler)
     return peak
@@ -155,8 +158,8 @@ def _peak_rate(optimizer: str, lr: float, schedule: Mapping[str, Any]) -> float 
 def model_type(layers: Sequence[LayerSpec], model: nn.Module) -> str | None:
     """Return the type of a model, as far as its layers and modules show it.
 
-    None means that no recipe is for such a model, or that the type is not known, as for a stage of
-    a pipeline.
+    None means that there is no recipe for such a model, or that its type is not known, as for a
+    stage of a pipeline.
     """
     if any(ADAPTER.search(layer.module) for layer in layers):
         return ADAPTERS
@@ -177,12 +180,12 @@ def model_type(layers: Sequence[LayerSpec], model: nn.Module) -> str | None:
 def recipe_warnings(
     model: str | None, optimizer: str, lr: float, weight_decay: float, beta2: float | None = None
 ) -> list[str]:
-    """Return the warning for a run with these settings; nothing if a recipe is near, or if no
-    recipe is for this type of model and optimizer.
+    """Return a list with the warning for a run with these settings. The list is empty if a recipe
+    is near, or if there is no recipe for this type of model and optimizer.
 
     Args:
         model: see :func:`model_type`.
-        lr: learning rate of the matrices, the largest of the schedule as far as it is known.
+        lr: learning rate of the matrices; if the schedule is known, its largest learning rate.
     """
     recipes = [
         recipe for recipe in RECIPES if model in recipe.models and recipe.optimizer == optimizer
@@ -203,20 +206,20 @@ def recipe_warnings(
         f"{name} {value:g} ({of_recipe:g} there)" for name, (value, of_recipe) in far.items()
     )
     return [
-        f"far from every recipe for a {model}; from the nearest one, {nearest.title!r} in "
+        f"far from every recipe for a {model}; the nearest is {nearest.title!r} in "
         f"docs/howto/recipes.md: {values}. If you chose these values on purpose, ignore this line"
     ]
 
 
 def _decay_apart(recipe: Recipe, weight_decay: float) -> float:
-    """Return the difference of two weight decays' logarithms, without a sign."""
+    """Return the absolute difference of the logarithms of a recipe's and a run's weight decay."""
     ratio = max(weight_decay, LEAST_DECAY) / max(recipe.weight_decay, LEAST_DECAY)
     return abs(math.log(ratio))
 
 
 def _distance(recipe: Recipe, lr: float, weight_decay: float) -> tuple[int, float]:
-    """Return how many of the two values are far, and the difference of the learning rates'
-    logarithms."""
+    """Return how many of the two values are far from the recipe's, and the absolute difference of
+    the learning rates' logarithms."""
     rate_apart = abs(math.log(lr / recipe.lr))
     decay_apart = _decay_apart(recipe, weight_decay)
     return sum(apart > MOST_APART for apart in (rate_apart, decay_apart)), rate_apart

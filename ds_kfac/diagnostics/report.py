@@ -34,29 +34,31 @@ LINES = 12
 LOW_SHARE = 0.8
 """Fraction of the trained matrix parameters below which the summary names what is left out."""
 MEMORY_SHARE = 0.1
-"""Fraction of a device's free memory above which K-FAC's need for memory is a warning."""
+"""Fraction of a device's free memory. If K-FAC needs more than this, the report has a warning."""
 BATCH_NORM: Any = nn.modules.batchnorm._BatchNorm
 
 PIPELINE_SCALES = (
-    "each pipeline stage takes the scale of G from the rows of its own last layer: if the last "
-    "stage's layers have fewer (a pooled head), G of the others is larger by that factor "
-    "(docs/reference/supported.md)"
+    "each pipeline stage takes the scale of G from the number of rows of its own last layer: if "
+    "the last stage's layers have fewer rows (a pooled head), G of the other stages is larger by "
+    "that ratio (docs/reference/supported.md)"
 )
 ZERO_NORMS = (
-    "{count} norms begin with a weight of zero ({first}, ..): the layers below get hardly any "
-    "gradient at first, and relative damping makes full steps of it. If training stands still use "
-    'kfac.damping {{"kind": "tikhonov"}}, KFACAdamW, or let them begin at one (docs/howto/tune.md)'
+    "{count} norms begin with a weight of zero ({first}, ..), so the layers below get hardly any "
+    "gradient at first, and relative damping makes full steps of it. If the loss does not fall, "
+    'use kfac.damping {{"kind": "tikhonov"}}, use KFACAdamW, or begin with weights of one '
+    "(docs/howto/tune.md)"
 )
 LOCAL_STATISTICS = (
     "BatchNorm's running statistics stay each rank's own, and a checkpoint has those of rank 0; "
-    "average them before evaluation and saving (examples/job.py does)"
+    "average them before you evaluate or save, as examples/job.py does"
 )
 MIXED_BATCH_NORM = (
     "BatchNorm does not run on a CPU with 16-bit weights and fp32 statistics; set "
     '"data_types": {"buffer_dtype": ...} to the weights\' dtype'
 )
 SILENT_SKIPS = (
-    "torch_autocast fp16 skips overflowed steps without notice; ds_kfac watches its scale"
+    "torch_autocast fp16 skips overflowed steps without notice; ds_kfac recognizes them by the "
+    "loss scale"
 )
 
 
@@ -107,7 +109,7 @@ def summary(
     warnings: Sequence[str],
     ratio: float,
 ) -> list[str]:
-    """Return what a run does, in :data:`LINES` lines at most. It describes plans, not measurements.
+    """Describe a run in :data:`LINES` lines at most, from its plans and not from measurements.
 
     Args:
         plans: the plan of each of this rank's domains.
@@ -139,8 +141,8 @@ def summary(
         warnings = [low, *warnings]
     if share.unclear_fraction > 1 - LOW_SHARE:
         unclear = (
-            "  WARNING: large parameters that by their shape are neither matrices nor tables are "
-            "not stepped by K-FAC, and the share above leaves them out: "
+            "  WARNING: K-FAC does not step these large parameters, and the share above does not "
+            "count them, because by their shape they are neither matrices nor tables: "
             f"{share.unclear_parameters()}"
         )
         warnings = [unclear, *warnings]
@@ -153,7 +155,7 @@ def summary(
 
 
 def _details(kfac: KFACPreconditioner) -> list[str]:
-    """Return what was configured or chosen, and the tables of a domain."""
+    """Return the lines of one domain: what was configured or chosen, and a table of its layers."""
     config = kfac.config
     plan = kfac.plan
     domain = kfac.engine_view.domain.name
@@ -189,7 +191,7 @@ def _batched(kfac: KFACPreconditioner) -> str:
 
 
 def _traffic(kfac: KFACPreconditioner) -> str:
-    """Say what travels between ranks in a step in which all factors are due."""
+    """Say what ranks send to each other in a step that updates all factors."""
     _, buckets = kfac.curvature.reducer.plan.of(frozenset(kfac.curvature.specs), 0)
     wire = kfac.plan.wire
     total_bytes = sum(
@@ -220,7 +222,8 @@ def _ranks_of_layers(kfac: KFACPreconditioner) -> dict[str, tuple[str, str]]:
 
 
 def _memory(kfac: KFACPreconditioner) -> str:
-    """Say what this rank keeps once everything is there."""
+    """Describe the memory that this rank keeps for K-FAC once all factors, eigenbases and moments
+    exist."""
     plan = kfac.plan
     state_bytes = plan.assignment.memory[kfac.rank]
     text = f"K-FAC state {state_bytes:,} bytes on this rank (factors, {plan.method.words}, moments)"
@@ -238,7 +241,7 @@ def _memory(kfac: KFACPreconditioner) -> str:
     kept_bytes = kfac.rule.facts.kept(plan, kfac.owned, kfac.device.type)
     if kept_bytes:
         text += (
-            f"; {kept_bytes:,} for steps as one CUDA graph, and what a step takes stays reserved"
+            f"; {kept_bytes:,} for steps as one CUDA graph, and the memory of a step stays reserved"
         )
     return text
 
@@ -252,7 +255,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _mode(kfac: KFACPreconditioner) -> str:
-    """Say how DeepSpeed trains here."""
+    """Describe the engine's mode: ZeRO stage, dtypes, optimizer, accumulation and world size."""
     layout = kfac.layout
     engine = kfac.layout.engine
     parameters = next(iter(layout.params)).dtype
@@ -274,8 +277,8 @@ def layer_lines(
     """Return the table of the preconditioned layers.
 
     Args:
-        ranks: layer name -> (gradient workers, ranks that decompose its factors), for a row for
-            each layer; None: equal layers share a row.
+        ranks: layer name -> (gradient workers, ranks that decompose its factors). If given, each
+            layer has a row; None: equal layers share a row.
     """
     choices = [facts.choice(config, layer) for layer in layers]
     has_choices = any(choice is not None for choice in choices)
@@ -299,10 +302,11 @@ def layer_lines(
 
 
 def skipped_lines(scan: Scan, *, every_module: bool = False) -> list[str]:
-    """Return the table of what is not preconditioned, and why; empty if all is.
+    """Return the table of the modules that are not preconditioned, with the reasons; empty if there
+    are none.
 
     Args:
-        every_module: whether each module has a row; equal modules share one otherwise.
+        every_module: True: each module has a row. False: equal modules share a row.
     """
     if not scan.skipped:
         return []
@@ -347,14 +351,14 @@ def _zero_norms(modules: Mapping[str, Any]) -> list[str]:
     names = []
     for name, module in modules.items():
         weight = module.weight if isinstance(module, BATCH_NORM | nn.GroupNorm) else None
-        # at ZeRO stage 3 a weight may not be on this rank, and has no elements
+        # at ZeRO stage 3 a weight has no elements while it is not on this rank
         if weight is not None and weight.numel() and not weight.detach().any():
             names.append(name)
     return [ZERO_NORMS.format(count=len(names), first=names[0])] if names else []
 
 
 def _batch_norm_faults(kfac: KFACPreconditioner, modules: Mapping[str, Any]) -> list[str]:
-    """Return what goes wrong with BatchNorm in DeepSpeed, with or without K-FAC."""
+    """Return the faults of BatchNorm in DeepSpeed, which exist with and without K-FAC."""
     batch_norms = [
         module
         for module in modules.values()
@@ -376,8 +380,8 @@ def _batch_norm_faults(kfac: KFACPreconditioner, modules: Mapping[str, Any]) -> 
 def without_effect(
     rule: UpdateRule, config: KFACConfig, layers: Sequence[LayerSpec], optimizer: str
 ) -> list[str]:
-    """Return a warning that names the keys that were given but have no effect: they belong to
-    another update rule than the optimizer's, or match no layer."""
+    """Return a warning that names the keys that were given but have no effect, because they belong
+    to another update rule or match no layer. Empty if there are none."""
     all_blocks = {block for other in DIRECTIONS for block in other.blocks}
     keys = []
     for block in sorted(all_blocks - set(rule.blocks)):
@@ -391,7 +395,7 @@ def without_effect(
 
 
 def _memory_warnings(kfac: KFACPreconditioner) -> list[str]:
-    """Return a warning if this rank needs much of what its device has left."""
+    """Return a warning if K-FAC needs a large share of this device's free memory."""
     slots, _ = kfac.curvature.reducer.plan.of(frozenset(kfac.curvature.specs), 0)
     held_slots = [slot for slot in slots if kfac.rank in {slot.owner, *slot.contributors}]
     sum_bytes = 4 * sum(slot.numel for slot in held_slots)
@@ -403,6 +407,6 @@ def _memory_warnings(kfac: KFACPreconditioner) -> list[str]:
     return [
         f"K-FAC needs {state_bytes / 1e9:.1f} GB on this rank and {sum_bytes / 1e9:.1f} GB more in "
         f"a step that updates all factors, {needed_bytes / free_bytes:.0%} of the "
-        f"{free_bytes / 1e9:.1f} GB that are free: see kfac.factor.dense_max, kfac.layers.exclude, "
-        "kfac.offload, or assignment.memory_budget_gb at ZeRO stage 0"
+        f"{free_bytes / 1e9:.1f} GB that are free: to save memory, see kfac.factor.dense_max, "
+        "kfac.layers.exclude, kfac.offload, or assignment.memory_budget_gb at ZeRO stage 0"
     ]

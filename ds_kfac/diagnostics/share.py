@@ -15,7 +15,7 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import Scan, numel
 
 NAMED = 3
-"""Number of kinds of left-out modules that the report names, those with the most elements."""
+"""Number of kinds of left-out modules that the report names, beginning with the largest."""
 UNKNOWN = "parameter", "held by no module"
 """Kind and reason for a matrix that the scan did not see."""
 
@@ -25,17 +25,17 @@ class Share:
     """Counts of trained parameters.
 
     Attributes:
-        matrices: elements of all matrices. Tables, in which rows are looked up, and parameters that
-            are broadcast do not count.
+        matrices: elements of all matrices. Tables in which rows are looked up, as in embeddings, do
+            not count, and neither do parameters that are broadcast.
         stepped: elements of matrices in K-FAC layers.
-        curved: elements of matrices in K-FAC layers of which a factor is more than a diagonal.
+        curved: elements of matrices in K-FAC layers with at least one factor that is not diagonal.
         kinds: one ``(type of layer, number of layers)`` pair for each type of K-FAC layer.
         others: elements of all parameters in no K-FAC layer.
         skipped: one ``((type of module, reason), elements)`` pair for the matrices in no K-FAC
             layer, largest first.
-        unclear: one ``(name, elements)`` pair for each parameter that is in no K-FAC layer, is
-            neither a matrix nor a table by its shape and its module's code, and has more elements
-            than a bias can have; largest first.
+        unclear: one ``(name, elements)`` pair for each parameter that is in no K-FAC layer, has
+            more elements than a bias can have, and shows neither by its shape nor by its module's
+            code that it is a matrix or a table; largest first.
     """
 
     matrices: int
@@ -58,7 +58,8 @@ class Share:
 
     @property
     def unclear_fraction(self) -> float:
-        """Fraction of the elements of matrices and unclear parameters that unclear ones have."""
+        """Elements of unclear parameters, divided by the elements of matrices and unclear
+        parameters."""
         unclear = sum(size for _, size in self.unclear)
         return unclear / max(1, self.matrices + unclear)
 

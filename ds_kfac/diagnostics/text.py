@@ -12,11 +12,12 @@ Row = tuple[str, ...]
 
 
 def fitted(text: str, width: int | None = None) -> str:
-    """Break long lines at spaces, and indent what follows by 4 more. A longer word stays whole.
+    """Break long lines at spaces, and indent continuation lines by 4 more columns. A word that is
+    longer than a line is not broken.
 
     Args:
-        width: number of columns; None: the terminal's, or COLUMNS of the environment, or
-            :data:`WIDTH`.
+        width: number of columns; None: the environment variable COLUMNS, else the terminal's width,
+            else :data:`WIDTH`.
     """
     if width is None:
         width = max(NARROWEST, shutil.get_terminal_size(fallback=(WIDTH, 24)).columns)
@@ -41,7 +42,7 @@ def columns(rows: Sequence[Row], *, right: bool = False) -> list[str]:
     """Return a table's rows as indented lines.
 
     Args:
-        right: whether all columns but the first are aligned at the right, as numbers are.
+        right: True: align all columns but the first at the right, as is usual for numbers.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     signs = ["<", *((">" if right else "<") * (len(widths) - 1))]
@@ -62,8 +63,8 @@ def number(value: float, unit: str) -> str:
 
 
 def folded(rows: Sequence[Row]) -> list[Row]:
-    """Make one row of rows whose names differ in numbers only, such as ``blocks.[0-31].mlp.up x
-    32``."""
+    """Merge rows that differ only in the numbers inside their names into one row, with a name such
+    as ``blocks.[0-31].mlp.up x 32``."""
     numbers_of: dict[Row, list[list[int]]] = {}
     for name, *cells in rows:
         numbers = [int(number) for number in re.findall(r"\d+", name)]
@@ -76,7 +77,7 @@ def folded(rows: Sequence[Row]) -> list[Row]:
 
 
 def _folded_name(pattern: str, numbers: Sequence[Sequence[int]]) -> str:
-    """Return a pattern with the ranges of the numbers that rows have in place of each ``#``."""
+    """Return a pattern in which the range of the rows' numbers replaces each ``#``."""
     texts = []
     for place in zip(*numbers, strict=True):
         low = min(place)

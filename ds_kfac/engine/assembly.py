@@ -91,9 +91,9 @@ def assembled(
 def _choose_backend(engine: Any, config: KFACConfig) -> None:
     """Build and check the backends of operations.
 
-    If a backend that the config names cannot run on some rank, all ranks raise an error. A backend
-    that the config does not name and that cannot run on some rank, or an op that computes wrongly
-    on some rank, is used on no rank: replicas that round differently would drift apart.
+    If the config names a backend that cannot run on some rank, all ranks raise an error. If the
+    config names none, no rank uses a backend that cannot run on some rank, or an op that computes
+    wrongly on some rank, because replicas that round differently would drift apart.
     """
     name = config.ops.backend
     device = torch.device(engine.device).type
@@ -113,7 +113,7 @@ def _choose_backend(engine: Any, config: KFACConfig) -> None:
 def _engine_view(
     engine: Any, domain: Domain, layers: tuple[LayerSpec, ...], rule: UpdateRule, seam: Seam
 ) -> EngineView:
-    """Return a domain's layers, and where the engine keeps their gradients."""
+    """Return the view of one domain: its layers, and where the engine keeps their gradients."""
     named = dict(engine.module.named_parameters())
     ours = [named[name] for name in parameter_names(layers)]
     our_ids = {id(parameter) for parameter in ours}
@@ -247,7 +247,7 @@ def _check_copies(views: Sequence[EngineView], plans: Sequence[Plan]) -> None:
     """
     if views[0].domain.shard[1] > 1 and len(set(gathered(str(plans[0].wire)))) > 1:
         raise ValueError(
-            "ds_kfac: the tensor-parallel ranks' shards are so different in size that their plans "
-            'for the layers they have copies of differ in the dtype on the wire; set "dtype" in '
-            "kfac.communication"
+            "ds_kfac: the tensor-parallel ranks' shards differ so much in size that their plans "
+            "send messages in different dtypes, and the copies of a layer would drift apart; set "
+            '"dtype" in kfac.communication'
         )

@@ -51,19 +51,20 @@ _ATTACHED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]]" = (
     weakref.WeakKeyDictionary()
 )
 NEW = (
-    "not stepped by K-FAC, by DeepSpeed at stage 0 in fp32 alone: frozen, or not in the model, at "
-    "attach; freeze later, add before (docs/howto/frameworks.md): "
+    "not stepped by K-FAC, because they were frozen or not in the model at attach, and stepped by "
+    "DeepSpeed only at stage 0 in fp32; add parameters before deepspeed.initialize and freeze "
+    "after it (docs/howto/frameworks.md): "
 )
 BY_HAND = (
-    "optimizer.load_state_dict loads nothing of K-FAC's, which stays as it is here; "
-    "engine.load_checkpoint does"
+    "optimizer.load_state_dict loads nothing of K-FAC's state, which stays as it is; "
+    "engine.load_checkpoint loads both"
 )
 BROKEN = (
-    "the step raised an error, so parameters, moments and factors are those of no step, as with "
-    "any optimizer: load a checkpoint before training goes on"
+    "the step raised an error, so some parameters, moments and factors are changed and the others "
+    "are not, as with any optimizer: load a checkpoint before you train on"
 )
 OUTSIDE = "gradients of other backwards"
-"""Key in ``Attachment._warned`` of a warning that the user gets once."""
+"""Key in ``Attachment._warned`` of the warning about backward passes outside of the engine."""
 HANDLE = "kfac"
 """Name under which an engine carries its :class:`Attachment`."""
 
@@ -77,7 +78,7 @@ def attached(model: Any) -> "Attachment | None":
 
 
 class Attachment:
-    """K-FAC at work in one engine.
+    """K-FAC in one engine: its hooks and wrappers, and the methods of ``engine.kfac``.
 
     Attributes:
         job: the preconditioners of this rank's domains.
@@ -147,11 +148,11 @@ class Attachment:
             self._installed.callback(remove)
 
     def _warn_of_loads_by_hand(self, inner: Any) -> None:
-        """Warn when a program calls ``load_state_dict`` of the optimizer, which loads nothing of
-        K-FAC's.
+        """Warn when a program calls the optimizer's ``load_state_dict``, which does not load
+        K-FAC's state.
 
-        Wrapped optimizers are hooked, too, because timm's Lookahead supports no hooks itself.
-        Modules that the optimizer holds are not, because their hooks are different.
+        An optimizer inside the optimizer is hooked, too, because timm's Lookahead supports no hooks
+        itself. A module inside the optimizer is not hooked, because its hooks have other arguments.
         """
 
         def hook(optimizer: Any) -> None:
@@ -195,7 +196,8 @@ class Attachment:
 
     def explain(self, layer: str | None = None) -> str:
         """Return a description of a layer's state: the updates of its factors, the basis in use or
-        why it has none, what is due next, and which ranks do it.
+        the reason why it has none, the steps of its next update and refresh, and the ranks that do
+        them.
 
         Call it between steps. It is local, so one rank alone may call it.
 
@@ -203,7 +205,7 @@ class Attachment:
             layer: the layer's name; None for a table of this rank's layers.
 
         Raises:
-            ValueError: nothing on this rank has the name.
+            ValueError: no module of this rank has the name.
         """
         return explain(self.job, self._found, layer)
 
@@ -265,7 +267,7 @@ class Attachment:
     def _sampling(self) -> LossSampling:
         if self.sampling is None:
             raise ValueError(
-                'ds_kfac: nothing is sampled; set "fisher": "monte_carlo" in kfac.factor'
+                'ds_kfac: this Fisher draws no labels; set "fisher": "monte_carlo" in kfac.factor'
             )
         return self.sampling
 
@@ -281,7 +283,7 @@ class Attachment:
 
     def begin_from(self, path: str | os.PathLike) -> None:
         """Load factors from a folder that :func:`ds_kfac.fit` or :meth:`export` has written, and
-        decompose them. They replace the factors of the first batches.
+        decompose them. K-FAC then begins with them instead of factors of the first batches.
 
         Collective. Call it between steps: before the first step, or after a move from AdamW.
 
@@ -387,8 +389,8 @@ class Attachment:
         """Warn about parameters that were unfrozen or added after attach, and about captured steps
         without a backward pass of this engine. Each warning appears once.
 
-        Gradients that come only from backward passes outside of this engine update no factors. The
-        method runs in captured steps, or in all steps if nothing is ever captured.
+        If all gradients come from backward passes outside of this engine, the step updates no
+        factors. This method runs in captured steps, or in all steps if nothing is ever captured.
         """
         if (
             added := {id(p) for p in self.engine.module.parameters() if p.requires_grad}
@@ -409,12 +411,12 @@ class Attachment:
             logger.warning(
                 f"ds_kfac: rank {self.engine.global_rank}: gradients came through {outside} calls "
                 "of layers, none of them in this engine's own backward, so the factors were not "
-                "updated. Call engine.backward(loss) of the engine that owns the loss"
+                "updated. Call backward(loss) of the engine whose model computed the loss"
             )
 
     def _tell(self) -> None:
-        """Warn once about each layer that failed the proof of its rows. The warning is added to the
-        report, and rank 0 prints it on standard error."""
+        """Warn once about each layer whose captured rows did not add up to its gradient. The
+        warning is added to the report, and rank 0 prints it on standard error."""
         kfacs = self.job.preconditioners
         texts = []
         unfit = {
@@ -429,8 +431,8 @@ class Attachment:
             layers = "; ".join(f"{name}: {why}" for name, why in folded(new))
             left = share_of(self.engine.module, self._found, without=unfit).curved_fraction
             texts.append(
-                "the rows that were seen of these layers do not make up their gradients, so until "
-                f"they do {kfacs[0].rule.facts.without_curvature}: {layers}. With curvature are "
+                "the captured rows of these layers do not make up their gradients, and until "
+                f"they do, {kfacs[0].rule.facts.without_curvature}: {layers}. With curvature are "
                 f"{left:.0%} of the trained matrix parameters, not "
                 f"{self._share.curved_fraction:.0%} (docs/explanation/capture.md)"
             )

@@ -2,8 +2,8 @@
 ``enable`` is for frameworks that call ``deepspeed.initialize`` themselves, and ``attach`` takes an
 existing engine.
 
-All of them attach a :class:`Job`, which has a preconditioner, with its layers and its plan, for
-each of the engine's domains.
+All of them attach a :class:`Job`, which has one preconditioner for each of the engine's domains. A
+preconditioner has layers and a plan.
 """
 
 import base64
@@ -56,38 +56,38 @@ _enabled: bool | None = None
 """Set by :func:`enable` and :func:`disable`. None if neither was called; then the environment
 variable ``DS_KFAC`` decides."""
 _unattached: str | None = (
-    "deepspeed.initialize was never called, and K-FAC works in the engines that it makes. Give the "
-    "launcher or the trainer a DeepSpeed config"
+    "deepspeed.initialize was never called, and K-FAC works only in engines that it makes. Give "
+    "the launcher or the trainer a DeepSpeed config"
 )
 """The reason why no engine has K-FAC so far. None once an engine has it, or once a config said
 ``"enabled": false``."""
 YES, NO = ("1", "true", "yes", "on"), ds_kfac_startup.NO
 """Valid values of ``DS_KFAC``."""
 NOT_ENABLED = (
-    'not attached: the config has a "kfac" block, but deepspeed.initialize ran without '
-    "ds_kfac.enable(). Call that before it, start with `python -m ds_kfac run` or with DS_KFAC=1, "
-    "or ds_kfac.attach(engine) now; otherwise this engine trains without K-FAC"
+    'not attached: the config has a "kfac" block, but ds_kfac.enable() was not called before '
+    "deepspeed.initialize, so this engine trains without K-FAC. Call it there, start the script "
+    "with `python -m ds_kfac run` or DS_KFAC=1, or call ds_kfac.attach(engine) now"
 )
 
 on_attached: list[Callable[[], None]] = []
 """Functions that :func:`initialize` calls once an engine has K-FAC. Integrations add functions
 here, because this module must not import them."""
 NO_MODEL = (
-    "ds_kfac.initialize: model: got {got}; must be a torch.nn.Module: initialize(model=model, "
-    'model_parameters=model.parameters(), config="ds_config.json")'
+    "ds_kfac.initialize: model: got {got}; must be a torch.nn.Module, as in initialize("
+    'model=model, model_parameters=model.parameters(), config="ds_config.json")'
 )
 NO_ENGINE = (
-    "it takes the engine that deepspeed.initialize returns. For a model call "
+    "it takes the engine that deepspeed.initialize returns. If you have only a model, call "
     "ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=..)"
 )
 ATTACHED = "ds_kfac: attached already: this call of ds_kfac.attach changes nothing"
 FROZEN = (
-    "ds_kfac: all parameters are frozen: unfreeze what is to be trained, or to evaluate take ZeRO "
-    "stage 0 or 3"
+    "ds_kfac: all parameters are frozen: unfreeze what is to be trained, or use ZeRO stage 0 or 3 "
+    "to evaluate"
 )
 NOT_NAMED = (
-    'the DeepSpeed config names it nowhere. Set its optimizer to {"type": "KFACAdamW"}, or add a '
-    '"kfac": {} block to keep your own'
+    'the DeepSpeed config names it nowhere. Set the optimizer to {"type": "KFACAdamW"}, or add a '
+    '"kfac": {} block to keep your own optimizer'
 )
 
 
@@ -189,8 +189,8 @@ def _prepare(
     if model is not None and config.enabled and any(p.grad is not None for p in model.parameters()):
         model.zero_grad()
         warn(
-            "dropped gradients that parameters had before deepspeed.initialize: the first step "
-            "would have used them"
+            "dropped gradients that parameters had before deepspeed.initialize, because the first "
+            "step would have used them"
         )
     if trains_nothing(model):
         _leave_out_the_optimizer(arguments, source)
@@ -255,11 +255,11 @@ def _attach_or_say_why_not(engine: Any, block: Any, *, wanted: bool) -> None:
         # do not warn if another engine has K-FAC
         if not (without_optimizer(engine) or (enabled() and _unattached is None)):
             warn(
-                f'this engine trains without K-FAC: {NOT_NAMED}. "kfac": {{"enabled": false}} says '
-                "that it is meant"
+                f"this engine trains without K-FAC: {NOT_NAMED}. If it is meant to train without, "
+                'add "kfac": {"enabled": false}'
             )
     elif without_optimizer(engine):
-        say("ds_kfac: this engine has no optimizer, so it trains nothing: left as it is")
+        say("ds_kfac: not attached: this engine has no optimizer, so it trains nothing")
     elif attach(engine, block) is None:
         watch_loads(engine)
         _remember(None)
@@ -270,8 +270,9 @@ def _attach_or_say_why_not(engine: Any, block: Any, *, wanted: bool) -> None:
 
 
 def _remember(why: str | None) -> None:
-    """Note why an engine has no K-FAC, unless an earlier engine has it or its config said
-    ``"enabled": false``. ``why``: the reason; None if this engine's config said so."""
+    """Note why an engine has no K-FAC, unless an earlier engine has it or was switched off by
+    ``"enabled": false``. ``why``: the reason; None if ``"enabled": false`` switched this engine
+    off."""
     global _unattached
     _unattached = None if _unattached is None else why
 
@@ -295,8 +296,8 @@ def asked_for(word: str) -> bool:
     neither in YES nor in NO."""
     if word.strip().lower() not in (*YES, *NO):
         raise ValueError(
-            f"DS_KFAC: got {word!r}; must be one of {', '.join(YES)}, or of "
-            f"{', '.join(filter(None, NO))}"
+            f"DS_KFAC: got {word!r}; must be one of {', '.join(YES)} to switch K-FAC on, or of "
+            f"{', '.join(filter(None, NO))} to leave it off"
         )
     return word.strip().lower() in YES
 
@@ -361,14 +362,14 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
     if config is None:
         raise ValueError(
             'ds_kfac.attach: the engine\'s DeepSpeed config has no "kfac" block; add it or pass '
-            "config="
+            "it as config="
         )
     given = config if isinstance(config, KFACConfig) else parse(config)
     if isinstance(attached, Attachment):
         if given != attached.given:
             raise ValueError(
-                "ds_kfac.attach: this engine has K-FAC with another config; engine.kfac.detach() "
-                "it first"
+                "ds_kfac.attach: this engine has K-FAC with another config; call "
+                "engine.kfac.detach() first"
             )
         say(ATTACHED)
         return attached

@@ -31,10 +31,10 @@ from ds_kfac.step.preconditioner import KFACPreconditioner
 _WHAT = 'kfac.factor.fisher "monte_carlo" needs a second backward through the graph'
 _CHECKPOINTING = (
     f"{_WHAT}, which this activation checkpointing refuses; use torch's with use_reentrant=False "
-    "(not torch's reentrant one, nor deepspeed.checkpointing of either kind)"
+    "(neither torch's reentrant mode nor deepspeed.checkpointing works)"
 )
 _DONATED = (
-    f"{_WHAT}; compiled graphs give their buffers away in the first backward; set "
+    f"{_WHAT}, but a compiled graph reuses its buffers in the first backward; set "
     "torch._functorch.config.donated_buffer = False before the first forward"
 )
 SEED = 0x5EED
@@ -100,11 +100,11 @@ class LossSampling:
             self._predictions[self.kfac.capture.forward] = output
 
     def sample(self, loss: Tensor) -> None:
-        """Draw labels for every forward pass that waits for its backward pass, run the extra
-        backward pass, and add its statistics.
+        """Draw labels for every forward pass on which the loss depends, run the extra backward
+        pass, and add its statistics.
 
         Args:
-            loss: the true loss. A forward pass on which it does not depend keeps waiting.
+            loss: the true loss. Other forward passes keep waiting for their backward passes.
 
         Raises:
             ValueError: no forward pass was seen in this step, or the graph does not allow a second
@@ -123,9 +123,9 @@ class LossSampling:
         forwards = list(dict.fromkeys(call.rows.forward for call in calls))
         if not calls or any(forward not in self._predictions for forward in forwards):
             raise ValueError(
-                'kfac.factor.fisher "monte_carlo": no prediction since the last backward; the '
-                "module named in kfac.factor.prediction must be called in every forward, and "
-                "backward follow each forward"
+                'kfac.factor.fisher "monte_carlo": no prediction since the last backward; every '
+                "forward must call the module that kfac.factor.prediction names, and a backward "
+                "must follow each forward"
             )
         if self._step != self.kfac.steps:
             self._step = self.kfac.steps
@@ -181,8 +181,8 @@ class LossSampling:
 
     @torch.enable_grad()
     def _sampled(self, prediction: Tensor, gradient: Tensor | None) -> Tensor:
-        """Return a loss on labels drawn from a prediction. It has only the terms for which the true
-        loss has a nonzero ``gradient``.
+        """Return a loss on labels drawn from a prediction. The loss has only those terms for which
+        ``gradient``, that of the true loss at the prediction, is not zero.
 
         The generator is seeded from step, forward pass and rank, so a resumed run draws the same
         labels.

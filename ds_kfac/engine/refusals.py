@@ -33,7 +33,7 @@ class Context:
         own: name of the update rule's own optimizer; None if the rule preconditions gradients for
             another optimizer.
         optimizer: class or type of the innermost optimizer; empty if the engine cannot train.
-        compressed: whether gradients are not averaged before the step.
+        compressed: True if the engine does not average gradients before the optimizer's step.
         parameters: dtype of the model.
         autocast: dtype of torch_autocast; None if it is off.
         computes_norms: whether ZeRO computes gradient norms.
@@ -176,13 +176,13 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     NO_OPTIMIZER: (
         lambda e: not e.optimizer,
         'K-FAC preconditions an optimizer\'s gradients: add an "optimizer" block, or pass '
-        "optimizer= (which check and "
-        "estimate are told by --optimizer)",
+        "optimizer= (to the commands check and "
+        "estimate: --optimizer)",
     ),
     "middle of a step": (
         lambda e: e.engine is not None and is_waiting(e.engine),
         "there is a gradient that no step has taken yet, and it would be lost: attach before the "
-        "first backward of a step, or after the engine.step() that ends one",
+        "first backward of a step, or after the engine.step() that ends a step",
     ),
     "pipeline of another kind": (
         lambda e: e.pipeline and type(e.engine) is not PipelineEngine,
@@ -199,11 +199,12 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     "mixture of experts in BF16_Optimizer": (
         lambda e: e.experts and e.bf16_optimizer,
-        'it is not tested: leave "data_types": {"grad_accum_dtype": "fp32"} out',
+        'it is not tested: remove "data_types": {"grad_accum_dtype": "fp32"}',
     ),
     "mixture of experts with other model parallelism": (
         lambda e: e.experts and (e.sharded or e.pipeline or e.sequence),
-        "experts are supported with data parallelism only: give the other dimensions a size of one",
+        "experts are supported with data parallelism only: set the tensor, pipeline and sequence "
+        "parallel sizes to 1",
     ),
     "AutoEP with AutoTP": (
         lambda e: bool(e.mixtures) and e.engine.autotp_size() > 1,
@@ -215,25 +216,26 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     "AutoEP with Triton's grouped products": (
         lambda e: any(mixture.experts.use_triton_grouped_mm for mixture in e.mixtures),
-        "their rows are not seen: set expert_parallel.disable_triton_grouped_mm to true, or "
-        "use_grouped_mm to false",
+        "K-FAC cannot see the rows of these products: set "
+        "expert_parallel.disable_triton_grouped_mm to true, or use_grouped_mm to false",
     ),
     "AutoEP with one product for gate and up": (
         lambda e: any(mixture.experts.gate_up_impl != "separate" for mixture in e.mixtures),
-        'it multiplies by a copy of two weights: set expert_parallel.gate_up_impl to "separate"',
+        "this product uses a copy of the two weights: set expert_parallel.gate_up_impl to "
+        '"separate"',
     ),
     "tensor and sequence parallelism": (
         lambda e: e.sharded and e.sequence,
-        "only one of them is supported: make one of the two groups a group of one rank",
+        "only one of the two is supported: make the other group a group of one rank",
     ),
     "sequence parallelism by mesh_param": (
         lambda e: e.engine is not None and e.engine.mesh_device is not None,
-        "DeepSpeed does not sum its gradients over the sequence group: pass "
-        "mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp, or one like it, instead",
+        "with it DeepSpeed does not sum gradients over the sequence group: instead pass "
+        "mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp, or an object like it",
     ),
     "DeepCompile": (
         lambda e: e.deep_compiled,
-        'it reduces gradients inside the compiled graph, past our hook: set "compile": '
+        'it reduces gradients inside the compiled graph, where K-FAC has no hook: set "compile": '
         '{"deepcompile": false}',
     ),
     "ZenFlow": (
@@ -242,7 +244,7 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     "SuperOffload": (
         lambda e: e.super_offload,
-        'it steps during backward: set "super_offload": false in offload_optimizer',
+        'it updates parameters during backward: set "super_offload": false in offload_optimizer',
     ),
     "NVMe offload": (
         lambda e: e.offload_device == "nvme",
@@ -269,8 +271,8 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
             and e.autocast is torch.float16
             and deepspeed_versions.skips_by_rank(e.engine.optimizer)
         ),
-        "each rank skips a step on its own, for each parameter group, and the others would wait "
-        "for it: use deepspeed 0.19.8, or bf16",
+        "each rank decides alone, for each parameter group, whether to skip a step, and the other "
+        "ranks would wait for it: use deepspeed 0.19.8, or bf16",
     ),
     "torch_autocast fp16 with a fused optimizer": (
         lambda e: (
@@ -278,18 +280,19 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
             and e.autocast is torch.float16
             and getattr(e.engine.basic_optimizer, "_step_supports_amp_scaling", False)
         ),
-        "it divides by the loss scale inside its kernel, and is stepped on overflow as well: set "
+        "it divides by the loss scale inside its kernel, and its step runs even on overflow: set "
         "fused=False",
     ),
     "an optimizer that is given gradients": (
         lambda e: e.engine is not None and deepspeed_versions.gives_gradients(e.engine.optimizer),
-        "DeepSpeed's legacy fusion and its unfused Lamb step with scaled 16-bit gradients of their "
-        'own: leave "legacy_fusion" out, or use another optimizer',
+        "DeepSpeed's legacy fusion and its unfused Lamb pass scaled 16-bit gradients to the "
+        'optimizer\'s step, which K-FAC does not see: remove "legacy_fusion", or use another '
+        "optimizer",
     ),
     "fp16 at stage 0 in this DeepSpeed": (
         lambda e: e.engine is not None and deepspeed_versions.never_steps(e.engine.optimizer),
-        "deepspeed 0.17.6 and 0.18.0 return from every step of FP16_Optimizer before it is taken: "
-        "use another version",
+        "in deepspeed 0.17.6 and 0.18.0 FP16_Optimizer returns from every step before it has "
+        "updated the parameters: use another version",
     ),
     "skipped steps at ZeRO stage 1 in this DeepSpeed": (
         lambda e: (
@@ -297,9 +300,9 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
             and e.engine.dp_world_size != 1
             and deepspeed_versions.looks_alone(e.engine.optimizer)
         ),
-        "deepspeed 0.17.6 looks for overflow on each rank alone: one would skip a step, and the "
-        "others would wait for it. Use another version, ZeRO stage 2, or in bf16 set "
-        "bf16.check_grad_overflow to false",
+        "in deepspeed 0.17.6 each rank looks for overflow in its own gradients alone: if one rank "
+        "skipped a step, the others would wait for it. Use another version or ZeRO stage 2, or in "
+        "bf16 set bf16.check_grad_overflow to false",
     ),
     "Adagrad of several parameter groups with ZeRO": (
         lambda e: (
@@ -309,7 +312,7 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
             and isinstance(e.engine.basic_optimizer, torch.optim.Adagrad)
             and len(e.engine.basic_optimizer.param_groups) > 1
         ),
-        "DeepSpeed replaces it by one of a single group and would fail at the first step: give it "
+        "DeepSpeed replaces it by an Adagrad of one group and fails at the first step: give it "
         "one group, or use ZeRO stage 0 or another optimizer",
     ),
     "Muon": (
@@ -322,8 +325,8 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
             and e.engine.use_node_local_storage()
             and len(set(gathered(socket.gethostname()))) > 1
         ),
-        "K-FAC's state is spread over all ranks and is saved to one folder that all of them see: "
-        "set it to false and save to a shared file system",
+        "all ranks save their parts of K-FAC's state to one folder, which each of them must see: "
+        'set "use_node_local_storage" to false and save to a shared file system',
     ),
     f"{SAMPLED} with a pipeline": (
         lambda e: e.sampled and e.pipeline,
@@ -331,7 +334,7 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     f"{SAMPLED} at ZeRO stage 3": (
         lambda e: e.sampled and e.stage == 3,
-        "its second backward would fetch weights out of the order that DeepSpeed has recorded: use "
+        "its second backward would fetch weights in another order than DeepSpeed has recorded: use "
         'stage 0, 1 or 2, or "empirical"',
     ),
     f"{SAMPLED} with tensor parallelism": (
@@ -352,28 +355,28 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     f"{REDUCED} with sequence parallelism": (
         lambda e: e.reduced and e.sequence,
-        'the rows of a sequence lie on several ranks, and their sum is needed: use "expand"',
+        'it needs the sum over a sequence, whose rows are on several ranks: use "expand"',
     ),
     "kfac.rescale_weights with tensor parallelism": (
         lambda e: e.config.rescale_weights and e.sharded,
-        "each rank knows the norm of its own shard only: set it to false",
+        "each rank knows only the norm of its own shard: set it to false",
     ),
     "KFACAdamW with pipeline stages of different numbers of parameter groups": (
         lambda e: (
             bool(e.own and e.pipeline and e.stage)
             and len(set(gathered(len(e.engine.optimizer.param_groups)))) > 1
         ),
-        "ZeRO-1 computes one norm per group across stages, so it would deadlock: give every stage "
-        "both K-FAC and other parameters, or only one kind (kfac.layers.types)",
+        "ZeRO-1 computes one norm per group across stages and would deadlock: give every stage "
+        "both kinds of parameters, or give every stage only one kind (kfac.layers.types)",
     ),
     "KFACAdamW with AutoTP": (
         lambda e: bool(e.own and e.engine is not None and e.engine.autotp_size() > 1),
         "its parameter groups are made before AutoTP cuts the layers: use another optimizer, or "
-        "layers that are made as shards (Megatron's)",
+        "build the layers as shards, as Megatron does",
     ),
 }
-"""Mode or combination -> (function that says whether it applies, why it is refused and what to
-change). Used by attach and by the estimator.
+"""Name of a mode or combination -> (function that returns whether a context has it, text with the
+reason and the remedy). Used by attach and by the estimator.
 
 Every rank checks the entries in this order, because some checks are collective if there is an
 engine.
@@ -381,8 +384,8 @@ engine.
 
 
 def refused(context: Context) -> list[str]:
-    """Return a line for each refusal that applies: what is refused, and what to change. An engine
-    and its config give the same lines. Collective if there is an engine."""
+    """Return a line for each refusal that applies: what is refused, why, and what to change.
+    Collective if there is an engine."""
     if not context.optimizer:  # other refusals need the optimizer
         return [f"{NO_OPTIMIZER}: {REFUSALS[NO_OPTIMIZER][1]}"]
     return [f"{name}: {remedy}" for name, (applies, remedy) in REFUSALS.items() if applies(context)]
@@ -404,7 +407,7 @@ def check_config(config: KFACConfig) -> None:
         if rank is not None:
             raise ValueError(
                 f"ds_kfac: kfac.{key} is not the same on all ranks: {value} on rank 0, "
-                f"{everyone[rank][key]} on rank {rank}. Give every rank one config"
+                f"{everyone[rank][key]} on rank {rank}. Give every rank the same config"
             )
 
 

@@ -70,16 +70,16 @@ def estimate_kfac_mem_needs_all_live(
         config: DeepSpeed config, a dict or the path of a file.
         world: number of data-parallel ranks.
         example: arguments of the model's forward. The forward pass is run once to find layers that
-            share their input, and the number of rows that a layer has per token. None: no layers
-            are assumed to share their input.
+            share their input, and the number of rows that a layer has per token. None: each layer
+            is assumed to have an input of its own, with one row per token.
         batch_rows: number of tokens (or images) of a rank in a step; None: captures and the model's
             own time are left out.
         device: "cuda" or "cpu", the device whose builtin costs are used.
         node_size: number of consecutive ranks on a node; None: 1.
         stage: ZeRO stage; None: the config's stage.
 
-    Returns an :class:`Estimate` or :class:`Refused` for every gradient-worker fraction. If
-    gradients are partitioned, there is only ZeRO's owner scheme.
+    Returns an :class:`Estimate` or :class:`Refused` for every gradient-worker fraction. If ZeRO
+    partitions gradients, its owner scheme is the only strategy.
 
     Raises:
         ValueError: the config is wrong, or the model has no layer to precondition.
@@ -101,8 +101,8 @@ def estimate_kfac_mem_needs_all_cold(
     world: int,
     **options: Any,
 ) -> tuple[Estimate | Refused, ...]:
-    """Print and return the estimate for a model of which only the shapes of its linear layers are
-    known.
+    """Print and return the estimate for a model of which you know only the shapes of its linear
+    layers.
 
         shapes = [(4096, 11008, False), (11008, 4096, False)] * 32
         estimate_kfac_mem_needs_all_cold(shapes, "ds_config.json", world=64)
@@ -169,8 +169,8 @@ def described(
     lines = [f"  {share(subject.layers, parameters)}{sharing}"]
     if not subject.trace.units:
         lines.append(
-            "  no forward was traced: no layers are assumed to share their inputs, each sees a row "
-            "a token"
+            "  no forward was traced: each layer is assumed to have an input of its own, with one "
+            "row per token"
         )
     lines += [*skipped_lines(subject.scan), ""]
     lines.append(
@@ -193,7 +193,7 @@ def factors_lines(subject: Subject, world: int) -> list[str]:
     nbytes = number(max(peak_bytes(plan)), "B")
     return [
         "",
-        "  A and G of this model by ds_kfac.fit, without training "
+        "  memory to compute A and G of this model by ds_kfac.fit, without training "
         f"(docs/howto/factors_for_other_tools.md): {nbytes} on a rank at most",
     ]
 
@@ -276,8 +276,8 @@ def strategy_lines(
 
 
 def chosen_lines(chosen: Estimate, assumed: str = "") -> list[str]:
-    """Describe one strategy in detail: a sentence about the fullest rank, followed by tables of
-    memory, bytes on the wire, FLOPs and seconds.
+    """Describe one strategy in detail: a sentence about the rank that needs most memory, followed
+    by tables of memory, bytes on the wire, FLOPs and seconds.
 
     Args:
         assumed: words that follow the batch in the text if the batch is assumed.
@@ -363,7 +363,7 @@ def run(arguments: argparse.Namespace) -> str:
     subject = Subject(model, ds_config, arguments.stage, trace)
     if not subject.config.enabled:
         raise ValueError(
-            "kfac.enabled is false: K-FAC adds no cost to such a run; leave the key out to estimate"
+            "kfac.enabled is false, so K-FAC adds no cost to this run; remove the key to estimate"
         )
     costs = costs_of(arguments.device, arguments.costs)
     flops = arguments.device_flops
@@ -423,10 +423,10 @@ def check(arguments: argparse.Namespace) -> str:
     optimizer = subject.context.optimizer
     scanned = subject.scan
     if find_block(ds_config) is None and rule.optimizer_type is None:
-        why = 'has no "kfac" block and its optimizer is not KFACAdamW: it trains without K-FAC'
+        why = 'trains without K-FAC: it has no "kfac" block and its optimizer is not KFACAdamW'
         raise ValueError(f"{arguments.config} {why}")
     if not config.enabled:
-        raise ValueError(f"{arguments.config}: kfac.enabled is false: it trains without K-FAC")
+        raise ValueError(f"{arguments.config} trains without K-FAC: kfac.enabled is false")
     plan = subject.plan(subject.shards(arguments.world), costs_of("cuda"))
     check_model(model, config)
     texts = without_effect(rule, subject.user_config, scanned.layers, optimizer)

@@ -1,4 +1,4 @@
-"""What a run costs every rank: bytes that it sends and keeps, FLOPs and seconds. Pure.
+"""Estimate what K-FAC costs each rank of a run: bytes that it sends and keeps, FLOPs and seconds.
 
 Bytes are exact, because they come from the layouts that the run itself uses. Seconds are
 predictions. An array [W] has one number for each rank. An array [W, W] has the bytes that the rank
@@ -41,27 +41,29 @@ KINDS = ("factors", "gradients", *PARTS, "results", "numbers")
 STATE = ("factors", "history", "eigenbases", "moments")
 """Kinds of memory that is kept between steps. Inverses are counted as eigenbases."""
 TRANSIENT = ("sums", "messages", "gradients", "workspace", "results")
-"""Kinds of memory that a step needs in addition if it captures everything. Not all of them are
+"""Kinds of memory that a step needs in addition if it captures all factors. Not all of them are
 needed at the same time:
 
 - sums: batch sums that this rank makes or averages.
 - messages: buffers of messages in flight.
 - gradients: gathered gradients, and the message that brings them.
-- workspace: while layers are stepped, the remaining gradients, the waiting results, and the
-  temporaries of a chunk of layers.
+- workspace: while layers are stepped, the gradients of later layers, the results of earlier layers,
+  and the temporaries of the layers that are stepped at the moment.
 - results: results that wait to be sent, and the message that sends them.
 """
 BESIDE = "beside"
-"""The peak of temporary memory over all steps, including the first one. It includes gradients and
-results of this rank's layers."""
+"""Kind of memory: the peak of temporary memory over all steps, including the first one. It includes
+gradients and results of this rank's layers."""
 FP32 = 4
 """Bytes of an fp32 number."""
 
 
 def steps_of(plan: planning.Plan) -> tuple[list[FactorsDue], list[FactorsDue]]:
-    """Return two lists of steps. The first has the steps of the burn-in after step 0, up to the
-    second refresh of all factors. The second has the steps of one period after all intervals have
-    settled.
+    """Return the factors that are due in each step of two ranges of steps.
+
+    The first list is for the burn-in: from step 1 to the step by which all factors have been
+    refreshed twice, or to the end of the burn-in if that is earlier. It is empty without a burn-in.
+    The second list is for one period of the intervals, after all intervals have settled.
 
     The adaptive rule is ignored, because it only leaves work out.
     """
@@ -95,8 +97,8 @@ def same_block(world: int, width: int) -> np.ndarray:
 
 
 def travel(costs: rates.CostModel, payload: np.ndarray, collectives: float) -> np.ndarray:
-    """Return the seconds [W] to send and receive ``payload``, bytes [W, W]. The longer direction
-    counts, and each collective adds a latency."""
+    """Return the seconds [W] to send and receive ``payload``, bytes [W, W]. This is the longer of a
+    rank's times to send and to receive, plus a latency for each collective."""
     near = same_block(len(payload), costs.node_size)
     seconds = np.full(len(payload), collectives * costs.link_seconds)
     for where, rate in ((~near, costs.link_bytes), (near, costs.node_bytes or costs.link_bytes)):
@@ -350,10 +352,11 @@ class Estimate:
         return {kind: nbytes.astype(np.int64) for kind, nbytes in memory.items()}
 
     def _in_stacks(self, keys: Keys, inside: Sequence[Set[str]]) -> np.ndarray:
-        """Return the bytes [W] of the eigenbases of these factors, as far as only layers in stacked
-        groups use them.
+        """Return the bytes [W] of the eigenbases that, on their rank, only layers in stacked groups
+        use.
 
         Args:
+            keys: the factors whose eigenbases count.
             inside: for each rank, names of the layers that are in stacked groups.
         """
         total = np.zeros(self.world)
@@ -365,8 +368,8 @@ class Estimate:
         return total
 
     def _refreshed(self, due: FactorsDue) -> np.ndarray:
-        """Return the most bytes [W] that a step holds at a time, from its decompositions until the
-        new eigenbases are in use."""
+        """Return the peak of the bytes [W] that a step holds, from its decompositions until the new
+        eigenbases are in use."""
         plan = self.plan
         keys = due.refresh
         held = self._on_homes(lambda factor: self._basis[factor.key], keys)
@@ -403,7 +406,7 @@ class Estimate:
 
     def _buffers(self, message: Message) -> np.ndarray:
         """Return the bytes [2, W] of a message's buffers on each rank, with alignment. The first
-        row is the send buffer, the second row is both buffers."""
+        row is for the send buffer, the second row for the send and receive buffers together."""
         padded = sum(
             (-(-matrix // ALIGNMENT) * ALIGNMENT for _, matrix in message),
             np.zeros((self.world, self.world)),
@@ -412,7 +415,7 @@ class Estimate:
 
     @cached_property
     def _layer_groups(self) -> list[tuple[tuple[LayerSpec, ...], ...]]:
-        """For each rank, its layers in the groups in which they are stepped."""
+        """The layers of each rank, in the groups in which they are stepped."""
         key = (lambda layer: layer.copies) if self.plan.batched else None
         owned = [
             [x for x in self.plan.layers if rank in self.workers[x.name]]
@@ -482,7 +485,7 @@ class Estimate:
                 done += sum(of_results)
             memory[1:, rank] = most, done
         memory[2] += self._buffers(self._scatter)[0]
-        # here results are kept in fp32
+        # ZeRO with fp16 gradients keeps the results in fp32
         if self.subject.gradients is torch.float16 and not self.subject.replicated:
             memory[1:] += self._at(([shard.rank], 2 * shard.numel) for shard in self.shards.shards)
         return memory
@@ -490,7 +493,8 @@ class Estimate:
     # FLOPs and seconds
 
     def _mean_step(self) -> None:
-        """Set the means over a period."""
+        """Compute the traffic and seconds of the mean step, and the seconds of the longest step,
+        over one period of the settled intervals."""
         (_, steps), seconds = steps_of(self.plan), dict[FactorsDue, dict[str, float]]()
         costs = self.costs
         method = self.plan.method

@@ -1,4 +1,4 @@
-"""The model of an estimate: built on the meta device from a name on the command line."""
+"""Build the model of an estimate on the meta device, from a name on the command line."""
 
 import importlib
 import os
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 CONTEXT = 4096
-"""Most tokens in the example of a language model. The model's own config may allow a million."""
+"""Largest number of tokens in the example of a language model, because the model's own config may
+allow a million."""
 
 
 def build(name: str, lora: int | None = None) -> tuple[nn.Module, tuple[Any, ...] | None]:
@@ -75,8 +76,8 @@ def _of_transformers(transformers: Any, path: str) -> Any:
     names, otherwise a causal language model."""
     if not os.path.exists(path):
         raise ValueError(
-            f"model hf:{path}: no such file or folder; give a model's config.json, nothing is "
-            "downloaded"
+            f"model hf:{path}: no such file or folder; give the path of a model's config.json, "
+            "because nothing is downloaded"
         )
     try:
         config = transformers.AutoConfig.from_pretrained(path)

@@ -39,12 +39,12 @@ def config_of(
     """Return a DeepSpeed config, see :func:`read_config`.
 
     Args:
-        optimizer: type of the optimizer, if the script passes it instead of the config.
-        dtype: "fp32", "bf16" or "fp16", if a framework fills it in.
+        optimizer: type of the optimizer, if the script sets it and the config does not.
+        dtype: "fp32", "bf16" or "fp16", if a framework sets it and the config does not.
 
     Raises:
-        ValueError: the config is wrong; it has an optimizer or a dtype and the argument contradicts
-            it; or its optimizer is unknown.
+        ValueError: the config is wrong, its optimizer is unknown, or an argument contradicts the
+            config.
     """
     config = read_config(source)
     if rule_in(config).optimizer_type is None:
@@ -58,7 +58,7 @@ def config_of(
             f"optimizer.type: got {name!r}, which is in neither DeepSpeed, torch.optim nor ds_kfac"
         )
     if optimizer is not None and config.get("optimizer") is not None:
-        raise ValueError(f"--optimizer {optimizer}: the config has one; leave either out")
+        raise ValueError(f"--optimizer {optimizer}: the config has one, too; leave either out")
     if dtype is not None:
         if other := [
             name for name in DTYPES if name != dtype and block(config, name).get("enabled") is True
@@ -79,15 +79,16 @@ class Subject:
         user_config: the "kfac" block as it was written.
         config, answers: the block with its nulls resolved, and how they were resolved, in words.
         rule: the optimizer's update rule.
-        context: what DeepSpeed would build.
+        context: the facts of the engine that DeepSpeed would build.
         replicated: whether every rank has every averaged gradient.
         gradients: dtype of gradients where K-FAC reads them.
-        scan, layers: the result of scanning the model, and its layers, with large ones divided.
+        scan, layers: the result of scanning the model, and the layers in it. Large layers are
+            divided.
         groups: parameter groups of the optimizer, in its order. A group is a list of (name, number
             of elements) of its trained parameters.
         shared: groups of layers that have the same input.
         forward: number of multiplications per unit (token or image) in the forward pass. It is 0 if
-            the number is unknown for a stack.
+            the number is unknown for a stack of matrices.
 
     Raises ValueError if the config is wrong, if the model has no layers, or if K-FAC or the
     estimator does not support the engine.
@@ -111,8 +112,8 @@ class Subject:
         problems = refused(context)
         if block(ds_config, "tensor_parallel").get("autotp_size", 0) not in (0, 1):
             problems.append(
-                "tensor_parallel.autotp_size: the estimator knows data parallelism only: take it "
-                "out, and give the data-parallel ranks as the world"
+                "tensor_parallel.autotp_size: the estimator knows data parallelism only: remove "
+                "the key, and give the number of data-parallel ranks as the world"
             )
         if problems:
             raise ValueError("; ".join(problems))

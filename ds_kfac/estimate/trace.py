@@ -25,8 +25,8 @@ features as their last dimension."""
 class Trace:
     """What one forward pass without gradients shows about layers.
 
-    A trace knows only shapes. Shapes do not show which rows go to which matrix of a stack. A trace
-    with no contents stands for a model that has not been run.
+    A trace knows only shapes. Shapes do not show which rows go to which matrix of a stack. An empty
+    trace stands for a model that has not been run.
 
     Attributes:
         units: number of units in the example.
@@ -76,8 +76,8 @@ class Trace:
         except Exception as problem:
             raise ValueError(
                 f"{type(model).__name__} does not run on its example inputs "
-                f"({type(problem).__name__}: {problem}); give others, or none: without them no "
-                "layers are assumed to share their inputs"
+                f"({type(problem).__name__}: {problem}); give other example inputs, or none, but "
+                "without example inputs no layers are assumed to share their inputs"
             ) from problem
         return trace
 
@@ -148,7 +148,7 @@ class _StackedProducts(TorchFunctionMode):
     def __init__(self, modules: Mapping[str, nn.Module], trace: Trace) -> None:
         super().__init__()
         self.trace = trace
-        # a parameter, or a copy of one or of its parts -> the stack
+        # a parameter, or a copy of a parameter or of a part of it -> its stack
         self.stacks: Any = WeakTensorKeyDictionary()
         for name, module in modules.items():
             for parameter, layout in multiplied(module).items():

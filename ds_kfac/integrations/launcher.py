@@ -21,12 +21,12 @@ deepspeed.initialize attaches it where the DeepSpeed config names KFACAdamW or h
 No line of the script changes.
 
   {program} run train.py --deepspeed ds_config.json       every GPU of this machine
-  {program} run --num_gpus 2 train.py                     two of them
-  {program} run --include localhost:1,3 train.py          those two
+  {program} run --num_gpus 2 train.py                     two GPUs
+  {program} run --include localhost:1,3 train.py          GPUs 1 and 3
   {program} run --hostfile hosts --master_port 29501 train.py
-  {program} run --module package.train                    a module in place of a file
+  {program} run --module package.train                    a module instead of a file
 
-All arguments before the script are those of DeepSpeed's launcher; `deepspeed --help` lists them."""
+Arguments before the script go to DeepSpeed's launcher; `deepspeed --help` lists them."""
 HOSTS = "-H", "--hostfile"
 
 
@@ -60,8 +60,8 @@ def check_script(arguments: Sequence[str]) -> None:
 
 def missing(script: str) -> str:
     return (
-        f"{script}: no such file in {os.getcwd()}; give the script's path, and before it arguments "
-        "of the launcher"
+        f"{script}: no such file in {os.getcwd()}; give the script's path, after the arguments of "
+        "the launcher"
     )
 
 
@@ -78,8 +78,8 @@ def launch(arguments: list[str]) -> None:
     given = runner.parse_args(arguments)
     if given.no_python:
         raise ValueError(
-            "--no_python: only Python scripts are known here; set DS_KFAC=1 in the environment "
-            "instead"
+            "--no_python: this command starts only Python scripts; set DS_KFAC=1 in the "
+            "environment instead"
         )
     if not (given.module or os.path.isfile(given.hostfile) or os.path.isfile(given.user_script)):
         raise ValueError(missing(given.user_script))

@@ -9,8 +9,8 @@ from ds_kfac.engine.attachment import HANDLE, Attachment
 
 class KFACCallback(Callback):
     """Logs ``kfac/step_to_weight`` and other numbers of rank 0 every ``log_every_n_steps`` steps.
-    The first time it also logs the numbers that never change. It logs nothing with
-    ``"report": "none"``. Use it as ``Trainer(callbacks=[KFACCallback()])``."""
+    The first time it also logs the numbers that never change. If the config says
+    ``"report": "none"``, it logs nothing. Use it as ``Trainer(callbacks=[KFACCallback()])``."""
 
     _begun: Attachment | None = None
 

@@ -27,8 +27,8 @@ class Question(NamedTuple):
         names: regex that finds the panel's lines by their names in the logs. The rest of a name
             after the match is the line's label.
         missing: how to get such lines into the logs.
-        grows: whether the logged numbers are sums over all steps so far. The panel shows what one
-            step has added.
+        grows: whether the logged numbers are sums over all steps so far. If they are, the panel
+            shows the amount per step.
         whole: whether a line's label is its whole name.
     """
 
@@ -39,7 +39,7 @@ class Question(NamedTuple):
     whole: bool = False
 
 
-COUNTERS = 'a monitor such as "csv_monitor": {"enabled": true} in the DeepSpeed config'
+COUNTERS = 'enable a monitor, such as "csv_monitor": {"enabled": true} in the DeepSpeed config'
 HEALTH = (
     "not_finite",
     "unpreconditioned",
@@ -52,23 +52,26 @@ HEALTH = (
 )
 """Prefixes of the names of failure counters."""
 QUESTIONS = {
-    "loss": Question("loss", r"loss", 'such as "csv_monitor": {"enabled": true}', whole=True),
+    "loss": Question(
+        "loss", r"loss", 'enable a monitor, such as "csv_monitor": {"enabled": true}', whole=True
+    ),
     "seconds": Question(
         "",
         r"(?:(?i:kfac)_seconds|elapsed_time_ms)_",
-        '"wall_clock_breakdown": true for the '
-        "model's, engine.kfac.metrics.timings = True for K-FAC's stages",
+        'set "wall_clock_breakdown": true for the times of '
+        "the model, and engine.kfac.metrics.timings = True for those of K-FAC's stages",
         grows=True,
     ),
     "step to weight": Question(
-        "size of a step over that of the weights",
+        "size of a step / size of the weights",
         r"(?i:kfac)_(?=step_to_weight$|nu$)",
-        f"{COUNTERS}, or a framework's logs; of KFACAdamW, else kl-clip's factor nu",
+        f"{COUNTERS}, or use a framework's logs; with another optimizer than KFACAdamW they have "
+        "kl-clip's factor nu instead",
     ),
     "failures": Question(
-        "so far; layers of the last step",
+        "number so far; for layers, in the last step",
         r"(?i:kfac)_(?=" + "|".join(HEALTH) + r")",
-        f"{COUNTERS}; a framework's logs have those that are not 0",
+        f"{COUNTERS}; a framework's logs have only the counters that are not 0",
     ),
 }
 """Name of a panel -> its content."""
@@ -91,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "or one such file",
     )
     parser.add_argument(
-        "--out", type=Path, help=f"folder for the page, {PAGE}; default: that of the logs"
+        "--out", type=Path, help=f"folder for the page, {PAGE}; default: the folder of the logs"
     )
 
 
@@ -123,8 +126,8 @@ def run(arguments: argparse.Namespace) -> str:
 
 
 def read(source: Path) -> Series:
-    """Return all numbers logged below a folder, or in a file, by name and in order. A number that a
-    run has logged twice, to csv and to tensorboard, has one name."""
+    """Return all numbers that were logged in a folder and its subfolders, or in a file, by name and
+    in order. If a run has logged a number to csv and to tensorboard, the number has one name."""
     found: defaultdict[str, dict[float, float]] = defaultdict(dict)
     for path in [source] if source.is_file() else sorted(source.rglob("*")):
         for name, x, value in _numbers(path, alone=path == source):
@@ -141,7 +144,7 @@ def _numbers(path: Path, *, alone: bool) -> Iterator[tuple[str, float, float]]:
                 try:
                     yield path.stem, float(row[0]), float(row[1])
                 except ValueError:
-                    what = f"got {row}; must be two numbers: mend the line, or take it out"
+                    what = f"got {row}; must be two numbers: mend the line, or remove it"
                     raise ValueError(f"{path}, line {number}: {what}") from None
     elif path.name == "trainer_state.json" or (alone and path.suffix == ".json"):
         for entry in _history(path):
@@ -166,7 +169,7 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except ValueError as problem:
-        raise ValueError(f"{path}: {problem}; take it out of the folder, or mend it") from None
+        raise ValueError(f"{path}: {problem}; mend the file, or move it elsewhere") from None
 
 
 def _history(path: Path) -> list[dict[str, Any]]:
@@ -175,8 +178,8 @@ def _history(path: Path) -> list[dict[str, Any]]:
         history = json.loads(_text(path))["log_history"]
         if all(isinstance(entry["step"], int) for entry in history):
             return history
-    what = 'its "log_history" is no list of objects with a "step" each'
-    raise ValueError(f"{path}: {what}; take the file out, or mend it")
+    what = 'its "log_history" is no list of objects that each have a "step"'
+    raise ValueError(f"{path}: {what}; mend the file, or move it elsewhere")
 
 
 def lines(series: Series, question: Question) -> Series:
@@ -219,8 +222,9 @@ def per_step(points: Points, steps: dict[float, float]) -> Points:
 def parts_of_step(found: Series) -> tuple[dict[str, float], float | None]:
     """Return (part of a step -> mean seconds per step, K-FAC's share of a step).
 
-    K-FAC's stages run inside the times that DeepSpeed logs. They are subtracted there, so that no
-    time is counted twice. The share is None if the logs have only one of the two.
+    The times that DeepSpeed logs include K-FAC's stages. The stages are subtracted from them, so
+    that no time is counted twice. The share is None if the logs lack DeepSpeed's times, or those of
+    the stages.
 
     Args:
         found: the lines of "seconds". The first point of each line is left out, because it includes

@@ -11,7 +11,7 @@ from ds_kfac.engine.attachment import Attachment, attached
 class KFACCallback(TrainerCallback):
     """Adds ``kfac/step_to_weight`` and other numbers to what the Trainer logs. The first line also
     has the numbers that never change, and every line has the counters of failures that are not 0.
-    It adds nothing with ``"report": "none"``.
+    If the config says ``"report": "none"``, it adds nothing.
 
     Use it as ``KFACCallback.add_to(trainer)``. If you pass ``callbacks=[KFACCallback()]`` instead,
     the Trainer calls its own reporters first, and they miss the numbers. ``log_history`` and the

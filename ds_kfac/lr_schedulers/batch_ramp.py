@@ -1,8 +1,9 @@
-"""BatchRamp: grow the batch during training, in place of a learning rate that decays.
+"""BatchRamp: increase the batch during training, instead of decreasing the learning rate.
 
 Late in training a gradient is mostly noise. Then twice the batch at sqrt 2 times the learning rate
-makes the same progress with the same samples, in half of the steps. So the schedule counts samples,
-not steps, and the learning rate is the schedule's times sqrt(batch / first batch).
+makes the same progress with the same samples, in half of the steps. So the ramp makes the learning
+rate schedule count samples, not steps, and multiplies its learning rate by
+sqrt(batch / first batch).
 
 Sources: McCandlish et al. 2018 (arXiv:1812.06162) for noise and batches; Malladi et al. 2022
 (arXiv:2205.10287) for the square root; Meterez et al. 2025 (arXiv:2510.14717) for a batch in place
@@ -24,10 +25,10 @@ STATE = "batch_ramp"
 
 
 class BatchRamp:
-    """Double the batch by taking more micro-batches a step.
+    """Double the batch after given numbers of samples, by more micro-batches in a step.
 
-    A ramp takes the place of the engine's learning-rate scheduler, and steps that scheduler once
-    for every batch of the first size. So ``total_num_steps`` is the same as with a constant batch.
+    A ramp replaces the engine's learning-rate scheduler. It steps the replaced scheduler as often
+    as if the batch had not grown, so ``total_num_steps`` is the same as with a constant batch.
 
         engine, _, _, _ = ds_kfac.initialize(...)
         ds_kfac.BatchRamp(engine, largest=512, at=[1_000_000, 2_000_000])
@@ -35,24 +36,24 @@ class BatchRamp:
             engine.backward(engine(batch))
             engine.step()
 
-    DeepSpeed's checkpoints hold the ramp's state beside the scheduler's. A learning rate that is
-    set by hand between two steps holds from then on for the present batch, and grows with it.
+    DeepSpeed's checkpoints hold the ramp's state beside the scheduler's. If you set a learning rate
+    between two steps, it applies to the current batch, and grows with the batch later.
 
     Args:
-        engine: a DeepSpeed engine between two steps, which counts its micro-batches itself.
-        largest: most samples of a step, over all ranks.
+        engine: a DeepSpeed engine that counts its micro-batches itself and is between two steps.
+        largest: largest number of samples of a step, over all ranks.
         at: numbers of samples since the start of the run after which the batch doubles, ascending.
 
     Attributes:
         inner: the engine's own learning-rate scheduler; None if it has none.
-        first: samples of the first step.
-        batch: samples of a step now.
-        rates: learning rate of each parameter group, as for a batch of the first size.
+        first: number of samples of the first step.
+        batch: number of samples of a step now.
+        rates: learning rate of each parameter group, as it would be with the first batch.
 
     Raises:
         ValueError: ``largest`` is below twice the batch, ``at`` does not ascend or has more
-            doublings than ``largest`` allows, the engine has a ramp, is in the middle of a step or
-            does not count micro-batches.
+            doublings than ``largest`` allows, or the engine already has a ramp, is in the middle of
+            a step or does not count its micro-batches.
     """
 
     def __init__(self, engine: Any, *, largest: int, at: Sequence[int] = ()) -> None:
@@ -74,12 +75,12 @@ class BatchRamp:
         at = self.at
         most_doublings = max(0, int(math.log2(self.largest / self.first)))
         if not most_doublings:
-            return f"largest is {self.largest}, but the batch is {self.first} and doubles"
+            return f"largest is {self.largest}, but the batch is {self.first} and has to double"
         if not at:
             return (
                 "give at, the numbers of samples after which the batch doubles, as at=[2_000, "
-                "4_000]; ramps by the noise scale were removed in 0.2 because they lost to these "
-                "(docs/notes/batches.md)"
+                "4_000]; ramps by the noise scale were removed in 0.2 because ramps at given "
+                "numbers of samples were better (docs/notes/batches.md)"
             )
         if list(at) != sorted(set(at)) or len(at) > most_doublings:
             return (
@@ -87,7 +88,7 @@ class BatchRamp:
                 f"at most), got {list(at)}"
             )
         if isinstance(self.inner, BatchRamp):
-            return "this engine has a ramp"
+            return "this engine has a ramp already"
         if caller_sets_boundaries(engine):
             return (
                 "the caller decides where a step ends, as Accelerate does, so BatchRamp cannot "
@@ -95,7 +96,7 @@ class BatchRamp:
             )
         is_within_step = engine.micro_steps % engine.gradient_accumulation_steps() != 0
         if is_within_step and not isinstance(engine, PipelineEngine):
-            return "the engine is in the middle of a step; call it after engine.step()"
+            return "the engine is in the middle of a step; make the ramp after engine.step()"
         return None
 
     def __getattr__(self, name: str) -> Any:
@@ -128,7 +129,7 @@ class BatchRamp:
                 "would divide the loss as if it did; train without a ramp"
             )
         self._take_over()
-        # some schedulers compute the next learning rate from the current one: without our factor
+        # some schedulers compute the next learning rate from the current one, so remove our factor
         self._set_rates(1.0)
         if self.inner is not None:
             count = 1 if args or named else self.batch // self.first
@@ -152,10 +153,10 @@ class BatchRamp:
         return doublings < len(self.at) and samples >= self.at[doublings]
 
     def _is_boundary(self, batch: int) -> bool:
-        """Return whether a step of this batch would begin on a multiple of its micro-batches.
+        """Return whether the number of micro-batches so far is a multiple of those of this batch.
 
-        DeepSpeed counts micro-batches from the start of the run, so it would end the next step too
-        early otherwise.
+        If it is not, DeepSpeed would end the next step too early, because it counts micro-batches
+        from the start of the run.
         """
         if isinstance(self.engine, PipelineEngine):
             return True
@@ -170,8 +171,8 @@ class BatchRamp:
     def _set_batch(self, batch: int) -> None:
         self.engine.set_train_batch_size(batch)
         self.batch = batch
-        # With offload ZeRO has a copy of the number of micro-batches, by which it knows the last
-        # one, where it takes norms.
+        # With offload ZeRO has its own copy of the number of micro-batches. By it ZeRO recognizes
+        # the last micro-batch of a step, after which it computes norms.
         optimizer = self.engine.optimizer
         if hasattr(optimizer, "gradient_accumulation_steps"):
             optimizer.gradient_accumulation_steps = self.engine.gradient_accumulation_steps()
@@ -206,8 +207,8 @@ class BatchRamp:
     get_last_lr = get_lr
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's state with the ramp's beside it, so that it also loads without a
-        ramp."""
+        """Return the scheduler's state with the ramp's state beside it, so that an engine without a
+        ramp can load it, too."""
         self._take_over()
         ramp = {
             "first": self.first,
@@ -219,19 +220,19 @@ class BatchRamp:
         return {**schedule, STATE: ramp}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Continue from :meth:`state_dict`. With the state of a checkpoint without a ramp, the ramp
-        begins there.
+        """Continue from :meth:`state_dict`. If the checkpoint was saved without a ramp, the ramp
+        begins now.
 
         Raises:
-            ValueError: this number of ranks cannot have the saved batch; nothing was changed.
+            ValueError: this number of ranks cannot have the saved batch. Nothing changes then.
         """
         schedule = dict(state or {})
         ramp = schedule.pop(STATE, None)
         if ramp and ramp["batch"] % self._micro_batch:
             raise ValueError(
-                f"ds_kfac: BatchRamp: the checkpoint's batch is {ramp['batch']} samples, which "
-                f"{self._micro_batch} (a micro-batch of all ranks) does not divide: load it with "
-                "another number of ranks or train_micro_batch_size_per_gpu"
+                f"ds_kfac: BatchRamp: the checkpoint's batch is {ramp['batch']} samples, which is "
+                f"no multiple of {self._micro_batch}, a micro-batch of all ranks: load it with "
+                "another number of ranks or another train_micro_batch_size_per_gpu"
             )
         if self.inner is not None and schedule:
             self.inner.load_state_dict(schedule)

@@ -17,11 +17,12 @@ class PolynomialDecay:
         rate(t) = rate_0 (1 - (t - start) / (end - start))^power   from start to end, else constant
         momentum(t) = momentum_0 rate(t) / rate_0                  if "ties_momentum"
 
-    The papers' velocity holds the rate, v <- m (rate / last rate) v - rate g, W <- W + v. torch's
-    does not, W <- W - rate b with b <- m b + g, which is the same.
+    In the papers the velocity v includes the learning rate: v <- m (rate / last rate) v - rate g,
+    then W <- W + v. In torch the buffer b does not: b <- m b + g, then W <- W - rate b. The weights
+    are the same, because v = -rate b.
 
     Args:
-        optimizer: torch's, or DeepSpeed's wrapper of one.
+        optimizer: a torch optimizer, or DeepSpeed's wrapper of one.
         start, end: steps between which the learning rate falls. Training may end before ``end``.
         power: exponent of the decay; 1 is linear.
         ties_momentum: whether the momentum of groups that have one falls with the learning rate.
@@ -78,7 +79,7 @@ class PolynomialDecay:
 
     @property
     def last_batch_iteration(self) -> int:
-        """The number of steps, by the name that DeepSpeed's schedulers have for it."""
+        """The number of steps, under the name that DeepSpeed's schedulers use."""
         return self.steps
 
     def state_dict(self) -> dict[str, Any]:
@@ -87,7 +88,7 @@ class PolynomialDecay:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.steps = state["steps"]
         first = [tuple(pair) for pair in state["first"]]
-        # the learning rates of the config hold if the checkpoint has other groups
+        # if the checkpoint has other groups, keep the learning rates of the config
         if len(first) == len(self.first):
             self.first = first
         self._set()
