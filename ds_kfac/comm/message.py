@@ -306,8 +306,8 @@ class Message:
 
     Args:
         parts: parts of the message, at least one.
-        packed: function that frees the memory of the pieces, if that is possible. Called after the
-            pieces have been copied to the send buffer, and before the receive buffer is allocated.
+        packed: function that may free the memory of the pieces. It is called after the pieces have
+            been copied to the send buffer, and before the receive buffer is allocated.
     """
 
     def __init__(

@@ -411,7 +411,7 @@ class FactorUpdates:
         if stale:
             logger.warning(
                 f"ds_kfac: no decomposition of factor {', '.join(stale[:NAMED])} succeeded "
-                f"({len(stale)} in step {step}); the layers keep their last decomposition, if any"
+                f"({len(stale)} in step {step}); the last result stays in use, if there is one"
             )
 
     def _decomposed(
