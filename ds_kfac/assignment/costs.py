@@ -260,12 +260,11 @@ RATES = [
 
 
 def measured(costs: CostModel, path: str) -> CostModel:
-    """Return ``costs`` with the measured values of a file that ``python -m
-    benchmarks.kernels.costs`` has written.
+    """Return ``costs`` with the measured values of a file.
 
-    The file is a JSON object whose keys are fields of :class:`CostModel`. Tables are lists of
-    [size, value]. Fields that are missing in the file keep their values. The key "machine"
-    describes the machine for people and is ignored.
+    ``python -m benchmarks.kernels.costs`` writes the file. It is a JSON object whose keys are
+    fields of :class:`CostModel`. Tables are lists of [size, value]. Fields that are missing in the
+    file keep their values. The key "machine" describes the machine for people and is ignored.
 
     Raises:
         ValueError: the file does not exist, or does not have this format.

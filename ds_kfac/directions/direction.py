@@ -178,8 +178,8 @@ class Direction:
           quotient, scales these errors up to a full step. Use
           :func:`ds_kfac.update.rotation.mask_null_space` to set them to 0.
         - A layer that the step did not use has a gradient of zeros, but its moments may still
-          produce a step. If the layer must not change, multiply the result by ``(gradient !=
-          0).any()``.
+          produce a step. If the layer must not change, multiply the result by
+          ``(gradient != 0).any()``.
 
         Args:
             gradient: fp32 of ``layer.shape``, averaged, unscaled and clipped by DeepSpeed.

@@ -78,6 +78,6 @@ class LayerWarner:
                 logger.warning(
                     f"ds_kfac: gradients of {name or '(model)'} were left out, {int(count)} so "
                     "far: their norm exceeds 1e15, which Adam's second moment would not recover "
-                    'from. Its weights were not touched in these steps; "gradient_clipping" in the '
-                    "DeepSpeed config bounds gradients"
+                    "from. The layer's weights were not changed in these steps. To bound "
+                    'gradients, set "gradient_clipping" in the DeepSpeed config'
                 )

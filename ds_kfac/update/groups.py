@@ -114,8 +114,8 @@ class LayerGroup:
     kind, and the state of one layer is a slice of it. Terms and moments are allocated at attach and
     change in place. The stacked eigenvectors are allocated when the first layer gets its basis, and
     new eigenvectors are copied into them. All tensors therefore keep their addresses, as a recorded
-    step requires. A layer that is alone in its group has no stacked eigenvectors. It keeps its
-    decompositions without a copy, so that layers that share an A keep the same tensor.
+    step requires. A layer that is alone in its group has no stacked eigenvectors, unless ``stays``.
+    It keeps its decompositions without a copy, so that layers that share an A keep the same tensor.
 
     Args:
         moments: class of the moments; None: the update rule keeps no moments.

@@ -345,9 +345,8 @@ class GradientExchange:
 
     def _scale(self, scales: Mapping[str, Tensor]) -> None:
         """Multiply each result on this rank by its layer's scale."""
-        by_device: dict[
-            torch.device, list[Shard]
-        ] = {}  # with offload, gradients may be on the host
+        # with offload, some gradients may be on the host
+        by_device: dict[torch.device, list[Shard]] = {}
         for shard, gradient in self.gradients.items():
             by_device.setdefault(gradient.device, []).append(shard)
         stacked = torch.stack([*scales.values()])

@@ -31,11 +31,11 @@ moments:
 
 Note: The size of a step. The singular values of an orthogonalized step are on average SIZE
 sqrt(longer side) / sqrt(shorter side), so that a step changes an output by the same amount at every
-width (Yang et al. 2023, arXiv:2310.17813). The factor sqrt(O / I) of Yang et al. is too small for O
-< I, and so is Muon's factor sqrt(max(1, O / I)); docs/notes/kfacadamw.md has measurements. Norms
-and heads keep Adam's direction. Norms have the learning rate adam_lr. A head has the learning rate
-adam_lr times BASE / I, but at least lr, because Adam's direction changes outputs more at larger
-widths.
+width (Yang et al. 2023, arXiv:2310.17813). If O is below I, the factor sqrt(O / I) of Yang et al.
+is too small, and so is Muon's factor sqrt(max(1, O / I)); docs/notes/kfacadamw.md has measurements.
+Norms and heads keep Adam's direction. Norms have the learning rate adam_lr. A head has the learning
+rate adam_lr times BASE / I, but at least lr, because Adam's direction changes outputs more at
+larger widths.
 """
 
 from collections.abc import Hashable, Mapping, Sequence

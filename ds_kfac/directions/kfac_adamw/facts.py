@@ -71,7 +71,7 @@ class KFACAdamWFacts(RuleFacts):
             for pattern in patterns:
                 if not any(named(pattern, name) for name in names[key]):
                     without_effect.append(
-                        f"kfac.adam.{key} {pattern!r}, which no layer's name ends with"
+                        f"kfac.adam.{key} {pattern!r}: no layer's name ends with it"
                     )
         for pattern in options.blocks:
             matching = [layer for name, layer in fused.items() if named(pattern, name)]

@@ -82,11 +82,11 @@ def no_state(key: str) -> NoReturn:
     """Raise ValueError. Called when DeepSpeed or the user reads or writes an optimizer state of a
     parameter of a K-FAC layer."""
     raise ValueError(
-        f"{NAME}: there is no {key!r} of this parameter as DeepSpeed would have it: a K-FAC "
-        "layer's moments are in its eigenbasis, on the layer's gradient worker alone. Checkpoints "
-        "have them. Ask for states of other parameters only: those of parameter groups whose "
-        f'"{FLAG}" is not true. To begin anew with moments of zero, as after a restart, take the '
-        "state away: optimizer.state.clear(), or optimizer.state.pop(parameter)"
+        f"{NAME}: this parameter has no {key!r} in the optimizer, because a K-FAC layer's moments "
+        "are in its eigenbasis, on the layer's gradient worker alone. Checkpoints have them. Read "
+        f'or write states only of parameters in groups whose "{FLAG}" is not true. To restart with '
+        "moments of zero, remove the state: optimizer.state.clear(), or "
+        "optimizer.state.pop(parameter)"
     )
 
 
@@ -165,7 +165,8 @@ class KFACAdamWStep:
 
     @torch.no_grad()
     def step(self, *arguments: Any, **keywords: Any) -> Any:
-        """Step ``param_groups``. With ZeRO, this list has one group at a time."""
+        """Step the groups in ``param_groups``. DeepSpeed may put only one group at a time into this
+        list."""
         preconditioned = [group for group in self.param_groups if group.get(FLAG)]
         others = [group for group in self.param_groups if not group.get(FLAG)]
         if preconditioned and self.slices is None:

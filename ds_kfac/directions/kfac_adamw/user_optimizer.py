@@ -41,8 +41,8 @@ def split_groups(
     - vectors;
     - matrices that are in no layer, and their biases, marked by :data:`MATRIX`.
 
-    Groups without trained elements are left out, because DeepSpeed drops parameters without
-    elements, and fails if a group has no other parameters.
+    A group is left out if none of its parameters has elements, because DeepSpeed drops such
+    parameters and fails if a group has no other parameters.
 
     Args:
         model_parameters: parameters or parameter groups, as for ``deepspeed.initialize``; None: all
