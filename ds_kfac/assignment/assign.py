@@ -368,8 +368,8 @@ def refresh_offsets(
     refreshes are in some of these steps.
 
     Factors of ``work`` that are not in ``factors`` are refreshed at step 0. If the refresh interval
-    is not a multiple of the update interval, no refreshes are placed in the steps past its largest
-    multiple.
+    is not a multiple of the update interval, only the first steps of the refresh interval are used,
+    up to the largest multiple of the update interval.
 
     Args:
         factors: the factors to spread.

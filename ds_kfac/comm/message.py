@@ -201,7 +201,7 @@ def own_group(group: Any) -> OwnGroup:
     options = [
         getattr(world._get_backend(device), "options", None) for device in world._device_types
     ]
-    # a backend may not expose its options
+    # some backends do not expose their options
     timeout = next((option._timeout for option in options if option is not None), None)
     ranks = tuple(torch.distributed.get_process_group_ranks(group))
     call = next(_calls)
@@ -441,7 +441,7 @@ class SummedVector:
 
     Args:
         numel: number of elements of a vector.
-        rows: rows of ranks. Each rank is in one row.
+        rows: rows of the KAISA grid, which are groups of ranks. Each rank is in one row.
     """
 
     def __init__(self, numel: int, world: int, rank: int, rows: Sequence[Sequence[int]]) -> None:

@@ -176,7 +176,8 @@ class KFACGradient(Direction):
             gradient: fp32 [n, O, I].
             ready_n: bool [n], True for each matrix with an eigenbasis or inverses; None if all are
                 True. V of any other matrix is its gradient.
-            terms_n: fp32 [n], loss terms; None without corrected eigenvalues.
+            terms_n: fp32 [n], number of loss terms of each matrix's layer; None without corrected
+                eigenvalues.
 
         Returns V [n, O, I]; <V, gradient> [n], which is 0 for a matrix that is not ready; and bool
         [n], whether a gradient was scaled down before it entered the second moments.

@@ -170,7 +170,8 @@ class Schedule:
 
     @cached_property
     def settled(self) -> int:
-        """The step from which on both intervals are constant and the schedule is periodic."""
+        """The step after which the schedule is periodic, because both intervals are constant and
+        all offsets are over."""
         return max(self.update.settled, self.refresh.settled, self.burnt_in + self.offset)
 
     def due(self, step: int) -> Due:

@@ -95,7 +95,7 @@ class FactorStep:
 
     Attributes:
         due: keys of the factors that are captured in this step, and keys of the factors that are
-            decomposed. Keys without a factor are left out.
+            decomposed. Keys of factors that a shared factor has replaced are left out.
         travels: whether eigenbases ever travel.
         terms: layer name -> number of loss terms in the step's batch.
         similar: factor key -> fp32 scalar on the device. If the factor did not use the batch, the

@@ -317,8 +317,8 @@ class KFACPreconditioner:
                 self.due.capture | (still & self.curvature.specs.keys()), self.due.refresh
             )
         if self.due.capture and not after_error:
-            # without the step that has just ended, because the host would have to wait for its
-            # counts
+            # The step that has just ended is left out, because the host would have to wait for its
+            # counts.
             self.settle(before=self.steps - 1)
         if self.due.capture:
             keys = self.curvature.reducer.begin(self.due.capture, self.steps)

@@ -70,8 +70,8 @@ class Totals:
         if len(outcome.numbers) != self.rule.numbers:
             raise ValueError(
                 f"ds_kfac: {type(self.rule).__name__}.numbers is {self.rule.numbers}, but its "
-                f"Direction.step gave {len(outcome.numbers)} scalars in Outcome.numbers; make them "
-                "the same number"
+                f"Direction.step gave {len(outcome.numbers)} scalars in Outcome.numbers; the two "
+                "numbers must be equal"
             )
         vector = stacked([*outcome.numbers, *self._counts(running)], self.device)
         if self.flag_count:

@@ -73,7 +73,7 @@ def orthogonal_factors(
     wide = [x.mT if x.shape[-2] > x.shape[-1] else x for x in directions]  # the longer side last
     counts = [len(x) for x in wide]
     norms: list[Tensor] = []
-    # the only copy of the directions
+    # the only copy of the directions that this function makes
     x = torch.empty(sum(counts), *wide[0].shape[-2:], dtype=dtype, device=wide[0].device)
     for direction, rows, whitening, place in zip(
         directions, wide, whitenings, x.split(counts), strict=True

@@ -107,7 +107,7 @@ class CorrectedEigenvalues(Moments):
             terms_n: factors that convert squared gradients to the units of the Fisher.
             damping: number that is added to all eigenvalues.
             layer_mean: function that replaces the mean eigenvalue of each matrix [n] by the mean
-                over its layer, in which case this mean is the unit of ``damping``. None:
+                over the matrix's layer. This mean is then the unit of ``damping``. None:
                 ``damping`` is in units of the Fisher.
 
         Returns three values: the quotient [n, O, I]; its inner product with ``rotated_nOI``, [n];
@@ -144,9 +144,8 @@ class CorrectedEigenvalues(Moments):
         return quotient, torch.stack(dots).sum(dim=0), (over > 1) & usable
 
     def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> None:
-        """Rotate S into the layer's first eigenbasis, or its first one after
-        :meth:`LayerGroup.leave_basis`. The result is approximate. Later refreshes do not change
-        S."""
+        """Rotate S into the new eigenbasis if the layer had none before (``old`` is None). The
+        result is approximate. If the layer had an eigenbasis, S does not change."""
         if old is None:
             change_basis_(self.second_OI, None, new.squared())
 
@@ -231,7 +230,7 @@ class LayerState:
         bases = [basis for basis in (A, G) if isinstance(basis, Eigenbasis) and basis.vectors]
         if not bases or self.moments is None:
             return self
-        identity = Eigenbasis((), bases[0].values)  # its values are not read
+        identity = Eigenbasis((), bases[0].values)  # the values of this eigenbasis are not read
         given_up = LayerBasis(
             G if isinstance(G, Eigenbasis) else identity,
             A if isinstance(A, Eigenbasis) else identity,

@@ -448,7 +448,7 @@ def unchanged(optimizer: Any) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.callback(put_back)
-        # a scaler has no scale before its first loss
+        # a GradScaler has no scale before its first loss
         for name, stand_in in ((link, lambda: None), (scaler, None)):
             if getattr(optimizer, name, None) is not None:
                 stack.enter_context(replaced(optimizer, name, stand_in))

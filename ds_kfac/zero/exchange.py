@@ -232,10 +232,11 @@ class GradientExchange:
             scaled(flat.values, factor) if flat.is_raw and not all_raw else flat.values
             for flat in flats
         )
-        # with a bias the matrix is a copy
+        # if the layer has a bias, the matrix is a copy of both gradients
         matrix_OI = LAYERS[layer.kind].matrix(weight, bias[0] if bias else None, layer.shape)
         if any(map(self.layout.lacks, self.params[layer.name])):
-            # the optimizer changes all parameters of a layer or none of them
+            # if DeepSpeed will not step one parameter of a layer, no other parameter of it may
+            # change
             matrix_OI = torch.zeros_like(matrix_OI)
         return matrix_OI, factor if all_raw else None
 

@@ -4,11 +4,11 @@ A domain is a group of ranks together with the parameters whose gradients are av
 ranks. K-FAC treats the layers of a domain as if the domain were the whole job. Only kl-clip's sum
 and checkpoints span all domains. The table shows the domains of each kind of parallelism.
 
-    parallelism     group               domains of a rank       layers of other ranks
-    none, Ulysses   sequence x data     one                     the same
-    pipeline        data                one, its stage's        other stages'
-    tensor          data                one, its shards'        other shards; copies of uncut ones
-    experts         data; expert data   dense; one per ep_size  other experts
+    parallelism     group               domains of a rank           layers of other ranks
+    none, Ulysses   sequence x data     one                         the same layers
+    pipeline        data                one: its stage              layers of other stages
+    tensor          data                one: its shards             other shards, copies of uncut layers
+    experts         data; expert data   dense; one for each ep_size other experts
 """
 
 from collections import Counter

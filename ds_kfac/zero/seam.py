@@ -121,7 +121,7 @@ class Seam:
         self.prepared = 0
         self._steps: Any = None
         self._state = State.CLOSED
-        self._installed = ExitStack()  # of hooks and wrappers
+        self._installed = ExitStack()  # removes hooks and wrappers
         # depth of nested inner steps, because torch runs the hooks in the step of a class and again
         # in the step of its base class
         self._depth = 0

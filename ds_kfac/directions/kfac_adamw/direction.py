@@ -116,8 +116,8 @@ class AdamDirection(Direction):
         self.recorded = recorded_step(
             plan, self.layer_groups, exchange, {"factor_is_zero": is_zero}
         )
-        # The optimizer knows the layers of all domains: first those of the domains before this one,
-        # then this domain's in the plan's order.
+        # The optimizer knows the layers of all domains: first the layers of the domains before this
+        # one, then the layers of this domain in the plan's order.
         self.names_in_plan = [layer.name for layer in plan.layers]
         layers_before = len(optimizer.used)
         self.used_slice = slice(layers_before, layers_before + len(plan.layers))
@@ -216,7 +216,8 @@ class AdamDirection(Direction):
         )
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        # DeepSpeed has replaced the states by loaded states; a program has not removed them
+        # Loading has replaced the states. This must not be mistaken for a program that removes
+        # them.
         self.optimizer.marked = frozenset()
 
     def _begin_anew(
@@ -310,7 +311,7 @@ class AdamDirection(Direction):
                     if rows.data_ptr() != maps[index].data_ptr():
                         rows.copy_(maps[index].view(rows.shape))
             for index in indices:
-                maps[index] = None  # frees such a copy before the loop is over
+                maps[index] = None  # frees the copy of a block before later steps are processed
             step.sizes = [norms[index] for index in indices]
 
     def _whitening(self, step: GroupStep) -> Tensor | None:

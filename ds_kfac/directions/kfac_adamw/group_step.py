@@ -47,8 +47,8 @@ def step_norm(layer: LayerSpec, rows: int | None = None) -> float:
     side of the matrix that is orthogonalized.
 
     This matrix is the layer's matrix, the matrix of one group of a layer in groups, or a block of
-    the layer's rows. The norms of all tensor-parallel shards together make the norm of the
-    undivided layer.
+    the layer's rows. The squared norms of all tensor-parallel shards of a layer add up to the
+    squared norm of the undivided layer.
 
     Args:
         rows: number of the block's rows in this shard; None: the matrix has no blocks.
