@@ -157,9 +157,10 @@ def place_workers(
     the layer is added.
 
     If gradients are partitioned, a layer goes to the rank that holds most of its gradient, because
-    then the fewest elements have to be moved. If several ranks hold nearly equal parts, this is the
-    least loaded of them. If its load would exceed ``1 + LOAD_TOLERANCE`` times the mean, the layer
-    goes to the rank with the least load instead, and moving the gradient counts as load.
+    then the fewest elements have to be moved. If several ranks hold nearly equal parts, the least
+    loaded of these ranks is chosen. If that rank's load would exceed ``1 + LOAD_TOLERANCE`` times
+    the mean, the layer goes to the rank with the least load instead. Moving the gradient counts as
+    load.
 
     Args:
         with_decompositions: whether a layer's load includes its decompositions, spread evenly over

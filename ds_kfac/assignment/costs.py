@@ -1,6 +1,6 @@
 """The tasks of a step and what they cost in seconds and bytes.
 
-:class:`CostModel` converts each kind of work into seconds. :class:`FactorSpec` lists factors
+:class:`CostModel` converts each kind of work into seconds. :class:`FactorSpec` describes a factor
 separately from layers, because layers with the same input share an A. :class:`Work` gives the
 seconds per step and the bytes of each task on the rank that performs it. All functions are pure, so
 that every rank makes the same plan from the same numbers.

@@ -120,8 +120,8 @@ class UpdateRule(ABC):
         optimizer, whose name DeepSpeed does not know."""
 
     def unstepped(self, parameters: Iterable[Any]) -> int:
-        """Count the parameters that are in an optimizer object of the rule that still exists and
-        that no engine uses."""
+        """Return how many of the parameters are in an optimizer object that belongs to the rule,
+        still exists, and is used by no engine."""
         return 0
 
     def check_groups(  # noqa: B027

@@ -7,7 +7,7 @@ and checkpoints span all domains. The table shows the domains of each kind of pa
     parallelism     group               domains of a rank           layers of other ranks
     none, Ulysses   sequence x data     one                         the same layers
     pipeline        data                one: its stage              layers of other stages
-    tensor          data                one: its shards             other shards, copies of uncut layers
+    tensor          data                one: its shards             other shards; copied layers
     experts         data; expert data   dense; one for each ep_size other experts
 """
 

@@ -26,7 +26,7 @@ SMALLEST = 1e-9
 
 
 class WeightRescaling:
-    """Rescales linear and convolutional layers.
+    """Rescales the weights of linear and convolutional layers.
 
     Args:
         layers: the layers to which the layout's parts belong, in the order of the parts.
