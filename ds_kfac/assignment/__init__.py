@@ -1,2 +1,2 @@
-"""A cost model, and the assignment of tasks to ranks that follows from it: which rank decomposes
-each factor, and which ranks precondition each layer."""
+"""The cost of each task of a step, and the assignment of tasks to ranks: which rank decomposes each
+factor, and which ranks precondition each layer."""

@@ -1,10 +1,10 @@
 """Decide which rank decomposes each factor and at which step, which ranks precondition each layer,
-and which ranks contribute rows to a factor. Pure, and the same on every rank.
+and which ranks contribute rows to a factor. The functions are pure, so every rank decides the same.
 
 Note: The KAISA grid (Pauloski et al. 2021). With W ranks and g gradient workers per layer, the grid
 has p = W / g columns. Rank r is in column r % p and row r // p. The g ranks of one column
-precondition a layer. Each of them sends the result to its row, which consists of p consecutive
-ranks, mostly on one node. g = 1 is MEM-OPT, and g = W is COMM-OPT.
+precondition a layer. Each of them sends the result to the ranks of its row. A row consists of p
+consecutive ranks, which are mostly on one node. g = 1 is MEM-OPT, and g = W is COMM-OPT.
 """
 
 import heapq
@@ -23,15 +23,15 @@ from ds_kfac.model.layers import LayerSpec
 
 @dataclass(frozen=True)
 class Assignment:
-    """Roles of ranks.
+    """Assignment of the tasks of a step to ranks.
 
     Attributes:
         work: the tasks that are assigned.
-        workers: layer name -> ranks that hold the layer's eigenbases and precondition its gradient,
-            in ascending order. Under ZeRO this is one rank. If gradients are replicated, it is a
-            column of the KAISA grid.
-        eigen_workers: factor key -> rank that averages and decomposes the factor. It also has keys
-            of factors that were replaced by a shared one.
+        workers: layer name -> ranks that have the layer's eigenbases and precondition its gradient,
+            in ascending order. If gradients are partitioned (ZeRO), each layer has one such rank.
+            If gradients are replicated, the ranks form a column of the KAISA grid.
+        eigen_workers: factor key -> rank that averages and decomposes the factor. It may also have
+            keys of factors that a shared factor has replaced.
     """
 
     work: Work
@@ -48,7 +48,7 @@ class Assignment:
 
     @cached_property
     def loads(self) -> tuple[float, ...]:
-        """Predicted seconds per step of each rank, without work that is the same on all ranks."""
+        """Predicted seconds per step for each rank, without work that is the same on all ranks."""
         return tuple(self.work.loads(self.workers, self.eigen_workers))
 
     @cached_property
@@ -59,7 +59,7 @@ class Assignment:
 
     @cached_property
     def peak(self) -> tuple[int, ...]:
-        """Predicted bytes on each rank during a step: its state and the step's temporaries."""
+        """Predicted bytes on each rank during a step: K-FAC's state and the step's temporaries."""
         parts = self.work.bytes_of(self.workers, self.eigen_workers).values()
         return tuple(map(sum, zip(*parts, strict=True)))
 
@@ -73,8 +73,8 @@ class Assignment:
 def assign(
     work: Work, workers: int, *, paired: bool = False, memory_cap: float | None = None
 ) -> Assignment:
-    """Assign layers to columns of workers, and then factors to eigen workers. The heaviest ones
-    come first, and each goes to the rank with the least load.
+    """Assign layers to columns of workers, and then factors to eigen workers. In both cases the
+    heaviest is assigned first, and each is assigned where the load is smallest afterwards.
 
     Several assignments are tried. They differ in whether the load of a layer includes its
     decompositions, and in whether one rank must decompose both A and G of a layer. The assignment
@@ -84,9 +84,9 @@ def assign(
     Args:
         workers: number of gradient workers per layer, a divisor of the world size. It is 1 if
             gradients are partitioned.
-        paired: whether a layer's two factors must be on the same rank, and not just on any two of
-            its workers.
-        memory_cap: most bytes that a rank may use in a step, see :meth:`Work.bytes_of`; None: no
+        paired: whether a layer's two factors must be on the same rank. If False, each may be on any
+            of the layer's workers.
+        memory_cap: most bytes that a rank may use in a step, see :attr:`Assignment.peak`; None: no
             cap.
 
     Raises:
@@ -124,7 +124,7 @@ def assign(
         ways.insert(0, f"a smaller gradient worker fraction than {workers / work.world:.6g}")
     raise ValueError(
         f"the memory cap is {cap:.0f} bytes per rank, but the smallest assignment found needs "
-        f"{smallest} ({smallest / 1e9:.3g} GB) for K-FAC's state and a step; raise the cap, or use "
+        f"{smallest} ({smallest / 1e9:.3g} GB) for K-FAC's state and a step: raise the cap, or use "
         f"{' or '.join(ways)}"
     )
 
@@ -138,33 +138,33 @@ NEAR_TIE = 0.99
 
 
 class _Load(NamedTuple):
-    """The work and the memory of each rank of a column, in seconds per step and in bytes."""
+    """Load of each rank of a column: its work in seconds per step, and its memory in bytes."""
 
     seconds: float
     nbytes: float
 
     def compared(self, by_bytes: bool) -> float:
-        """Return the value by which loads are compared, bytes or seconds."""
+        """Return the bytes if loads are compared by bytes, otherwise the seconds."""
         return self.nbytes if by_bytes else self.seconds
 
 
 def place_workers(
     work: Work, workers: int, *, with_decompositions: bool, memory_cap: float, by_memory: bool
 ) -> Workers:
-    """Return layer name -> the layer's workers, a column of the grid.
+    """Return layer name -> the layer's workers. They form a column of the grid.
 
     The heaviest layer is placed first. Each layer goes to the column whose load is smallest after
     the layer is added.
 
     If gradients are partitioned, a layer goes to the rank that holds most of its gradient, because
-    then the least has to be moved. If that rank's load would exceed ``1 + LOAD_TOLERANCE`` times
-    the mean, the layer goes to the rank with the least load instead, where moving the gradient
-    counts as load. If several ranks hold nearly equal parts, the least loaded of them is
-    considered.
+    then the fewest elements have to be moved. If several ranks hold nearly equal parts, the least
+    loaded of these ranks is chosen. If that rank's load would exceed ``1 + LOAD_TOLERANCE`` times
+    the mean, the layer goes to the rank with the least load instead. Moving the gradient counts as
+    load.
 
     Args:
         with_decompositions: whether a layer's load includes its decompositions, spread evenly over
-            its column. If not, the load consists of preconditioning only.
+            the ranks of its column. If False, the load consists of preconditioning only.
         by_memory: whether to balance bytes instead of seconds.
     """
     count = work.world // workers
@@ -173,8 +173,8 @@ def place_workers(
     loads = [_Load(0.0, 0.0)] * count  # load of each rank of a column
     columns_with_basis: dict[str, set[int]] = {factor.key: set() for factor in work.factors}
     kept = {factor.key: basis_bytes(factor.side, work.method) for factor in work.factors}
-    # The cost of a layer wherever it is placed. The cost of a shared factor is divided equally
-    # among its layers.
+    # The part of a layer's cost that does not depend on where the layer is placed. The cost of a
+    # shared factor is divided equally among its layers.
     weights: dict[str, _Load] = {}
     for layer in work.layers:
         used = [(factor, len(factor.layers)) for factor in work.used[layer.name]]
@@ -189,7 +189,7 @@ def place_workers(
     limit = (1 + LOAD_TOLERANCE) * sum(weight.seconds for weight in weights.values()) / count
 
     def load_with(layer: LayerSpec, index: int, moved: float, state_bytes: float) -> _Load:
-        """Return the load of a column's ranks after they have taken the layer."""
+        """Return the load of a column's ranks if the layer is assigned to the column."""
         seconds = work.precondition[layer.name] + moved
         nbytes = loads[index].nbytes + state_bytes
         for factor in work.used[layer.name]:
@@ -197,7 +197,7 @@ def place_workers(
             if not columns:
                 seconds += part * work.factor[factor.key]
                 nbytes += kept[factor.key] + part * 2 * packed_bytes(factor.side)
-            elif index not in columns:  # a column that has a shared basis pays nothing more
+            elif index not in columns:  # a column that already has a shared basis pays nothing
                 seconds += work.travel(factor)
                 nbytes += kept[factor.key]
         return _Load(loads[index].seconds + seconds, nbytes)
@@ -235,13 +235,13 @@ def place_workers(
 def place_eigen_workers(
     work: Work, workers: Workers, *, split: bool, memory_cap: float, by_memory: bool
 ) -> Mapping[str, int]:
-    """Return factor key -> its eigen worker.
+    """Return factor key -> the factor's eigen worker.
 
     The eigen worker is one of the layer's workers. If layers share the factor, it is a worker of
     any of these layers.
 
     Args:
-        split: whether a layer's A and G may be on two different ranks if that is faster.
+        split: whether a layer's A and G may have different eigen workers if that is faster.
         by_memory: whether to balance bytes instead of seconds.
     """
     loads = work.loads(workers, {})
@@ -254,7 +254,7 @@ def place_eigen_workers(
     def size(factors: tuple[FactorSpec, ...]) -> float:
         return sum(2 * packed_bytes(factor.side) for factor in factors)
 
-    heaviest_first = sorted(  # equally heavy ones stay in order
+    heaviest_first = sorted(  # equally heavy groups stay in order
         _decomposed_together(work, split), key=size if by_memory else seconds, reverse=True
     )
     for factors in heaviest_first:
@@ -291,11 +291,11 @@ def _decomposed_together(work: Work, split: bool) -> list[tuple[FactorSpec, ...]
 def _soonest(
     candidates: list[int], loads: list[float], users: set[int], seconds: float, travel: float
 ) -> int:
-    """Return the candidate for which the largest load among the users is smallest. If there are
-    several, return the least loaded of them.
+    """Return the rank whose choice as eigen worker makes the largest load among the users smallest.
+    If several ranks are equal in this, return the one with the least load.
 
     Args:
-        candidates: ranks that may decompose. They are among the users.
+        candidates: ranks that may be chosen, which must be among the users.
         users: ranks that need the eigenbases.
         seconds: time of the decompositions.
         travel: time that sender and receiver each spend on one copy of the eigenbases.
@@ -311,19 +311,19 @@ def _soonest(
 
 
 ROUNDING = 0.01
-"""A fraction within this relative distance of a valid one is replaced by the valid one. For
-example, 0.33 of 3 ranks means 1/3."""
+"""Relative distance from a valid fraction within which a gradient worker fraction is rounded to the
+valid one. For example, 0.33 with 3 ranks means 1/3."""
 
 
 def worker_counts(world: int) -> tuple[int, ...]:
-    """Return all valid numbers of workers g in ascending order. These are the divisors of
+    """Return all valid numbers g of gradient workers in ascending order. These are the divisors of
     ``world``."""
     return tuple(count for count in range(1, world + 1) if world % count == 0)
 
 
 def workers_for(fraction: float, world: int) -> int:
-    """Return g = max(1, fraction W). Raise ValueError, which names the nearest valid fractions, if
-    g does not divide W."""
+    """Return the number of gradient workers g = max(1, fraction W), where W is ``world``. If g does
+    not divide W, raise ValueError, which names the nearest valid fractions."""
     wanted = max(1.0, fraction * world)
     counts = worker_counts(world)
     nearest = min(counts, key=lambda count: abs(count - wanted))
@@ -345,8 +345,8 @@ def column(index: int, *, world: int, workers: int) -> tuple[int, ...]:
 
 
 CAPTURE_TOLERANCE = 0.1
-"""To spread refreshes evenly, a rank's captures in a step may exceed their mean by this
-fraction."""
+"""Fraction by which the captures of a rank in one step may exceed their mean over steps, so that
+refreshes can be spread evenly."""
 
 
 def refresh_offsets(
@@ -356,29 +356,30 @@ def refresh_offsets(
     *,
     alone: bool = False,
 ) -> tuple[Mapping[str, int], float]:
-    """Spread refreshes over steps.
+    """Spread the refreshes of factors over the steps of a refresh interval.
 
     The heaviest factor is placed first. Each factor goes to the step that it delays least. A step
-    takes as long as its slowest rank, so work costs nothing in a step in which another rank is at
-    least as busy. Without such a step, the emptiest step is chosen. Ranks of a node that share
-    ``node_cores`` cores also delay each other.
+    takes as long as its slowest rank, so a refresh costs no time in a step in which another rank is
+    at least as busy. If there is no such step, the shortest step is chosen. Ranks of a node that
+    share ``node_cores`` cores also delay each other.
 
-    A capture costs D^2. The sum of the captures in a step stays near its mean on every rank. On a
-    GPU, however, launching the kernels of a step with any capture takes longer than their work.
-    There all captures are in the same steps, and refreshes are in a subset of these steps.
+    The capture of a factor with D columns costs D^2. On every rank, the cost of the captures in a
+    step stays near its mean over steps. GPUs are an exception, because launching the kernels of
+    captures takes longer than the kernels run: there all captures are in the same steps, and all
+    refreshes are in some of these steps.
 
     Factors of ``work`` that are not in ``factors`` are refreshed at step 0. If the refresh interval
-    is not a multiple of the update interval, no refreshes are placed in the steps past its largest
-    multiple.
+    is not a multiple of the update interval, only the first steps of the refresh interval are used,
+    up to the largest multiple of the update interval.
 
     Args:
         factors: the factors to spread.
         alone: whether only the eigen worker and a few other ranks capture a factor. If False, all
-            ranks do.
+            ranks capture it.
 
-    Returns two values. The first is factor key -> step of its refresh, modulo the refresh interval;
-    this number modulo the update interval is the step of its captures. The second is the time of
-    the slowest rank in the slowest step, in seconds.
+    Returns two values. The first is factor key -> offset of the factor's refreshes, a step modulo
+    the refresh interval. The offset modulo the update interval is that of the factor's captures.
+    The second value is the time of the slowest rank in the slowest step, in seconds.
     """
     costs = work.costs
     refresh = work.refresh_interval
@@ -447,10 +448,10 @@ class _Timeline:
         self.length = [0.0] * steps
 
     def delay(self, step: int, seconds: Mapping[Hashable, float]) -> float:
-        """Return by how many seconds a step would become longer if workers got more work.
+        """Return by how many seconds a step would become longer if its workers got more work.
 
-        A worker's idle time is subtracted from the additional work. The result is therefore exactly
-        equal for an empty step and for a full one, since all of the work lengthens either.
+        A worker's idle time is subtracted from its additional work. A worker without idle time adds
+        all of its work, so the result is exactly the same for an empty step and for a full one.
         """
         longer = 0.0
         for worker, more in seconds.items():
@@ -467,24 +468,24 @@ class _Timeline:
 
 
 ROWS_PER_COLUMN = 4
-"""Number of rows that an update needs for each column of a factor, unless the config sets a number
-of rows."""
+"""Number of rows per column of a factor that an update needs, unless the config sets a number of
+rows."""
 
 
 @dataclass(frozen=True)
 class Contributors:
-    """The ranks that capture a factor's batch.
+    """The ranks that capture rows for each factor.
 
     Attributes:
         world: number of ranks.
         node_size: number of consecutive ranks on a node.
-        counts: factor key -> number of ranks that contribute to an update. If a factor is missing,
-            all ranks contribute to it.
-        strides: factor key -> k, if only every k-th row of a contributor counts. If a factor is
-            missing, all rows count.
-        sequence: number of consecutive ranks that hold the parts of one sequence. Either all or
-            none of them contribute. Otherwise a factor would always see the same part of each
-            sequence.
+        counts: factor key -> number of ranks that contribute to an update. All ranks contribute to
+            a factor without an entry.
+        strides: factor key -> k, if only every k-th row of a contributor counts. All rows count for
+            a factor without an entry.
+        sequence: number of consecutive ranks that hold the parts of one sequence. Either all of
+            these ranks contribute or none, because otherwise a factor would always see the same
+            part of each sequence.
     """
 
     world: int
@@ -519,8 +520,8 @@ class Contributors:
 
 
 def _rotating(ranks: Sequence[int], count: int, owner: int, step: int) -> list[int]:
-    """Return at most ``count`` of the ranks. The first of them depends on the step and the owner,
-    so that all ranks take turns."""
+    """Return ``count`` of the ranks, or all ranks if there are fewer. The first one depends on the
+    step and the owner, so that all ranks take turns."""
     if count >= len(ranks):
         return list(ranks)
     first = owner + phase(step, len(ranks))
@@ -530,15 +531,17 @@ def _rotating(ranks: Sequence[int], count: int, owner: int, step: int) -> list[i
 def counted(
     factors: Sequence[FactorSpec], rows: Mapping[str, float], world: int, *, wanted: int | None
 ) -> Mapping[str, int]:
-    """Return factor key -> number of ranks that together have the rows of an update. Factors that
-    need all ranks are left out.
+    """Return factor key -> number of ranks that together have as many rows as an update needs.
+    Factors that need the rows of all ranks are left out.
 
-    A factor averages many updates. Each update needs a few rows per column, however many ranks
-    there are. The cost of the statistics per rank therefore falls with the number of ranks.
+    A factor averages many updates, and each update needs a few rows per column, however many ranks
+    there are. With more ranks, a rank therefore captures fewer factors per step on average.
 
     Args:
-        rows: factor key -> number of rows that a rank has in a step, if it has been observed.
-        wanted: number of rows in an update; None: proportional to the factor's widest block.
+        rows: factor key -> mean number of rows that a rank has in a step. Factors whose rows have
+            not been observed are left out.
+        wanted: number of rows that an update needs; None: :data:`ROWS_PER_COLUMN` for each column
+            of the factor's blocks.
     """
     counts: dict[str, int] = {}
     for factor in factors:
@@ -558,8 +561,8 @@ def strides(
     wanted: int | None,
     together: int = 1,
 ) -> Mapping[str, int]:
-    """Return factor key -> k, if every k-th row is enough for an update. Factors that need all rows
-    are left out.
+    """Return factor key -> k for each factor for which every k-th row is enough. Factors that need
+    all rows are left out.
 
     Args:
         rows, wanted: see :func:`counted`.

@@ -1,9 +1,9 @@
-"""The tasks of a step and their costs.
+"""The tasks of a step and what they cost in seconds and bytes.
 
-:class:`CostModel` converts each kind of work into seconds. :class:`FactorSpec` lists factors
+:class:`CostModel` converts each kind of work into seconds. :class:`FactorSpec` describes a factor
 separately from layers, because layers with the same input share an A. :class:`Work` gives the
-seconds per step and the bytes of each task on the rank that performs it. Pure: every rank makes the
-same plan from the same numbers.
+seconds per step and the bytes of each task on the rank that performs it. All functions are pure, so
+that every rank makes the same plan from the same numbers.
 """
 
 import json
@@ -20,9 +20,10 @@ from ds_kfac.curvature.methods import EIGEN, ITERATED, Method
 from ds_kfac.model.layers import LayerSpec, key_of
 
 ELEMENT_BYTES = 4
-"""Bytes of an element. All state is fp32, and all messages are assumed to be."""
+"""Bytes of an element. All state is fp32, and all messages are assumed to be fp32."""
 FOLD_CALLS, FOLD_PASSES = 10, 6
-"""Number of kernels, and of passes over memory, that average one batch sum into a factor."""
+"""Number of kernels, and number of passes over memory, that adding one batch sum to a factor's
+running average takes."""
 Workers = Mapping[str, tuple[int, ...]]
 """Layer name -> ranks that precondition the layer's gradient, in ascending order."""
 Table = tuple[tuple[int, float], ...]
@@ -30,21 +31,22 @@ Table = tuple[tuple[int, float], ...]
 
 
 def capture_flops(side: Side, rows: int) -> int:
-    """Return the FLOPs of the symmetric product x^T x, within the side's blocks."""
+    """Return the FLOPs of the blocks of the symmetric product x^T x."""
     return sum(rows * count * width * (width + 1) for count, width in side.groups)
 
 
 def decompose_flops(side: Side, method: Method = EIGEN) -> int:
-    """Return the FLOPs of a decomposition: 9 n^3 for eigh by tridiagonalisation (Golub & Van Loan,
-    8.3), n^3 for an inverse by Cholesky, and 0 for a diagonal."""
+    """Return the FLOPs of a decomposition. A block of width n takes 9 n^3 for eigh by
+    tridiagonalisation (Golub & Van Loan, 8.3), or n^3 for an inverse by Cholesky. A diagonal takes
+    0."""
     if side.block > 1:
         return sum(method.solver_flops * count * width**3 for count, width in side.groups)
     return 0
 
 
 def precondition_flops(layer: LayerSpec, method: Method = EIGEN) -> int:
-    """Return the FLOPs of rotating a gradient into the eigenbasis and back: 4 O I (O + I) for dense
-    sides. Inverses take half as many."""
+    """Return the FLOPs of rotating a gradient into the eigenbasis and back, which are 4 O I (O + I)
+    for dense sides. Multiplying by inverses takes half as many."""
     numel = layer.G.dim * layer.A.basis_numel + layer.A.dim * layer.G.basis_numel
     return method.product_flops * numel // layer.groups
 
@@ -55,30 +57,31 @@ class CostModel:
 
     Attributes:
         eigh_seconds, cholesky_seconds: (n, seconds) pairs, in ascending order of n, for one fp32
-            eigh or one inverse by Cholesky of an n x n matrix. Between two sizes, a power of n is
-            assumed. Below the first size, the time is constant, since a call takes that long at
-            least. Above the last size, it grows with n^3.
+            eigh or one inverse by Cholesky of an n x n matrix. Between two sizes, the time is
+            interpolated by a power of n. Below the first size, the time is constant, since a call
+            takes that long at least. Above the last size, the time grows with n^3.
         gemm_flops: fp32 FLOP/s of a large matrix product.
         product_flops: (n, FLOP/s) pairs for products of n x n matrices; empty: ``gemm_flops`` at
             all sizes.
-        syrk_flops: FLOP/s of x^T x, where a product counts as rows D (D + 1) FLOPs.
+        syrk_flops: FLOP/s of x^T x. A product of a matrix x with D columns counts as (number of
+            rows) D (D + 1) FLOPs.
         copy_bytes: bytes per second that elementwise work reads and writes.
         call_seconds: seconds to start a kernel.
-        link_bytes: bytes per second between ranks, in each direction. If ``node_bytes`` is given,
-            this applies only between nodes.
+        link_bytes: bytes per second between ranks, in each direction. If ``node_bytes`` is not 0,
+            ``link_bytes`` applies only between nodes.
         link_seconds: latency of a message, in seconds.
         node_size: number of consecutive ranks on a node.
-        node_bytes: bytes per second between ranks of one node, in each direction; 0:
+        node_bytes: bytes per second between ranks of one node, in each direction; 0: the same as
             ``link_bytes``.
         model_flops: FLOP/s of the model's forward and backward passes, and of products in 16 bits;
-            0: ``gemm_flops``.
+            0: the same as ``gemm_flops``.
         node_cores: number of decompositions that the ranks of a node can run at once; 0: each rank
             has its own device.
         ieee_flops: FLOP/s of large fp32 products without TF32, which orthogonal iteration from the
-            last eigenbasis uses; 0: eigh is as fast.
-        gpu: whether these are the rates of a GPU.
-        measured: names of the attributes that were measured on such a device. The others are
-            assumed.
+            last eigenbasis uses; 0: eigh is as fast, so the plan uses no iteration.
+        gpu: whether the device is a GPU.
+        measured: names of the attributes that the user has measured. All other attributes have
+            built-in values.
     """
 
     eigh_seconds: Table
@@ -99,8 +102,9 @@ class CostModel:
     measured: frozenset[str] = frozenset()
 
     def rate(self, width: float) -> float:
-        """Return the FLOP/s of a product of n x n matrices. Between two sizes of the table, a power
-        of n is assumed. Outside of the table, the nearest size counts."""
+        """Return the FLOP/s of a product of matrices with ``width`` rows and columns. Between two
+        sizes of the table, the rate is interpolated by a power of the width. Outside of the table,
+        the rate of the nearest size is used."""
         if not self.product_flops:
             return self.gemm_flops
         sizes = [size for size, _ in self.product_flops]
@@ -109,7 +113,7 @@ class CostModel:
     def step(self, width: int, method: Method = ITERATED) -> float:
         """Return the seconds of one orthogonal iteration from the last eigenbasis. It consists of
         products, solves and two Cholesky factorizations. The two factorizations take 2/3 of the
-        time of an inverse."""
+        time of an inverse by Cholesky."""
         products = (method.step_flops - 2 / 3) * width**3 / min(self.ieee_flops, self.rate(width))
         return products + 2 / 3 * _interpolated(self.cholesky_seconds, width)
 
@@ -117,13 +121,13 @@ class CostModel:
         return nbytes / self.copy_bytes + calls * self.call_seconds
 
     def transfer(self, nbytes: float, *, within_node: bool = False) -> float:
-        """Return the seconds to send bytes between two ranks. Latency is not included, because many
-        layers share a message."""
+        """Return the seconds to send ``nbytes`` between two ranks, without latency. A message
+        contains the data of many layers, so its latency hardly counts for one of them."""
         return nbytes / (self.node_bytes if within_node and self.node_bytes else self.link_bytes)
 
     def decompose(self, side: Side, method: Method = EIGEN) -> float:
-        """Return the mean seconds of a refresh of a factor after the burn-in. A diagonal factor
-        needs no decomposition, because its eigenbasis is the identity."""
+        """Return the mean seconds of a factor's refresh after the burn-in. A diagonal factor needs
+        only elementwise work, because its eigenbasis is the identity."""
         if side.block <= 1:
             return sum(self.elementwise(2 * ELEMENT_BYTES * count) for count, _ in side.groups)
         total = 0.0
@@ -137,23 +141,25 @@ class CostModel:
         return total
 
     def precondition(self, layer: LayerSpec, method: Method = EIGEN) -> float:
-        """Return the seconds to rotate, divide and rotate back, or to multiply by both inverses."""
+        """Return the seconds to precondition a layer's gradient: to rotate, divide and rotate back,
+        or to multiply by both inverses."""
         seconds = precondition_flops(layer, method) / self.rate(mean_width(layer))
         return seconds + self.elementwise(method.passes * ELEMENT_BYTES * layer.numel, method.calls)
 
     def fold(self, side: Side) -> float:
-        """Return the seconds to average one batch sum into a factor."""
+        """Return the seconds to add one batch sum to a factor's running average."""
         return self.elementwise(FOLD_PASSES * ELEMENT_BYTES * side.numel, FOLD_CALLS)
 
 
 def mean_width(layer: LayerSpec) -> float:
-    """Return the width of a square matrix that has as many elements as one of the layer's
-    groups."""
+    """Return the width of a square matrix with as many elements as one group of the layer's
+    weight."""
     return (layer.numel / layer.groups) ** 0.5
 
 
 def _interpolated(table: Table, n: float) -> float:
-    """Return the value at size n by the rules of :class:`CostModel`."""
+    """Return the value of a table at size n, interpolated as :class:`CostModel` describes for
+    ``eigh_seconds``."""
     sizes = [size for size, _ in table]
     right = bisect_right(sizes, n)
     if right == 0:
@@ -237,7 +243,7 @@ _CUDA = CostModel(
     ieee_flops=5e13,
 )
 BUILTIN: Mapping[str, CostModel] = {"cpu": _CPU, "cuda": _CUDA}
-"""Device type -> the rates that are used without a measurement."""
+"""Device type -> the cost model that is used if the user has measured nothing."""
 
 
 TABLES = ("eigh_seconds", "cholesky_seconds", "product_flops")
@@ -254,15 +260,14 @@ RATES = [
 
 
 def measured(costs: CostModel, path: str) -> CostModel:
-    """Return ``costs`` with values from a file that ``python -m benchmarks.kernels.costs`` has
-    written.
+    """Return ``costs`` with the measured values of a file.
 
-    The file is a JSON object whose keys are fields of :class:`CostModel`. Tables are lists of
-    [size, value]. Fields that are missing keep their values. The field "machine" is information for
-    people and is ignored.
+    ``python -m benchmarks.kernels.costs`` writes the file. It is a JSON object whose keys are
+    fields of :class:`CostModel`. Tables are lists of [size, value]. Fields that are missing in the
+    file keep their values. The key "machine" describes the machine for people and is ignored.
 
     Raises:
-        ValueError: the file does not exist or has other contents.
+        ValueError: the file does not exist, or does not have this format.
     """
     fields: dict[str, Any] = {}
     try:
@@ -295,12 +300,12 @@ def _positive(value: Any) -> float:
 
 @dataclass(frozen=True)
 class FactorSpec:
-    """A factor that a rank averages and decomposes. A side that is the identity has no factor.
+    """A factor of one or several layers. A side that is the identity has no factor.
 
     Attributes:
         key: "<layer>/A" or "<layer>/G", with the name of the first layer that has the factor.
-        layers: names of the layers that have the factor. There are several if they share their
-            input.
+        layers: names of the layers that have the factor. If several layers have the same input,
+            they share their A.
     """
 
     key: str
@@ -317,9 +322,9 @@ def factor_specs(
 ) -> tuple[FactorSpec, ...]:
     """Return all factors in module order, with a layer's A before its G.
 
-    Some layers have no A of their own. A layer that names another one in ``shares`` has the A of
-    that layer. The layers of a group in ``shared``, which all see the same input, have the A of the
-    group's first layer.
+    Some layers have no A of their own. A layer whose ``shares`` is the name of another layer has
+    the A of that layer. Each entry of ``shared`` is a group of layer names with the same input.
+    These layers have the A of the group's first layer.
     """
     leader = {name: group[0] for group in shared for name in group}
     users: dict[str, list[str]] = {}
@@ -346,7 +351,8 @@ def factors_by_layer(factors: Sequence[FactorSpec]) -> Mapping[str, Mapping[str,
 
 
 def packed_bytes(side: Side) -> int:
-    """Return the bytes of a factor's running average: fp32 packed triangles and a counter."""
+    """Return the bytes of a factor's running average, which consists of packed triangles in fp32
+    and a counter."""
     return 4 * side.numel + 4
 
 
@@ -357,12 +363,13 @@ def basis_bytes(side: Side, method: Method) -> int:
 
 @dataclass(frozen=True)
 class Work:
-    """The cost of every task that can be assigned to a rank, in seconds per step. Tasks that do not
-    run in every step are averaged over their interval.
+    """The cost of every task that can be assigned to a rank, in seconds per step. The cost of a
+    task that does not run in every step is divided by its interval.
 
-    Both the sender and the receiver pay for a message, and the sender pays for every copy. Results
-    are sent and received at the same time, so only the longer direction counts. Capturing and
-    sending batch sums are left out, because they are the same on all ranks.
+    A message costs time on its sender and on its receiver. If several ranks receive the same data,
+    the sender spends the time once for each of them. Results are sent and received at the same
+    time, so only the longer direction counts. Capturing and sending batch sums are left out,
+    because their cost is the same on all ranks.
 
     Attributes:
         held: layer name -> number of gradient elements on each rank; None: all ranks hold all
@@ -383,7 +390,8 @@ class Work:
 
     @cached_property
     def used(self) -> Mapping[str, tuple[FactorSpec, ...]]:
-        """Layer name -> factors of the layer. A layer whose sides are identities has none."""
+        """Layer name -> factors of the layer. A layer whose two sides are identities has no
+        factors."""
         by_layer = factors_by_layer(self.factors)
         return {layer.name: tuple(by_layer.get(layer.name, {}).values()) for layer in self.layers}
 
@@ -394,8 +402,8 @@ class Work:
 
     @cached_property
     def factor(self) -> Mapping[str, float]:
-        """Factor key -> seconds per step on the eigen worker, which receives batch sums, averages
-        them in and decomposes the factor."""
+        """Factor key -> seconds per step on the eigen worker, which receives batch sums, adds them
+        to the running average, and decomposes the factor."""
         return {
             factor.key: (
                 self.costs.transfer(packed_bytes(factor.side)) + self.costs.fold(factor.side)
@@ -406,16 +414,17 @@ class Work:
         }
 
     def travel(self, factor: FactorSpec, *, within_node: bool = False) -> float:
-        """Return the seconds per step that sender and receiver each spend on one copy of an
-        eigenbasis."""
+        """Return the seconds per step that sender and receiver each spend on sending a factor's
+        eigenbasis to one rank."""
         nbytes = ELEMENT_BYTES * self.method.wire_numel(factor.side)
         return self.costs.transfer(nbytes, within_node=within_node) / self.refresh_interval
 
     def moved(self, layer: LayerSpec, rank: int, workers: int = 1) -> float:
         """Return the seconds per step that a layer's worker spends on moving gradients and results.
 
-        If gradients are partitioned, the worker gathers the parts of the gradient and returns the
-        result. If they are replicated, it sends the result to the other ranks of its row.
+        If gradients are partitioned, the worker receives the parts of the gradient that it lacks,
+        and sends back their results. If gradients are replicated, the worker sends the result to
+        the other ranks of its row.
         """
         if self.held is not None:
             missing = max(0, layer.numel - self.held[layer.name][rank])
@@ -427,8 +436,9 @@ class Work:
         return sends + (width - 1 - within) * self.costs.transfer(nbytes)
 
     def worker_bytes(self, layer: LayerSpec) -> tuple[int, int, int]:
-        """Return the bytes of a layer on each worker, as a triple: eigenvalues of sides that are
-        identities; moments and their counter; gradient and result during a step."""
+        """Return the bytes of a layer on each of its workers as a triple: eigenvalues of sides that
+        are identities; moments and their counter; gradient and result during a step. Factors are
+        not included."""
         ones = sum(basis_bytes(side, self.method) for side in (layer.A, layer.G) if side.block == 0)
         return (
             ones,
@@ -437,8 +447,8 @@ class Work:
         )
 
     def loads(self, workers: Workers, eigen_workers: Mapping[str, int]) -> list[float]:
-        """Return the seconds per step of every rank. Factors without an eigen worker are left
-        out."""
+        """Return the seconds per step of every rank. The cost of a factor without an eigen worker
+        is left out."""
         loads = [0.0] * self.world
         sent = [0.0] * self.world
         received = [0.0] * self.world
@@ -471,8 +481,8 @@ class Work:
         return loads
 
     def decompose(self, loads: list[float], factor: FactorSpec, rank: int, users: set[int]) -> None:
-        """Add the cost of a factor to ``loads``, in place: its decomposition on its eigen worker,
-        and the transfer of the eigenbasis on sender and receivers."""
+        """Add the cost of a factor to ``loads``, in place: the decomposition on its eigen worker,
+        and the transfer of the eigenbasis on the eigen worker and on the other users."""
         loads[rank] += self.factor[factor.key]
         near = self.travel(factor, within_node=True)
         far = self.travel(factor)
@@ -489,9 +499,10 @@ class Work:
     ) -> Mapping[str, Sequence[int]]:
         """Return kind -> bytes on every rank.
 
-        State consists of the factors on eigen workers, and of the eigenbases and moments on
-        gradient workers. Each eigenbasis is counted once per rank. The kind "beside" is what a step
-        needs in addition, without messages: batch sums on eigen workers, gradients and results.
+        The kinds "factors" (on eigen workers), "eigenbases" and "moments" (on gradient workers) are
+        K-FAC's state. A rank that uses an eigenbasis for several layers has it once. The kind
+        "beside" is the memory that a step needs in addition: batch sums on eigen workers, and
+        gradients and results on gradient workers. Messages are not included.
         """
         nbytes = {kind: [0] * self.world for kind in ("factors", "eigenbases", "moments", "beside")}
         for layer in self.layers:
@@ -511,5 +522,5 @@ class Work:
 
     @staticmethod
     def users(factor: FactorSpec, workers: Workers) -> set[int]:
-        """Return the ranks that precondition with a factor."""
+        """Return the ranks that precondition a layer of the factor."""
         return {rank for layer in factor.layers for rank in workers[layer]}

@@ -1,1 +1,1 @@
-"""Messages between ranks: batch sums, eigenbases and scalars."""
+"""Messages between ranks. They contain batch sums, gradients, eigenbases, results and scalars."""

@@ -1,9 +1,9 @@
-"""Find the ranks that made a collective fail. The backends' own errors name neither a rank nor what
-was exchanged.
+"""Find the ranks that made a collective fail. The errors of the communication backends name neither
+a rank nor what was exchanged.
 
 Ranks communicate through the job's store. A rank that raises in K-FAC's step leaves a note there. A
 rank whose collective fails registers as waiting and reads the notes. Ranks that do not register
-have died, or are in another part of the program.
+have died, or are running another part of the program.
 
 A rank reads the notes only after its own collective has failed. As long as the process that raised
 is alive, the other ranks wait for their backend's timeout, as they do in plain DeepSpeed.
@@ -25,13 +25,13 @@ _noted = False  # whether this rank's note is in the store
 
 
 class LostRank(RuntimeError):
-    """A collective of K-FAC failed."""
+    """Error for a collective of K-FAC that failed."""
 
 
 @contextmanager
 def telling(where: Callable[[], str]) -> Iterator[None]:
-    """Run a step. If the step raises, leave a note for the ranks that wait for this rank. The note
-    is deleted after the next step that does not raise.
+    """Run a step inside the ``with`` block. If the step raises, leave a note for the ranks that
+    wait for this rank. The note is deleted after the next step that does not raise.
 
     Args:
         where: returns a text that says what this rank was doing.
@@ -45,7 +45,7 @@ def telling(where: Callable[[], str]) -> Iterator[None]:
     except LostRank:
         raise
     except Exception as error:
-        with suppress(Exception):  # the job may have lost its store, too
+        with suppress(Exception):  # the job's store may be lost, too
             rank = torch.distributed.get_rank()
             text = f"{type(error).__name__}: {error}"
             _store().set(f"{NOTE}/{rank}", f"rank {rank} raised in {where()}: {text}")
@@ -55,17 +55,17 @@ def telling(where: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def naming(what: str, channel: Any) -> Iterator[None]:
-    """Run a collective of a Channel, or the wait for it.
+    """Run a collective of a :class:`Channel`, or the wait for its end, inside the ``with`` block.
 
-    The channel must already have counted the collective, so that ranks which fail at different
-    places in it register under the same number.
+    The channel must already have counted the collective. Ranks may then fail at different places in
+    the collective and still register under the same number.
 
     Args:
-        what: text that says what is exchanged.
+        what: name of the data that is exchanged, for the error's text.
 
     Raises:
-        LostRank: the backend raised an error. The text names the ranks that caused it, if they can
-            be found.
+        LostRank: the backend raised an error. The text names the ranks that caused the error, if
+            they can be found.
     """
     try:
         yield
@@ -82,7 +82,8 @@ def _store() -> Any:
 
 
 def _blamed(ranks: Sequence[int], number: int) -> list[str]:
-    """Register this rank as waiting, and return reasons why the collective failed.
+    """Register this rank as waiting, and return reasons why the collective failed. The list is
+    empty if all ranks register and none has left a note.
 
     Args:
         ranks: members of the process group.
@@ -104,7 +105,7 @@ def _blamed(ranks: Sequence[int], number: int) -> list[str]:
         if time.monotonic() > deadline:
             who = ", ".join(map(str, missing))
             return [
-                f"rank {who} did not come: it died (killed, out of memory), or is in another part "
-                "of the program"
+                f"rank {who} did not come: it died (killed, out of memory), or is running another "
+                "part of the program"
             ]
         time.sleep(0.1)

@@ -1,7 +1,8 @@
-"""All network traffic of K-FAC, counted by kind.
+"""All traffic of K-FAC between ranks, counted by kind.
 
-A message is one all-to-all of bytes. Its parts may differ in kind and dtype, and each part has a
-frozen plan of its moves. Scalars that ranks exchange form such a part, too.
+A message is one all-to-all of bytes. It consists of parts, which may differ in kind and dtype. Each
+part has a plan that lists which elements travel between which ranks. Scalars are sent as such a
+part, too.
 """
 
 from collections import Counter
@@ -25,11 +26,11 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 SHOWN = 4
-"""Most problems that an error lists for each rank."""
+"""Largest number of problems that an error lists for each rank."""
 
 
 def gathered(value: T, group: Any = None) -> list[T]:
-    """Return the objects of all ranks of a group, in rank order. The objects are pickled.
+    """Return a list with the ``value`` of each rank of a group, in rank order. Values are pickled.
     Collective.
 
     Args:
@@ -41,8 +42,8 @@ def gathered(value: T, group: Any = None) -> list[T]:
 
 
 def merged(entries: Mapping[K, T], group: Any) -> dict[K, T]:
-    """Return the merged entries of all ranks. If several ranks have a key, the value of the last
-    rank is used. Collective."""
+    """Return one dictionary with the entries of all ranks. If several ranks have a key, the last of
+    them provides the value. Collective."""
     return {key: value for each in gathered(entries, group) for key, value in each.items()}
 
 
@@ -50,9 +51,9 @@ def merged(entries: Mapping[K, T], group: Any) -> dict[K, T]:
 def failing_together(
     headline: str, group: Any, error: type[Exception] = RuntimeError
 ) -> Iterator[list[str]]:
-    """Run local work that may fail on some ranks only. The work reports a problem when it raises,
-    or when it appends a text to the yielded list. If any rank has a problem, every rank raises
-    ``error`` with ``headline`` and the problems of all ranks. Collective."""
+    """Run local work that may fail on some ranks only, inside the ``with`` block. The work reports
+    a problem by raising, or by appending a text to the yielded list. If any rank has a problem,
+    every rank raises ``error`` with ``headline`` and the problems of all ranks. Collective."""
     problems: list[str] = []
     try:
         yield problems
@@ -69,10 +70,11 @@ def failing_together(
 
 class Channel:
     """A process group that only K-FAC uses, with counters of its traffic. Because the group is
-    separate, this traffic is not ordered relative to DeepSpeed's reductions and prefetches.
+    separate, K-FAC's traffic need not be in the same order relative to DeepSpeed's reductions and
+    prefetches on all ranks.
 
-    Collective: every rank of the job creates a channel at the same time, each with the group whose
-    ranks the channel connects.
+    Collective: every rank of the job must create a channel at the same time, but different ranks
+    may pass different groups. The channel connects the ranks of the group.
 
     Attributes:
         calls: kind -> number of collectives entered. A collective that carries several kinds counts
@@ -91,8 +93,8 @@ class Channel:
         self.received: Counter[str] = Counter()
 
     def close(self) -> None:
-        """Leave the group. The last channel that uses the group destroys it. May be called twice.
-        Local, because other ranks may no longer exist."""
+        """Leave the group. The last channel that uses the group destroys it. Local, because other
+        ranks may no longer exist. May be called twice."""
         own = self._own
         self._own = None
         self.group = None
@@ -100,7 +102,7 @@ class Channel:
             own.close()
 
     def sum(self, vector: Tensor, kind: str = "numbers") -> Tensor:
-        """Sum a small vector over all ranks, in place. Collective."""
+        """Sum a small vector over the ranks of the group, in place, and return it. Collective."""
         self.calls[kind] += 1
         with naming("numbers of all layers", self):
             dist.all_reduce(vector, group=self.group)
@@ -117,19 +119,19 @@ class Channel:
         bytes_by_kind: Mapping[str, tuple[int, int]],
     ) -> tuple[Tensor, Any]:
         """Send ``outgoing[r]`` elements to each rank r, and receive ``incoming[r]`` elements from
-        it.
+        each rank r. Collective.
 
         Args:
             sent: flat tensor with the elements for all ranks, in rank order.
-            bytes_by_kind: kind -> payload bytes to other ranks, and from them.
+            bytes_by_kind: kind -> (payload bytes to other ranks, payload bytes from other ranks).
 
         Returns the received tensor, and a handle to wait for before the tensor is read.
         """
         received = sent.new_empty(sum(incoming))
         self.calls[next(iter(bytes_by_kind))] += 1
         with naming(", ".join(bytes_by_kind), self):
-            # This is not deepspeed.comm's function: its log of stragglers adds up sizes and assumes
-            # that they are the same on all ranks.
+            # deepspeed.comm's all_to_all_single is not used, because its log of stragglers assumes
+            # that sizes are the same on all ranks.
             handle = torch.distributed.all_to_all_single(
                 output=received,
                 input=sent,
@@ -148,16 +150,18 @@ class Channel:
 class OwnGroup:
     """A process group that DeepSpeed does not use.
 
-    Channels with the same ranks share one group. A ZeRO engine that is not destroyed lives as long
-    as its process, so if each channel had its own group, groups would accumulate. Channels enter
-    the collectives of a shared group in the program's order, as engines do with DeepSpeed's groups.
+    Channels with the same ranks share one group. If each channel had its own group, groups would
+    accumulate, because a ZeRO engine that is not destroyed lives as long as its process. Channels
+    that share a group must enter their collectives in the same order on all ranks, as engines do
+    with DeepSpeed's groups.
 
     Attributes:
-        ranks: members, as ranks of the job.
+        ranks: members of the group, as ranks of the job.
         number: number of the call of :func:`own_group` that created this group. It is the same on
             all ranks of the group.
-        timeout: timeout of its collectives; None: the backend's default.
-        channels: number of open channels. The last one to close destroys the group.
+        timeout: timeout of the group's collectives; None: the backend's default.
+        channels: number of open channels that use the group. The last channel to close destroys the
+            group.
     """
 
     group: Any
@@ -173,7 +177,7 @@ class OwnGroup:
         return self.group in torch.distributed.distributed_c10d._world.pg_map
 
     def close(self) -> None:
-        """Close one channel of the group."""
+        """Count one channel as closed. If no open channel is left, destroy the group."""
         self.channels -= 1
         if not self.channels:
             if _own_groups.get(self.ranks) is self:
@@ -187,17 +191,17 @@ _calls = count()
 
 
 def own_group(group: Any) -> OwnGroup:
-    """Return a group with the same ranks as ``group`` and with the job's timeout. DeepSpeed's own
-    groups do not inherit that timeout.
+    """Return a group for K-FAC with the same ranks as ``group`` and with the job's timeout.
+    (DeepSpeed's own groups do not inherit the job's timeout.)
 
-    The last group with these ranks is returned again if all of its ranks still have it, otherwise a
-    new one is created. Collective over the job, where ranks may pass different groups.
+    The last group with these ranks is reused if all of its ranks still have it. Otherwise a new
+    group is created. Collective over the job; different ranks may pass different groups.
     """
     world = torch.distributed.distributed_c10d._get_default_group()
     options = [
         getattr(world._get_backend(device), "options", None) for device in world._device_types
     ]
-    # a backend may not expose its options
+    # some backends do not expose their options
     timeout = next((option._timeout for option in options if option is not None), None)
     ranks = tuple(torch.distributed.get_process_group_ranks(group))
     call = next(_calls)
@@ -220,11 +224,12 @@ def own_group(group: Any) -> OwnGroup:
 
 @dataclass(frozen=True)
 class Move:
-    """Elements start .. start + numel of a flattened parameter, which travel from rank ``source``
-    to rank ``target``.
+    """Elements start .. start + numel of a flattened parameter that travel from rank ``source`` to
+    rank ``target``.
 
     Attributes:
-        param: index of the parameter. In other message parts it is the index of something else.
+        param: index of the parameter. In message parts without gradients or results it is the index
+            of a factor, of a piece of a sum, or of the sending rank.
     """
 
     param: int
@@ -236,10 +241,11 @@ class Move:
 
 @dataclass(frozen=True)
 class RelayoutPlan:
-    """Moves between ranks. Elements that are already in place are not listed.
+    """Plan of the moves of one message part. Elements that are already on their target rank are not
+    listed.
 
-    The moves may be those of all ranks, the same on every rank. They may also be only those that
-    start or end at one rank, because a message needs no others.
+    A plan may contain the moves of all ranks. It may also contain only the moves that start or end
+    at one rank, because the messages of that rank need no others.
     """
 
     world: int
@@ -247,7 +253,8 @@ class RelayoutPlan:
 
     @cached_property
     def moved(self) -> Mapping[tuple[int, int], tuple[Move, ...]]:
-        """(source, target) -> moves, in the order of their elements in a message."""
+        """(source, target) -> moves from source to target, in the order of their elements in a
+        message."""
         by_pair: dict[tuple[int, int], list[Move]] = {}
         # there may be millions of moves, and comparing dataclasses is slow
         order = attrgetter("param", "start", "numel", "source", "target")
@@ -271,17 +278,18 @@ ALIGNMENT = 16
 own dtype."""
 
 Arrivals = list[tuple[Move, Tensor]]
-"""The moves of a message part to this rank, each with its flat elements."""
+"""List of (move, its flat elements) pairs, for the moves of a message part whose target is this
+rank."""
 
 
 @dataclass(frozen=True)
 class MessagePart:
-    """The content of a message that is of one kind.
+    """The part of a message that holds data of one kind.
 
     Attributes:
         kind: name under which the bytes of the part are counted.
-        plan: its moves. Moves between two other ranks may be missing. All other moves must be the
-            same on both of their ranks.
+        plan: moves of the part. Moves between two other ranks may be missing. A move that starts or
+            ends here must also be in the plan of the rank at its other end.
         piece: returns the flat elements of a move whose source is this rank.
         dtype: dtype on the wire, the same on every rank.
     """
@@ -293,12 +301,13 @@ class MessagePart:
 
 
 class Message:
-    """A message in flight. Collective: every rank creates its messages in the same order.
+    """A message that is being sent. Creating it is collective: all ranks must create their messages
+    in the same order.
 
     Args:
-        parts: at least one part.
-        packed: called after the pieces have been copied to the send buffer, and before the receive
-            buffer is allocated.
+        parts: parts of the message, at least one.
+        packed: function that may free the memory of the pieces. It is called after the pieces have
+            been copied to the send buffer, and before the receive buffer is allocated.
     """
 
     def __init__(
@@ -349,7 +358,7 @@ class Message:
 
 @dataclass(frozen=True)
 class BufferSlot:
-    """The bytes of a buffer that one part's moves between two ranks occupy.
+    """The place in a buffer of the elements that one part moves from one rank to another.
 
     Attributes:
         pair: (source, target).
@@ -363,7 +372,7 @@ class BufferSlot:
     nbytes: int
 
     def pieces(self, buffer: Tensor) -> Arrivals:
-        """Return the moves, each with the view of ``buffer`` that has its elements."""
+        """Return (move, view of its elements in ``buffer``) pairs for the moves of the slot."""
         elements = buffer.narrow(0, self.start, self.nbytes).view(self.part.dtype)
         plan = self.part.plan
         return [*zip(plan.moved[self.pair], elements.split(plan.sizes[self.pair]), strict=True)]
@@ -373,7 +382,7 @@ class BufferLayout:
     """Positions of the parts of a message in its send buffer or in its receive buffer.
 
     Args:
-        pairs: (source, target) pairs whose elements the buffer contains, in the order of the
+        pairs: (source, target) pairs of ranks, in the order in which their elements are in the
             buffer.
 
     Attributes:
@@ -395,7 +404,8 @@ class BufferLayout:
             self.sizes.append(start - first)
 
     def payload(self, rank: int) -> Counter[str]:
-        """Return kind -> bytes to or from ranks other than ``rank``, without padding."""
+        """Return kind -> number of bytes in the buffer that come from or go to ranks other than
+        ``rank``, without padding."""
         payload = Counter[str]()
         for slot in self.slots:
             if slot.pair != (rank, rank):
@@ -409,10 +419,10 @@ def deliver(
     device: torch.device,
     packed: Callable[[], None] | None = None,
 ) -> list[Arrivals]:
-    """Send this rank's pieces of all parts, and return what it received as a list for each part.
+    """Send this rank's pieces of all parts. Return one list of arrivals for each part.
 
-    This is one collective. If no part has a move, there is no collective, so either all ranks or
-    none must have moves.
+    The call is one collective if any part has a move, otherwise it is local. So either all ranks
+    must have moves, or none.
 
     Args:
         packed: see :class:`Message`.
@@ -425,13 +435,13 @@ def deliver(
 
 
 class SummedVector:
-    """Adds up one vector from each rank. Each rank sends its vector to all other ranks of its row,
-    and adds up the vectors of the row in rank order. The sum is therefore bitwise identical on all
-    ranks of a row.
+    """Adds up one vector from each rank of a row. Each rank sends its vector to all other ranks of
+    its row, and adds up the vectors of the row in rank order. The sum is therefore bitwise
+    identical on all ranks of the row.
 
     Args:
         numel: number of elements of a vector.
-        rows: groups of ranks that exchange their vectors.
+        rows: rows of the KAISA grid, which are groups of ranks. Each rank is in one row.
     """
 
     def __init__(self, numel: int, world: int, rank: int, rows: Sequence[Sequence[int]]) -> None:
@@ -458,9 +468,9 @@ class SummedVector:
 
 
 def stacked(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
-    """Return an fp32 vector of scalars on the device and of numbers that the host knows. The
-    numbers are filled in on the device, because a tensor made from a list would be copied from the
-    host."""
+    """Return an fp32 vector of ``values``, which are scalar tensors on the device and Python
+    numbers. The numbers are filled in on the device, because a tensor made from a list would be
+    copied from the host."""
     if not values:
         return torch.zeros(0, device=device, dtype=torch.float32)
     numbers = {x for x in values if not isinstance(x, Tensor)}
@@ -474,8 +484,8 @@ class Scalars:
     """Scalars that each rank sends to all other ranks in a step.
 
     Args:
-        names: for each rank, the names of the scalars that it sends. This is the same on every
-            rank, and no two ranks send the same name.
+        names: for each rank, the names of the scalars that the rank sends. ``names`` must be the
+            same on every rank, and no two ranks may send the same name.
     """
 
     def __init__(self, names: Sequence[Sequence[Hashable]], rank: int) -> None:
@@ -484,8 +494,9 @@ class Scalars:
 
     @cached_property
     def plan(self) -> RelayoutPlan:
-        """The moves from this rank to all other ranks, and from them to this rank. With the moves
-        between other ranks, a step's time on the host would be quadratic in the number of ranks."""
+        """The moves from this rank to all other ranks, and from all other ranks to this rank. Moves
+        between two other ranks are left out, because the host's time for a step would then be
+        quadratic in the number of ranks."""
         others = [rank for rank in range(len(self.names)) if rank != self.rank]
         mine = len(self.names[self.rank])
         moves = []
@@ -501,7 +512,7 @@ class Scalars:
         """Return the message part with this rank's scalars, in fp32 on the device.
 
         Args:
-            values: name -> scalar tensor on the device, or a number that the host knows.
+            values: name -> scalar tensor on the device, or Python number.
         """
         self._sent = stacked([values[name] for name in self.names[self.rank]], device)
         return MessagePart("numbers", self.plan, lambda move: self._sent, torch.float32)

@@ -1,7 +1,7 @@
-"""Reduces a step's batch sums to the owners of the factors, in messages of 32 or 16 bits.
+"""Reduce a step's batch sums to the owners of the factors. Sums are sent in fp32 or bf16.
 
 The owner of a factor is the rank that averages it. Each contributor sends its sum to the owner.
-Messages are limited in bytes, so a long sum may be sent in several pieces. Each message is an
+Messages have a maximal size, so a long sum may be sent in several pieces. Each message is an
 all-to-all. The owner then adds up the received sums in fp32 and in rank order, so the result does
 not depend on the order of arrival. A :class:`ReductionPlan`, which is pure, defines which message
 contains which sums.
@@ -25,12 +25,12 @@ ALIGNMENT = 32
 """Each piece of a sum starts at a multiple of this many elements, so that kernels can be
 vectorised."""
 COUNTS = TERMS + 1
-"""Number of fp32 counts that are sent with a sum."""
+"""Number of fp32 counts that are sent with each sum, see :class:`BatchSum`."""
 PIECES = 4
-"""A piece takes at most 1/PIECES of its message."""
+"""A piece of a sum takes at most 1/PIECES of the bytes of its message."""
 CACHED = 64
-"""Size of the caches of buckets and of their plans. The contributors repeat after as many updates
-as a node has ranks."""
+"""Largest number of entries in the cache of buckets and in the cache of their plans. Entries are
+used again, because the contributors repeat after as many updates as a node has ranks."""
 IN_FLIGHT = 2
 """Number of messages in flight at a time. Each has a send buffer and a receive buffer."""
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -39,13 +39,13 @@ DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat
 
 @dataclass(frozen=True)
 class Slot:
-    """The batch sum of one factor.
+    """Description of the batch sum of one factor in one step.
 
     Attributes:
         factor: key of the factor.
         numel: number of elements of the packed sum.
         owner: rank that averages the factor.
-        contributors: ranks that have rows of the factor, in ascending order.
+        contributors: ranks that capture rows of the factor in this step, in ascending order.
     """
 
     factor: str
@@ -55,7 +55,7 @@ class Slot:
 
     @property
     def senders(self) -> list[int]:
-        """The contributors that send their sum to the owner."""
+        """The contributors that send their sum to the owner, which are all but the owner itself."""
         return [rank for rank in self.contributors if rank != self.owner]
 
 
@@ -69,14 +69,15 @@ class SumPiece:
 
 
 Bucket = tuple[SumPiece, ...]
-"""The pieces that travel in one message."""
+"""The pieces that are sent in one message."""
 
 
 @lru_cache(maxsize=CACHED)
 def buckets(
     slots: tuple[Slot, ...], *, world: int, itemsize: int, nbytes: int
 ) -> tuple[Bucket, ...]:
-    """Divide sums into buckets, and return these in the order in which they are sent.
+    """Divide sums into pieces and the pieces into buckets. Return the buckets in the order in which
+    they are sent.
 
     Args:
         itemsize: number of bytes of an element on the wire.
@@ -107,7 +108,8 @@ def buckets(
 
 @dataclass(frozen=True)
 class ReductionPlan:
-    """Defines which sums are sent in a step, and in which messages. It is the same on every rank.
+    """Defines which sums are sent in a step, and in which messages. The plan is the same on every
+    rank.
 
     Attributes:
         eigen_workers: factor key -> rank that averages and decomposes the factor.
@@ -141,8 +143,8 @@ class ReductionPlan:
 def payloads(
     bucket: Bucket, itemsize: int
 ) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:
-    """Return the sizes of a message as two counters with keys (source, target). The first has the
-    bytes of the fp32 counts, the second the bytes of the elements. Neither includes padding."""
+    """Return two counters (source, target) -> bytes for the message of a bucket: the bytes of the
+    fp32 counts, and the bytes of the elements. Neither includes padding."""
     counts = Counter[tuple[int, int]]()
     elements = Counter[tuple[int, int]]()
     for piece in bucket:
@@ -154,8 +156,8 @@ def payloads(
 
 @lru_cache(maxsize=CACHED)
 def plans(bucket: Bucket, rank: int, world: int) -> tuple[RelayoutPlan, RelayoutPlan]:
-    """Return the moves of ``rank`` in a message as two plans. The first has the counts, the second
-    the elements. ``Move.param`` is the index of a piece in the bucket."""
+    """Return two plans with the moves of ``rank`` in the message of a bucket: the moves of the
+    counts, and the moves of the elements. ``Move.param`` is the index of a piece in the bucket."""
     counts = []
     elements = []
     for index, piece in enumerate(bucket):
@@ -173,8 +175,8 @@ class Reducer:
     """Reduces the batch sums of the factors that are due.
 
     All ranks send the same number of messages in the same order. A reduction needs memory for this
-    rank's sums, for the sums of the factors that it averages, and for :data:`IN_FLIGHT` messages,
-    each of which takes at most twice the plan's ``nbytes``.
+    rank's sums, for the sums of the factors that this rank averages, and for :data:`IN_FLIGHT`
+    messages, each of which takes at most twice the plan's ``nbytes``.
     """
 
     def __init__(self, plan: ReductionPlan, channel: Channel, device: torch.device) -> None:
@@ -184,8 +186,9 @@ class Reducer:
         self._slots, self._buckets = plan.of(frozenset(), 0)
 
     def begin(self, keys: frozenset[str], step: int) -> Mapping[str, int]:
-        """Prepare for the factors in ``keys`` at ``step``. Return factor key -> stride for the
-        factors that this rank contributes to. With a stride of k, every k-th row counts."""
+        """Prepare to reduce the factors in ``keys`` at ``step``. Return factor key -> stride for
+        the factors that this rank contributes to. With a stride of k, only every k-th row
+        counts."""
         self._slots, self._buckets = self.plan.of(keys, step)
         strides = self.plan.contributors.strides
         return {
@@ -195,7 +198,7 @@ class Reducer:
         }
 
     def reduce(self, sums: dict[str, BatchSum]) -> dict[str, BatchSum]:
-        """Return the sums over all contributors, for the factors that this rank averages.
+        """Return factor key -> sum over all contributors, for the factors that this rank averages.
         Collective.
 
         Args:
@@ -213,7 +216,7 @@ class Reducer:
             running.append((bucket, self.send(bucket, sums)))
             for piece in bucket:
                 if piece.slot.owner != rank and piece.start + piece.numel == piece.slot.numel:
-                    sums.pop(piece.slot.factor, None)  # all its pieces are in messages
+                    sums.pop(piece.slot.factor, None)  # all pieces of the sum are in messages
         for bucket, message in running:
             self.add(bucket, message, sums)
         for slot in self._slots:
@@ -227,7 +230,7 @@ class Reducer:
         """Send the pieces of a bucket. Collective.
 
         Args:
-            sums: factor key -> this rank's sum, for the slots that this rank contributes to or
+            sums: factor key -> this rank's sum, for the factors that this rank contributes to or
                 owns.
         """
 
@@ -245,8 +248,8 @@ class Reducer:
         return Message(parts, self.channel, self.device)
 
     def add(self, bucket: Bucket, message: Message, sums: Mapping[str, BatchSum]) -> None:
-        """Wait for a bucket's message. For the slots that this rank owns, replace its own sums by
-        the sums over all contributors."""
+        """Wait for a bucket's message. For each piece whose factor this rank owns, replace this
+        rank's values in ``sums`` by the sum over all contributors."""
         counts, elements = message.wait()
         self._add(bucket, counts, partial(_counts, sums), torch.float32)
         self._add(bucket, elements, partial(_elements, sums), self.plan.dtype)
@@ -258,7 +261,7 @@ class Reducer:
         own: Callable[[SumPiece], Tensor],
         wire: torch.dtype,
     ) -> None:
-        """Add up the values of all contributors to each piece that has arrived, in rank order.
+        """Add up the values of all contributors for each piece that has arrived, in rank order.
 
         Args:
             own: returns this rank's values of a piece, which are overwritten with the sum.
@@ -271,8 +274,8 @@ class Reducer:
             piece = bucket[place]
             own_values = own(piece)
             if self.channel.rank in piece.slot.contributors:
-                # Rounded like the values of other ranks. Otherwise the sum would depend on which
-                # rank owns it.
+                # This rank's values are rounded like those of other ranks. Otherwise the sum would
+                # depend on which rank owns the factor.
                 by_rank[self.channel.rank] = own_values.to(wire)
             total, *others = (by_rank[rank].float() for rank in sorted(by_rank))
             for values in others:

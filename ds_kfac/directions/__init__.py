@@ -1,1 +1,1 @@
-"""The update rules, a line of DIRECTIONS each."""
+"""The update rules. ``table.py`` lists them in DIRECTIONS."""

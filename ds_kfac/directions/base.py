@@ -1,4 +1,4 @@
-"""What an update rule is: a line of ``DIRECTIONS``."""
+"""Base class of the update rules."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,23 +24,23 @@ from ds_kfac.zero.layout import ShardLayout
 
 
 class UpdateRule(ABC):
-    """One way of stepping along preconditioned gradients. ``DIRECTIONS`` lists the rules.
+    """A way of computing steps from preconditioned gradients. ``DIRECTIONS`` lists the rules.
 
-    A rule must have :meth:`claims` and :meth:`direction`. Every other member has a default for a
-    rule that does not need it. The engine calls the final methods, which derive their answers from
-    the others.
+    A rule must define :meth:`claims` and :meth:`direction`. All other members have defaults. The
+    final methods, which the engine calls, are derived from the other members.
 
     Attributes:
-        facts: what the report and the estimate say about the rule. No step depends on them.
-        needs_basis: whether the rule steps in an eigenbasis. A ``preconditioner.method`` that keeps
-            none is refused.
+        facts: descriptions and costs of the rule, for the report and the estimate. No step depends
+            on them.
+        needs_basis: whether the rule steps in an eigenbasis. If so, attach raises an error for a
+            ``preconditioner.method`` that has no eigenbases.
         blocks: blocks of the "kfac" config that only this rule reads.
-        fisher: where G comes from if the config does not say.
-        numbers: how many scalars of a step are summed over all ranks (``Outcome.numbers``).
+        fisher: value of the config's ``factor.fisher`` if the config does not set it.
+        numbers: number of scalars per step that are summed over all ranks (``Outcome.numbers``).
         optimizer_type: name of the rule's own optimizer, as in ``"optimizer": {"type": ...}``.
-            None: the rule works in front of any optimizer, and its steps depend on learning rates.
-        marks: keys that the rule's own optimizer adds to its parameter groups to tell those of
-            K-FAC from others.
+            None: the rule changes gradients, and any optimizer steps with them.
+        marks: keys that the rule's own optimizer adds to its parameter groups, to distinguish the
+            groups of K-FAC's layers from all other groups.
     """
 
     facts: RuleFacts = RuleFacts()
@@ -55,7 +55,7 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def claims(self, optimizer: Any) -> bool:
-        """Whether an engine with this innermost optimizer follows the rule."""
+        """Whether an engine uses the rule if this is its innermost optimizer."""
 
     @abstractmethod
     def direction(
@@ -67,59 +67,61 @@ class UpdateRule(ABC):
             optimizer: the engine's innermost optimizer.
         """
 
-    # what its steps need
+    # what the rule's steps need
 
     def moments(self, config: KFACConfig) -> type[Moments] | None:
-        """Return what gradient workers keep of a layer's gradients between steps; None if they keep
-        nothing."""
+        """Return the class of the moments that gradient workers keep of a layer's gradients between
+        steps, or None if they keep no moments."""
         return None
 
     def flags(self, config: KFACConfig) -> bool:
-        """Whether :meth:`Direction.finish` asks for ``Outcome.flags``. A flag for each layer is
-        then sent to all ranks in every step."""
+        """Whether :meth:`Direction.finish` needs ``Outcome.flags``. If so, a flag for each layer is
+        sent to all ranks in every step."""
         return False
 
     def check(self, config: KFACConfig) -> None:  # noqa: B027  a rule may accept every config
-        """Raise ValueError for a config that the rule cannot follow."""
+        """Raise ValueError if the rule does not support the config."""
 
     def scanned(self, config: KFACConfig) -> LayerChoice:
-        """Return which layers of a model the rule steps, and what is kept of them.
+        """Return the options of the model scan, which decide which layers of a model the rule
+        steps.
 
         Args:
-            config: resolved.
+            config: config whose nulls have been replaced, see :meth:`resolved`.
         """
         return config.choice
 
     def by_rows(self, config: KFACConfig, layer: LayerSpec) -> bool:
         """Whether the step of each of the layer's outputs is independent of the other outputs if G
-        is the identity. A large layer may then be cut into parts of its outputs."""
+        is the identity. If so, a large layer may be cut into parts, each with some of the
+        outputs."""
         return False
 
     # for a rule with an optimizer of its own, which DeepSpeed steps
     #
-    # A config or an argument of deepspeed.initialize can ask for such a rule before there is an
-    # engine if the rule has `given`, `optimizer_params` and `install`. Without them `claims` finds
-    # the rule, but only at attach, and the estimate takes the last one of DIRECTIONS.
+    # If the rule defines `given`, `optimizer_params` and `install`, it is recognized by the config
+    # or by an argument of deepspeed.initialize, before an engine exists. Otherwise it is recognized
+    # only at attach, by `claims`, and the estimate assumes the last rule of DIRECTIONS.
 
     def given(self, optimizer: Any) -> bool:
-        """Whether this argument of ``deepspeed.initialize``, an optimizer object, asks for the
+        """Whether this optimizer object, an argument of ``deepspeed.initialize``, selects the
         rule."""
         return False
 
     def optimizer_params(self, ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Return the parameters of the rule's own optimizer from a DeepSpeed config; None if the
-        config does not name it. Raises ValueError for a wrong block."""
+        """Return the parameters of the rule's own optimizer from a DeepSpeed config, or None if the
+        config does not name this optimizer. Raise ValueError for a wrong "optimizer" block."""
         return None
 
     def install(  # noqa: B027
         self, arguments: dict[str, Any], config: KFACConfig, ds_config: Mapping[str, Any]
     ) -> None:
-        """Replace arguments of ``deepspeed.initialize``, which does not know the optimizer's name,
-        so that the engine takes the rule's own optimizer."""
+        """Replace arguments of ``deepspeed.initialize`` so that the engine uses the rule's own
+        optimizer, whose name DeepSpeed does not know."""
 
     def unstepped(self, parameters: Iterable[Any]) -> int:
-        """Count the parameters that are in an optimizer object of the rule which no engine has
-        taken and which is still referenced."""
+        """Return how many of the parameters are in an optimizer object that belongs to the rule,
+        still exists, and is used by no engine."""
         return 0
 
     def check_groups(  # noqa: B027
@@ -129,27 +131,27 @@ class UpdateRule(ABC):
         layout: ShardLayout,
         other_params: Sequence[nn.Parameter],
     ) -> None:
-        """Raise ValueError if parameters are in groups where they would not be stepped as they
-        should.
+        """Raise ValueError if a parameter is in a parameter group with which it would be stepped
+        wrongly.
 
         Args:
-            layout: where the gradients of the layers' parameters are. It knows the parameter group
-                of every parameter.
-            other_params: all other trained parameters.
+            layout: layout of the layers' gradients. It knows the parameter group of every
+                parameter.
+            other_params: trained parameters that belong to no layer.
         """
 
     def release(self, optimizer: Any) -> None:  # noqa: B027
-        """Remove what K-FAC has put into the engine's innermost optimizer, because K-FAC is being
-        detached from the engine."""
+        """Remove the data that K-FAC has stored in the engine's innermost optimizer. Called when
+        K-FAC is detached from the engine."""
 
-    # what the engine derives from the rest
+    # methods that are derived from the others
 
     @final
     def resolved(
         self, config: KFACConfig, optimizer: str = ""
     ) -> tuple[KFACConfig, tuple[str, ...]]:
-        """Return a config in which every null is resolved for this rule, and the reasons for the
-        chosen values.
+        """Return a config in which every null is replaced by a value for this rule, and the reasons
+        for the chosen values.
 
         Args:
             optimizer: class name of the engine's innermost optimizer.
@@ -167,7 +169,8 @@ class UpdateRule(ABC):
 
     @final
     def moments_count(self, config: KFACConfig) -> int:
-        """Count the fp32 tensors of a gradient's shape that a gradient worker keeps."""
+        """Return the number of fp32 tensors of a gradient's shape that a gradient worker keeps for
+        each layer."""
         moments = self.moments(config)
         if moments is None:
             return 0
@@ -175,13 +178,13 @@ class UpdateRule(ABC):
 
     @final
     def rotates(self, config: KFACConfig) -> bool:
-        """Whether moments are kept in the eigenbasis and rotated into each new one."""
+        """Whether moments are kept in the eigenbasis and rotated into each new eigenbasis."""
         moments = self.moments(config)
         return moments is not None and moments.ROTATES
 
     @final
     def cut(self, config: KFACConfig, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
-        """Return the layers that the rule steps, with large ones cut: see
+        """Return the layers that the rule steps, in which large layers are cut into parts, see
         ``ds_kfac/model/blocks.py``."""
         if not config.choice.shares:
             return tuple(layers)

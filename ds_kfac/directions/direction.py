@@ -1,5 +1,5 @@
-"""What an update rule computes in a step: for each layer of this rank, the tensor that takes the
-gradient's place."""
+"""Base class for the computations of an update rule. In each step it computes, for each layer of
+this rank, a result that replaces the gradient."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ class StepContext:
     Attributes:
         step: number of steps that were applied before this one.
         groups: the optimizer's parameter groups.
-        factor_is_zero: bool scalar on the device, whether DeepSpeed multiplies the gradients of
-            this step by 0, as it does to clip an infinite norm: no layer may move then, nor change
-            what is kept of its gradients. None: it multiplies them by nothing.
+        factor_is_zero: bool scalar on the device. True if DeepSpeed multiplies the gradients of
+            this step by 0, as it does if it clips by an infinite norm. In such a step no weights
+            and no moments may change. None: DeepSpeed does not multiply gradients.
     """
 
     step: int
@@ -36,22 +36,22 @@ class StepContext:
 
 @dataclass
 class Outcome:
-    """What a rank has computed in :meth:`Direction.step`, apart from the results themselves.
+    """Numbers that a rank has computed in :meth:`Direction.step`, in addition to the results.
 
-    Scalars stay on the device, so that the host does not wait for them. A count that an update rule
-    does not make stays 0.
+    Scalars stay on the device, so that the host does not wait for them. Counts that do not apply to
+    an update rule stay 0.
 
     Attributes:
         numbers: fp32 scalars that are summed over all ranks before :meth:`Direction.finish`.
-        flags: fp32 [layers], in the order of :attr:`Direction.layers`: 1 or 0 for each layer, which
-            :meth:`Direction.finish` gets from all ranks. None if it needs no flags.
-        replaced: number of layers that stood still because something was not finite,
-            such as the norm by which DeepSpeed clips.
+        flags: fp32 [layers], 1 or 0 for each layer in the order of :attr:`Direction.layers`.
+            :meth:`Direction.finish` receives the flags of all ranks. None if it needs no flags.
+        replaced: number of layers whose result was replaced by 0, because the gradient, the result,
+            or the norm by which DeepSpeed clips was not finite.
         unused: number of layers whose gradient was exactly zero.
         limited: number of layers whose gradient was scaled down before it entered the running
             second moment.
-        left_out: fp32 [layers], in the order of :attr:`Direction.names`: 1 where the gradient was
-            too large for the moments.
+        left_out: fp32 [layers], in the order of :attr:`Direction.names`: 1 if the layer's gradient
+            was too large for the moments, else 0.
     """
 
     numbers: Sequence[Tensor] = ()
@@ -63,27 +63,29 @@ class Outcome:
 
 
 class Direction:
-    """One way of turning gradients into results, in two halves: :meth:`step` and :meth:`finish`.
+    """Computes results from gradients, in two halves: :meth:`step` and :meth:`finish`.
 
-    Between the two halves the results are sent to the ranks that hold slices of them. The scalars
-    of :attr:`Outcome.numbers` travel in the same message and are summed over all ranks.
+    Between the two halves the results are sent to the ranks that hold the gradients. The scalars of
+    :attr:`Outcome.numbers` travel in the same message and are summed over all ranks.
 
     A subclass implements :meth:`layer`, which steps one layer. A subclass that steps several layers
     in one batch overrides :meth:`step` instead. :meth:`finish` is optional.
 
     Args:
-        moments: class of what is kept of each layer's gradients; None if nothing is kept.
+        moments: class of the moments that are kept for each layer; None: no moments are kept.
 
     Attributes:
-        layer_groups: this rank's layers with their state. Layers of one shape that are stepped in
-            one batch form a group. The largest matrices come first.
-        layers, names: these layers and their names, in the order of the groups.
+        layer_groups: groups of this rank's layers with their state. Layers of one shape that are
+            stepped in one batch form a group. Groups with the largest matrices come first.
+        layers, names: this rank's layers and their names, in the order of the groups.
         precision: precision of the products that rotate gradients.
         recorded: repeats the layers' step from a recording; None if steps are not recorded.
-        parameter_groups: layer name -> indices of the parameter groups of its parameters.
-        last: ``(squared norm, learning rate)`` of the last step. The norm is that of the directions
-            over all layers and ranks, a scalar on the device; the learning rate is the first
-            parameter group's. None if the user's optimizer decides on the step.
+        parameter_groups: layer name -> for each parameter of the layer, the index of its parameter
+            group.
+        last: ``(squared norm, learning rate)`` of the last step. The first is the squared norm of
+            the directions of all layers on all ranks, a scalar on the device. The second is the
+            learning rate of the first parameter group. None if an optimizer of the user's choice
+            computes the step.
     """
 
     recorded: RecordedStep | None = None
@@ -113,27 +115,27 @@ class Direction:
         self.names = [layer.name for layer in self.layers]
 
     def batch_key(self, layer: LayerSpec) -> Hashable:
-        """Return a key of the layer. Layers of one shape may be stepped in one batch if their keys
+        """Return a key of a layer. Layers of one shape may be stepped in one batch if their keys
         are equal."""
         return layer.copies
 
     def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs beside the layers' states: "peak_lr", parameter group ->
-        largest learning rate so far, or nothing."""
+        """Return the state that a resumed run needs in addition to the layers' states. It is empty,
+        or has one entry "peak_lr": parameter group -> largest learning rate so far."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state`, after the layers' states were loaded. What is missing begins
-        empty."""
+        """Continue from the result of :meth:`state`. Called after the layers' states were loaded.
+        Missing entries start empty."""
 
     def step(self, context: StepContext, gradients: Gradients) -> Outcome:
-        """Compute the results of this rank's layers: the first half of a step.
+        """Compute the results of this rank's layers. This is the first half of a step.
 
-        The method takes each gradient once, puts each result once, and changes moments in place.
-        This implementation steps the layers one by one. A layer that has no eigenbasis yet keeps
-        its gradient. A layer whose gradient or result is not finite stands still: its result is 0,
-        its moments stay as they are, and it counts as replaced. So do all layers if
-        ``context.factor_is_zero``.
+        The method calls ``gradients.pop`` and ``exchange.put`` once for each layer, and changes
+        moments in place. This implementation steps the layers one by one. If a layer has no
+        eigenbasis yet, its result is its gradient. If a layer's gradient or result is not finite,
+        its result is 0, its moments do not change, and it counts as replaced. The same holds for
+        all layers if ``context.factor_is_zero``.
         """
         outcome = Outcome()
         for group in self.layer_groups:
@@ -145,7 +147,8 @@ class Direction:
                 new_moments = moments
                 if basis is not None:
                     result, new_moments = self.layer(context, layer, gradient, basis, moments)
-                # the largest entry instead of isfinite(): no mask of the matrix's size in memory
+                # the largest entry is tested, because isfinite() would need a mask of the matrix's
+                # size
                 largest = [torch.linalg.vector_norm(x, ord=torch.inf) for x in (gradient, result)]
                 moves = torch.stack(largest).isfinite().all()
                 if context.factor_is_zero is not None:
@@ -170,37 +173,38 @@ class Direction:
 
         Nothing in this method may wait for the device. Two traps:
 
-        - In the null space of A or G (an input that is always 0, the sum over a softmax's classes)
-          the rotated gradient is rounding error. A sign, or Adam's quotient, scales this error up
-          to a full step. Use :func:`ds_kfac.update.rotation.mask_null_space` to set it to 0.
-        - A layer that the step did not use has a gradient of zeros, but its moments still produce a
-          step. If the layer shall stand still, multiply the result by ``(gradient != 0).any()``.
+        - In the null space of A or G, the rotated gradient consists of rounding errors. (Examples
+          are an input that is always 0, and the sum over a softmax's classes.) A sign, or Adam's
+          quotient, scales these errors up to a full step. Use
+          :func:`ds_kfac.update.rotation.mask_null_space` to set them to 0.
+        - A layer that the step did not use has a gradient of zeros, but its moments may still
+          produce a step. If the layer must not change, multiply the result by
+          ``(gradient != 0).any()``.
 
         Args:
-            gradient: fp32 of ``layer.shape``, as DeepSpeed would apply it: averaged, without the
-                loss scale, clipped.
-            basis: rotates into the eigenbasis and back. If ``preconditioner.method`` keeps no
-                eigenbasis, which only a rule without ``needs_basis`` allows, this is what
+            gradient: fp32 of ``layer.shape``, averaged, unscaled and clipped by DeepSpeed.
+            basis: eigenbasis, which rotates matrices into the basis and back. If the rule does not
+                set ``needs_basis`` and ``preconditioner.method`` has no eigenbases, this is what
                 ``Method.of_layer`` returns.
             moments: the layer's moments, of the class that :meth:`UpdateRule.moments` returns.
 
-        Returns ``(result, new moments)``. The result is fp32 of the gradient's shape; the optimizer
-        reads it in place of the gradient. The new moments are copied into the old ones.
+        Returns ``(result, new moments)``. The result is fp32 of the gradient's shape, and the
+        optimizer reads it in place of the gradient. The new moments are copied into the old ones.
         """
         raise NotImplementedError
 
     def finish(
         self, context: StepContext, outcome: Outcome, totals: Sequence[Tensor], flags: Tensor | None
     ) -> Mapping[str, Tensor] | None:
-        """Return what the results are multiplied by: the second half of a step.
+        """Return factors by which the results are multiplied. This is the second half of a step.
 
         Args:
             outcome: what :meth:`step` returned.
             totals: ``Outcome.numbers``, summed over all ranks.
-            flags: bool [layers of all ranks], ``Outcome.flags`` in the plan's order; None if
-                :meth:`UpdateRule.flags` is false.
+            flags: bool [layers of all ranks], ``Outcome.flags`` of all ranks in the plan's order;
+                None if :meth:`UpdateRule.flags` returns False.
 
-        Returns layer name -> a scalar, for the layers of all ranks. None, as here, leaves the
-        results as they are.
+        Returns layer name -> scalar, for the layers of all ranks. If it returns None, as this
+        implementation does, results are not changed.
         """
         return None

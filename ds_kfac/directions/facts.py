@@ -1,4 +1,5 @@
-"""What the report, ``explain``, the logs and the estimate want to know about an update rule."""
+"""Descriptions and costs of an update rule, for the report, ``explain``, the logs and the
+estimate."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,16 +12,16 @@ from ds_kfac.update.rotation import AT_ONCE
 
 
 class RuleFacts:
-    """Facts about an update rule that no step needs.
+    """Descriptions and costs of an update rule, which no step needs.
 
-    The defaults fit a rule that rotates each gradient into the eigenbasis and back, does little
-    else that costs time, and treats all layers alike. A rule for which something else holds names a
-    subclass in ``UpdateRule.facts``.
+    The defaults are right for a rule that rotates each gradient into the eigenbasis and back, does
+    little else that costs time, and treats all layers alike. For any other rule, set
+    ``UpdateRule.facts`` to an object of a subclass.
 
     Attributes:
-        without_curvature: what happens to a layer that has no factors yet, in words.
+        without_curvature: text that says what happens to a layer that has no factors yet.
         passes: number of times that a gradient worker reads or writes a whole gradient in a step,
-            beyond what preconditioning takes.
+            in addition to those that preconditioning takes.
     """
 
     without_curvature = "a layer keeps its raw gradient"
@@ -48,23 +49,24 @@ class RuleFacts:
         return f"{optimizer}, along their own gradients"
 
     def choice(self, config: KFACConfig, layer: LayerSpec) -> str | None:
-        """Describe how one layer is stepped; None if the rule treats all layers alike."""
+        """Describe how one layer is stepped. Return None if the rule treats all layers alike."""
         return None
 
     def idle(self, config: KFACConfig, layers: Sequence[LayerSpec]) -> list[str]:
-        """Return the settings of ``UpdateRule.blocks`` that affect no layer."""
+        """Return texts that name the settings in the config's blocks ``UpdateRule.blocks`` that
+        affect no layer."""
         return []
 
     # learning rates
 
     def ratio(self, ds_config: Mapping[str, Any]) -> float:
-        """Return the ``ratio`` of :meth:`rates` from a DeepSpeed config. An optimizer has it as
-        ``adam_ratio``."""
+        """Return the ``ratio`` of :meth:`rates` from a DeepSpeed config. It is the optimizer's
+        attribute ``adam_ratio``."""
         return 1.0
 
     def rates(self, plan: Plan, ratio: float) -> dict[str, float]:
-        """Map kinds of parameters to their learning rates, as multiples of the optimizer's ``lr``.
-        Empty if all kinds have the same one.
+        """Return kind of parameters -> learning rate, as a multiple of the optimizer's ``lr``. The
+        result is empty if all kinds have the same learning rate.
 
         Args:
             ratio: learning rate of parameters that belong to no layer, as a multiple of ``lr``.
@@ -74,16 +76,17 @@ class RuleFacts:
     # costs
 
     def flops(self, config: KFACConfig, layer: LayerSpec, *, half: bool = False) -> int:
-        """Return the FLOPs of a step on a gradient worker, beyond those of preconditioning.
+        """Return the FLOPs of a layer's step on a gradient worker, without those of
+        preconditioning.
 
         Args:
-            half: whether products that may run in 16 bits do.
+            half: whether products that can run in 16 bits do run in 16 bits.
         """
         return 0
 
     def kept(self, plan: Plan, layers: Sequence[LayerSpec], device: str) -> int:
-        """Return the bytes that a gradient worker of these layers keeps between steps, beyond the
-        layers' state and :meth:`workspace`.
+        """Return the bytes that a gradient worker of these layers keeps between steps, in addition
+        to the layers' state and :meth:`workspace`.
 
         Args:
             device: type of the worker's device.
@@ -94,22 +97,22 @@ class RuleFacts:
         self, plan: Plan, groups: Sequence[Sequence[LayerSpec]]
     ) -> list[tuple[Sequence[LayerSpec], int]]:
         """Return one ``(layers, bytes)`` pair for each part of a worker's step, in the order of the
-        step. The layers are those whose results are in memory at the same time; the bytes are what
-        they need at most, their gradients in fp32 included.
+        step. The layers of a pair are stepped at the same time. The bytes are the largest amount of
+        memory that this takes, including the gradients in fp32.
 
         Args:
             groups: the worker's layers. Layers of one shape that are stepped in one batch form a
                 group.
         """
-        copies = 4  # the gradient in fp32; rotated; on the way back; and back
+        copies = 4  # the gradient in fp32, rotated, half rotated back, and rotated back
         return [
             (group, 4 * copies * sum(layer.numel for layer in group)) for group in in_order(groups)
         ]
 
 
 def stepped_by_rows(group: Sequence[LayerSpec]) -> bool:
-    """Whether the group is one large matrix whose rows no basis mixes, so that it is stepped some
-    rows at a time."""
+    """Whether the group is one large matrix whose G has no eigenvectors. Such a matrix is stepped a
+    few rows at a time, because rotation does not mix its rows."""
     layer = group[0]
     return (
         len(group) == 1 and layer.groups == 1 and layer.numel > AT_ONCE and layer.G.block in (0, 1)

@@ -1,13 +1,14 @@
-"""The K-FAC gradient (as in KAISA), which any optimizer can step with.
+"""The update rule that replaces gradients by K-FAC gradients, as in KAISA. Any optimizer can step
+with them.
 
-Each gradient is rotated into the eigenbasis, divided by its damped eigenvalues, rotated back, and
+Each gradient is rotated into the eigenbasis, divided by the damped eigenvalues, rotated back, and
 scaled by kl-clip:
 
     V = Q_G [(Q_G^T dW Q_A) / (e + lambda)] Q_A^T,   e = beta alpha^T, or EKFAC's second moment
     dW <- nu V,   nu = min(1, sqrt(kl_clip / (lr^2 sum <V, dW>)))
 
-Shape suffixes: O, I a layer's sides; nOI stands for [n, O, I], the matrices of the layers of a
-group.
+Shape suffixes: O and I are a layer's sides. nOI stands for [n, O, I], the matrices of the layers of
+a group.
 """
 
 import math
@@ -36,12 +37,12 @@ DECAY = 0.95
 
 
 class KFACGradient(Direction):
-    """Steps along V = (F + damping)^-1 gradient, scaled by kl-clip.
+    """Computes V = (F + damping)^-1 gradient, scaled by kl-clip.
 
-    Vectors with an entry per layer are in the order of ``layers``.
+    Vectors with one entry for each layer are in the order of ``layers``.
 
     Attributes:
-        peak_lr: parameter group -> largest learning rate so far, which kl-clip uses.
+        peak_lr: index of a parameter group -> largest learning rate so far, which kl-clip uses.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class KFACGradient(Direction):
         self.peak_lr = dict(state.get("peak_lr", {}))
 
     def step(self, context: StepContext, gradients: Gradients) -> Outcome:
-        # also on a rank without layers, which may write the checkpoint
+        # also on a rank without layers, because it may write the checkpoint
         self.peak_lr = peak_rates(context.groups, self.peak_lr)
         if not self.layers:
             none = torch.zeros(0, device=self.exchange.device, dtype=torch.float32)
@@ -79,8 +80,8 @@ class KFACGradient(Direction):
         rates = [
             [self.peak_lr[group] for group in self.parameter_groups[name]] for name in self.names
         ]
-        # kl-clip weighs <V, gradient> by the learning rate. If a weight and its bias have different
-        # rates, it needs one product for each of them.
+        # kl-clip multiplies <V, gradient> by the squared learning rate. If a weight and its bias
+        # have different learning rates, each needs a product of its own.
         split = any(not same(rate, of_layer[0]) for of_layer in rates for rate in of_layer)
         inputs: dict[str, Any] = {"damping": self.config.damping.at(context.step)}
         if self.config.preconditioner.eigenvalues == "corrected":
@@ -95,7 +96,8 @@ class KFACGradient(Direction):
             rate for of_layer in rates for rate in (of_layer if split else of_layer[:1])
         ]
         outcome.numbers = (weighted_by_rates(dots, rates_of_dots),)
-        # stacked from scalars on the device: a copy from the host would wait for the device
+        # stacked from scalars on the device, because copying a list from the host would wait for
+        # the device
         yes = torch.full((), 1.0, device=dots.device, dtype=torch.float32)
         no = torch.full((), 0.0, device=dots.device, dtype=torch.float32)
         outcome.flags = torch.stack([yes if is_ready else no for is_ready in ready])
@@ -110,21 +112,22 @@ class KFACGradient(Direction):
         terms: Tensor | None = None,
         factor_is_zero: Tensor | None = None,
     ) -> tuple[Tensor, Outcome]:
-        """Compute every group's results and put each of them as soon as it is there.
+        """Compute the results of every group, and pass each to the exchange as soon as it is
+        computed.
 
         Args:
-            ready: for each layer, whether it has an eigenbasis or inverses.
-            split: whether to return <V, gradient> for each parameter instead of each layer.
-            damping: the step's damping.
+            ready: for each layer of this rank, whether it has an eigenbasis or inverses.
+            split: whether to return <V, gradient> for each parameter, and not for each layer.
+            damping: damping of the step.
             terms: fp32 [layers], see :meth:`CorrectedEigenvalues.divide_`; None without corrected
                 eigenvalues.
             factor_is_zero: see :class:`StepContext`.
 
         Returns <V, gradient>, fp32 [layers] or [parameters], which is 0 for a layer that is not
-        ready; and the counts.
+        ready; and an :class:`Outcome` with the counts.
         """
         if factor_is_zero is not None:
-            factor_is_zero = factor_is_zero.bool()  # fp32 where the step is recorded
+            factor_is_zero = factor_is_zero.bool()  # in a recorded step the flag is fp32
         dots: list[Tensor] = []
         outcome = Outcome()
         first = 0
@@ -141,7 +144,7 @@ class KFACGradient(Direction):
                     group, gradient, ready_n, damping, terms_n, factor_is_zero
                 )
                 outcome.limited = outcome.limited + group.any_map(limited).sum()
-            # the largest entry instead of isfinite(): no mask of the matrix's size in memory
+            # the largest entry is tested, because isfinite() would need a mask of the matrix's size
             finite = torch.linalg.vector_norm(V.flatten(1), ord=torch.inf, dim=1).isfinite()
             replaced = group.any_map(~finite)
             if factor_is_zero is not None:
@@ -171,9 +174,10 @@ class KFACGradient(Direction):
 
         Args:
             gradient: fp32 [n, O, I].
-            ready_n: bool [n], which matrices have an eigenbasis or inverses; None if all have. The
-                others keep their gradients.
-            terms_n: fp32 [n], loss terms; None without corrected eigenvalues.
+            ready_n: bool [n], True for each matrix with an eigenbasis or inverses; None if all are
+                True. V of any other matrix is its gradient.
+            terms_n: fp32 [n], number of loss terms of each matrix's layer; None without corrected
+                eigenvalues.
 
         Returns V [n, O, I]; <V, gradient> [n], which is 0 for a matrix that is not ready; and bool
         [n], whether a gradient was scaled down before it entered the second moments.
@@ -222,7 +226,8 @@ class KFACGradient(Direction):
         dot: Tensor,
         split: bool,
     ) -> Tensor:
-        """Return <V, gradient> for each of the group's layers, or for each of their parameters.
+        """Return <V, gradient> for each of the group's layers, or for each parameter of these
+        layers.
 
         Args:
             ready: for each of the group's layers, whether it has an eigenbasis or inverses.
@@ -238,12 +243,13 @@ class KFACGradient(Direction):
             for layer, is_ready, x, y in of_layers:
                 product = x * y if is_ready else torch.zeros_like(x)
                 sums += [part.sum() for part in self.exchange.parts(layer, product)]
-            # NaN comes from a layer that stands still, as 0 times infinity, and counts as 0.
-            # Infinity is a sum that fp32 cannot hold, and stays.
+            # In a layer whose result was replaced by 0, 0 times infinity is NaN, which counts as 0.
+            # A sum that fp32 cannot hold is infinite, and stays infinite.
             dot = torch.stack(sums).nan_to_num(0.0, posinf=math.inf, neginf=-math.inf)
         elif group.maps > 1:
             dot = dot.view(-1, group.maps).sum(dim=1)
-        # a layer that several ranks have copies of is summed over once for each copy
+        # each rank that has a copy of the layer adds this number, so the sum over ranks counts the
+        # layer once
         return dot / group.layers[0].copies
 
     def finish(
@@ -256,15 +262,15 @@ class KFACGradient(Direction):
         nu = kl_clip_scale(totals[0], kl_clip=kl_clip)
         self.metrics.nu = nu
         self.metrics.kl = torch.where(nu == 0, nu, nu.square() * totals[0] / 2)
-        assert flags is not None  # the rule asks for them wherever kl-clip is on
+        assert flags is not None  # the rule asks for flags if kl-clip is on
         scales = torch.where(flags, nu, torch.ones_like(nu))
         names = [layer.name for layer in self.plan.layers]
         return dict(zip(names, scales.unbind(), strict=True))
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two learning rates are certainly equal. Two tensors count as different, because a
-    comparison would wait for the device."""
+    """Whether two learning rates are certainly equal. Two different tensors count as unequal,
+    because comparing their values would wait for the device."""
     if one is other:
         return True
     return not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other
@@ -280,24 +286,24 @@ def weighted_by_rates(dots: Tensor, rates: Sequence[Any]) -> Tensor:
     if all(same(rate, rates[0]) for rate in rates):
         return dots.sum() * rates[0] ** 2
     dots_by_rate: dict[Any, list[Tensor]] = {}
-    for rate, dot in zip(rates, dots.unbind(), strict=True):  # a tensor is hashed by its identity
+    for rate, dot in zip(rates, dots.unbind(), strict=True):  # tensors are hashed by identity
         dots_by_rate.setdefault(rate, []).append(dot)
     sums = torch.stack(
         [torch.stack(with_rate).sum() * rate**2 for rate, with_rate in dots_by_rate.items()]
     )
-    # a learning rate of 0 times an infinite product is NaN and shall be 0
+    # a learning rate of 0 times an infinite product is NaN, which counts as 0
     return sums.nan_to_num(0.0, posinf=math.inf, neginf=-math.inf).sum()
 
 
 def peak_rates(groups: Sequence[Mapping[str, Any]], before: Mapping[int, Any]) -> dict[int, Any]:
-    """Return the largest learning rate so far of each parameter group, by its index.
+    """Return index of a parameter group -> the group's largest learning rate so far.
 
-    kl-clip uses these instead of the current learning rates. With the current ones, nu * lr would
-    not depend on lr while the clip binds, which would undo a schedule's decay.
+    kl-clip uses these instead of the current learning rates. With the current learning rates, nu *
+    lr would not depend on lr as long as nu is below 1, which would undo a schedule's decay.
 
     Args:
         groups: the optimizer's parameter groups.
-        before: what the last step's call returned.
+        before: result of the last step's call.
     """
     peaks: dict[int, Any] = {}
     for index, group in enumerate(groups):
@@ -327,9 +333,9 @@ def precondition(
 
         V = Q_G [ (Q_G^T gradient Q_A) / (e + lambda) ] Q_A^T
 
-    No inverse is formed. The result is linear in the gradient, so a loss scale passes through.
-    Cost: 4 O I (O + I) FLOPs. Source: Grosse & Martens 2016 (arXiv:1602.01407) app. A;
-    inverse-free as in Pauloski et al. 2020 (2007.00784).
+    No inverse is computed. The result is linear in the gradient, so gradients may have a loss
+    scale, which the result then has, too. Cost: 4 O I (O + I) FLOPs. Source: Grosse & Martens 2016
+    (arXiv:1602.01407) app. A; inverse-free as in Pauloski et al. 2020 (2007.00784).
 
     Args:
         gradient_nOI: fp32 [n, O, I], with the bias gradient as last column if the layer has one.
@@ -337,8 +343,8 @@ def precondition(
         damping_kind: "tikhonov": ``damping`` is lambda, in units of the Fisher; "relative": it is a
             multiple of the layer's mean eigenvalue.
 
-    Returns V [n, O, I], and <V, gradient> [n]. The product is computed in the eigenbasis, where it
-    is the same.
+    Returns V [n, O, I], and <V, gradient> [n]. The inner product is computed in the eigenbasis,
+    where it has the same value.
     """
     beta_nO = rotation.values_G
     alpha_nI = rotation.values_A
@@ -351,7 +357,7 @@ def precondition(
     rotated_nOI = _rotated(rotation, gradient_nOI)
     scaled_nOI = torch.div(rotated_nOI, e_nOI, out=e_nOI)
     dot_n = (rotated_nOI * scaled_nOI).sum(dim=(-2, -1))
-    del rotated_nOI  # the way back needs two more matrices of its size
+    del rotated_nOI  # rotating back needs two more matrices of its size
     return rotation.restore(scaled_nOI, overwrite=True), dot_n
 
 
@@ -366,13 +372,13 @@ def precondition_corrected(
     damping: float | Tensor,
     damping_kind: str = "tikhonov",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Apply :func:`precondition` with e = the running second moment of the rotated gradient. The
-    moment takes in this gradient first.
+    """Precondition gradients as in :func:`precondition`, but with the running second moment of the
+    rotated gradient as e. The moment is updated with this gradient first.
 
     Args:
         norm_n: fp32 [n], norms of the gradients.
-        terms_n: fp32 [n] or a number, loss terms, which bring a squared gradient to the Fisher's
-            units.
+        terms_n: fp32 [n] or a number, number of loss terms. Multiplied by this number, a squared
+            gradient is in the Fisher's units.
         decay: largest weight of the past in the second moment.
 
     Returns V [n, O, I]; <V, gradient> [n]; and bool [n], whether a gradient was scaled down before
@@ -390,26 +396,27 @@ def precondition_corrected(
 
 
 def _rotated(rotation: Rotation, gradient_nOI: Tensor) -> Tensor:
-    """Return the rotated gradient in memory of its own. If no basis mixes the rows of a large
-    matrix, a single copy is made and rotated in place, so that two more do not need memory."""
+    """Return the rotated gradient in new memory. A large matrix whose rows rotation does not mix is
+    copied once and rotated in place, because rotating it out of place would need two more matrices
+    of its size."""
     by_rows = is_large(gradient_nOI) and not rotation.G
     return rotation.rotate(gradient_nOI.clone() if by_rows else gradient_nOI, overwrite=by_rows)
 
 
 def kl_clip_scale(quadratic: Tensor, *, kl_clip: float) -> Tensor:
-    """Return nu = min(1, sqrt(kl_clip / quadratic)), which bounds the step's KL divergence (Ba et
-    al. 2017, sec. 3).
+    """Return kl-clip's factor nu = min(1, sqrt(kl_clip / quadratic)), which bounds the step's KL
+    divergence (Ba et al. 2017, sec. 3).
 
     Args:
-        quadratic: fp32 scalar, the sum over layers of lr^2 <V, gradient>. 0 and NaN give 1.
-            Infinity, a sum that fp32 cannot hold, gives 0.
+        quadratic: fp32 scalar, the sum over layers of lr^2 <V, gradient>. If it is 0 or NaN, nu is
+            1. If fp32 cannot hold the sum, it is infinite, and nu is 0.
     """
     nu = torch.sqrt(kl_clip / quadratic.abs()).clamp(max=1.0)
     return torch.where(torch.isnan(quadratic), torch.ones_like(nu), nu)
 
 
 class KFACGradientRule(UpdateRule):
-    """The K-FAC gradient in place of the raw one (KAISA), for any optimizer to step with."""
+    """Replaces gradients by K-FAC gradients (KAISA), with which any optimizer can step."""
 
     facts = KFACGradientFacts()
     needs_basis = False
@@ -425,7 +432,8 @@ class KFACGradientRule(UpdateRule):
         return KFACGradient(plan, exchange, self.moments(plan.config), metrics)
 
     def flags(self, config: KFACConfig) -> bool:
-        # nu scales preconditioned layers only, so every rank must know which ones are
+        # nu scales only preconditioned layers, so every rank must know which layers are
+        # preconditioned
         return config.preconditioner.kl_clip != Value.constant(0)
 
     def moments(self, config: KFACConfig) -> type[Moments] | None:

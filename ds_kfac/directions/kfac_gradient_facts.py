@@ -1,4 +1,4 @@
-"""What the report and the estimate want to know about the K-FAC gradient."""
+"""Descriptions and costs of the K-FAC gradient, for the report and the estimate."""
 
 from collections.abc import Sequence
 
@@ -33,12 +33,13 @@ class KFACGradientFacts(RuleFacts):
         corrected = _corrected(plan)
 
         def copies(group: Sequence[LayerSpec]) -> int:
-            """Number of fp32 copies of the group's gradient that are in memory at the same time."""
+            """Return the number of fp32 tensors of the gradient's size that are in memory at the
+            same time."""
             if corrected and stepped_by_rows(group):
-                return 2  # itself, and rotated in place
+                return 2  # the gradient, and its copy that is rotated in place
             if corrected:
-                return 5  # itself; rotated; divided; the second moment, and what is added to it
-            return 4  # itself; half and wholly rotated; eigenvalues
+                return 5  # the gradient, rotated, divided; the second moment and its increment
+            return 4  # the gradient, half rotated, rotated; the eigenvalues
 
         return [
             (group, 4 * copies(group) * sum(layer.numel for layer in group))

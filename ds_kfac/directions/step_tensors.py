@@ -1,6 +1,6 @@
-"""Where a step takes the gradients of this rank's layers from and where it puts the results.
+"""Sources of the gradients of a step, and destinations of its results.
 
-There are two cases. :class:`StepTensors` passes tensors on as they come. :class:`RecordedTensors`
+There are two cases. :class:`StepTensors` uses the tensors of the exchange. :class:`RecordedTensors`
 uses the same memory in every step, which a recorded step (``ds_kfac/update/recorded.py``) needs.
 """
 
@@ -22,7 +22,8 @@ T = TypeVar("T")
 
 
 def is_recorded(plan: Plan, layers: Sequence[LayerSpec], device: str) -> bool:
-    """Whether the steps of these layers of a rank are recorded on this type of device."""
+    """Whether steps are recorded if these are a rank's layers and this is the type of its
+    device."""
     numel = sum(layer.numel for layer in layers)
     is_small = 0 < numel <= min(RECORDED_NUMEL, len(layers) * RECORDED_LAYER)
     return is_small and plan.batched and device in RECORDERS and plan.config.ops.backend != "torch"
@@ -36,18 +37,18 @@ def kept_bytes(plan: Plan, layers: Sequence[LayerSpec], device: str) -> int:
 
 
 class StepTensors:
-    """The tensors of a step that is not recorded: gradients where they are, and results that go to
-    their destination at once."""
+    """The tensors of a step that is not recorded. Gradients are not copied if possible, and results
+    are passed to the exchange at once."""
 
     def __init__(self, gradients: Gradients, exchange: GradientExchange) -> None:
         self.gradients = gradients
         self.exchange = exchange
 
     def take(self, group: LayerGroup) -> tuple[Tensor, bool]:
-        """Take the group's gradients. Call this once for each group.
+        """Return the group's gradients. Call this once for each group.
 
-        Returns fp32 [n, O, I], and whether the caller may overwrite it. A tensor that must not be
-        overwritten may be DeepSpeed's own memory.
+        Returns the gradients, fp32 [n, O, I], and whether the caller may overwrite this tensor. If
+        not, it may be DeepSpeed's own memory.
         """
         is_copy = self.gradients.is_copy(group.names[0])
         parts = [self.gradients.pop(name) for name in group.names]
@@ -59,12 +60,12 @@ class StepTensors:
         return group.matrices(parts), True
 
     def memory(self, group: LayerGroup) -> Tensor | None:
-        """Return the memory [layers, O, I] to which the caller writes the group's results once it
-        has read the gradients. None: the caller has to :meth:`put` the results."""
+        """Return the memory [layers, O, I] to which the caller must write the group's results after
+        it has read the gradients. If it is None, the caller must call :meth:`put` instead."""
         return self.exchange.memory(group.layers)
 
     def put(self, group: LayerGroup, x_nOI: Tensor) -> None:
-        """Send the group's results to their destination. Call this once for each group."""
+        """Pass the group's results to the exchange. Call this once for each group."""
         self.exchange.put(group.layers, group.by_layer(x_nOI))
 
 
@@ -72,11 +73,12 @@ class RecordedTensors:
     """The tensors of a recorded step, with the methods of :class:`StepTensors`.
 
     A recording reads and writes fixed addresses. So the gradients are copied into the same memory
-    in every step, and the results overwrite them there.
+    in every step, and the results overwrite the copies.
 
     Attributes:
-        matrices: group -> fp32 [n, O, I].
-        gradients: layer name -> the layer's view of these.
+        matrices: group -> fp32 [n, O, I], the gradients and later the results of the group's
+            matrices.
+        gradients: layer name -> view of the layer's gradient in ``matrices``.
     """
 
     def __init__(self, groups: Sequence[LayerGroup], device: torch.device) -> None:
@@ -100,11 +102,11 @@ class RecordedTensors:
 
 
 class RecordedStep(Recorded[T]):
-    """A step of these groups that is recorded as soon as it repeats the step before.
+    """Steps of these groups. A step is recorded as soon as steps repeat.
 
     Args:
-        inputs: name -> the memory of a number or vector that changes from step to step. The
-            recording reads it there.
+        inputs: name -> memory of a number or vector that changes from step to step. The recording
+            reads the number or vector from this memory.
     """
 
     def __init__(
@@ -125,16 +127,18 @@ class RecordedStep(Recorded[T]):
         inputs: Mapping[str, Tensor | float | None],
         values: Any,
     ) -> T:
-        """Run ``compute(step tensors, **inputs)``, or its recording, and send the results.
+        """Run ``compute(tensors, **inputs)``, or its recording, and pass the results to the
+        exchange. ``tensors`` is a :class:`RecordedTensors`.
 
         Args:
-            compute: changes state in place, puts a result for each group, and decides nothing on
-                the host, because a recording does not run the host's code.
-            inputs: values of this step, by the names of the constructor's ``inputs``. None: 0.
-                So steps with and without the value have one recording.
-            values: settings that ``compute`` depends on. If they change, the step is recorded anew.
+            compute: function that changes state in place and puts a result for each group. It must
+                decide nothing on the host, because a recording does not run the host's code.
+            inputs: name -> value in this step, for names of the constructor's ``inputs``. None
+                counts as 0, so that steps with and without the value have the same recording.
+            values: settings on which ``compute`` depends. If they change, the step is recorded
+                again.
 
-        Returns what ``compute`` returns.
+        Returns the result of ``compute``.
         """
         tensors = self.tensors
         arrived = [gradients.pop(name) for name in tensors.gradients]
@@ -158,7 +162,7 @@ def recorded_step(
     exchange: GradientExchange,
     inputs: Mapping[str, Tensor],
 ) -> RecordedStep | None:
-    """Return a :class:`RecordedStep` of these groups; None if their steps are not recorded."""
+    """Return a :class:`RecordedStep` of these groups, or None if their steps are not recorded."""
     layers = [layer for group in groups for layer in group.layers]
     if not is_recorded(plan, layers, exchange.device.type):
         return None

@@ -1,4 +1,4 @@
-"""The update rules, one line of :data:`DIRECTIONS` each, and which of them a config asks for."""
+"""The list :data:`DIRECTIONS` of all update rules, and functions that select a rule by config."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,19 +13,19 @@ from ds_kfac.directions.kfac_adamw.user_optimizer import with_users_groups
 from ds_kfac.directions.kfac_gradient import KFACGradientRule
 
 DIRECTIONS: list[UpdateRule] = [KFACAdamWRule(), KFACGradientRule()]
-"""An engine follows the first rule that claims its optimizer. The last rule works with any
-optimizer."""
+"""All update rules. An engine uses the first rule that claims its optimizer. The last rule claims
+any optimizer."""
 
 
 def rule_in(ds_config: Mapping[str, Any], optimizer: Any = None) -> UpdateRule:
-    """Return the rule that an engine with this DeepSpeed config would follow.
+    """Return the rule that an engine with this DeepSpeed config would use.
 
     Args:
         optimizer: the ``optimizer`` argument of ``deepspeed.initialize``.
 
     Raises:
-        ValueError: the "optimizer" block is not an object; or it names a rule's own optimizer with
-            a misspelt name or a wrong parameter.
+        ValueError: the "optimizer" block is not an object, or misspells the name of a rule's own
+            optimizer, or has a wrong parameter for it.
     """
     block = ds_config.get("optimizer")
     if not isinstance(block, Mapping | None):
@@ -42,20 +42,21 @@ def rule_in(ds_config: Mapping[str, Any], optimizer: Any = None) -> UpdateRule:
 
 
 def is_factory(optimizer: Any) -> bool:
-    """Whether this ``optimizer`` argument of ``deepspeed.initialize`` is a function that makes an
+    """Whether this ``optimizer`` argument of ``deepspeed.initialize`` is a function that creates an
     optimizer from parameters."""
     return callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer)
 
 
 def when_made(arguments: dict[str, Any], ds_config: Mapping[str, Any]) -> None:
-    """Install a rule as soon as DeepSpeed has made the optimizer.
+    """Replace a function that creates the user's optimizer, so that a rule is installed after
+    DeepSpeed has called it.
 
-    Some users pass a function that makes the optimizer. Only DeepSpeed can call it, so only then is
-    it certain whether the optimizer is one of a rule's own.
+    If the user passes a function that creates the optimizer, only DeepSpeed can call it. Before
+    that, it is not known whether the optimizer is a rule's own optimizer.
 
     Args:
-        arguments: arguments of ``deepspeed.initialize``; ``optimizer`` and ``lr_scheduler`` are
-            replaced.
+        arguments: arguments of ``deepspeed.initialize``, in which ``optimizer`` and
+            ``lr_scheduler`` are replaced.
     """
     make: Callable[[Any], Any] = arguments["optimizer"]
     before = dict(arguments)

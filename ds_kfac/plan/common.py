@@ -1,12 +1,14 @@
-"""Decide which layers have a common A. Pure. Some of this is known before training, the rest is
-agreed on after the first captured batch.
+"""Decide which layers share one A. Pure. Before training, the experts of a stack may be given a
+common A. Other layers can only share an A after the first captured batch has shown that they have
+the same input.
 
-Note: Experts of a stack. The model scan gives all experts of a stack one common A for the tokens
-that enter. For inputs that the experts compute themselves, it gives each expert its own A, unless
-the weight has more inputs than outputs. Where all experts have a common A, an own A for each expert
-would be closer to the tokens that the expert gets. :func:`own_inputs` decides where this is worth
-its memory. Stacks of one mixture that get the same rows, such as w1 and w3, share their As in
-either case. If the experts have own As, these are shared expert by expert.
+Note: Experts of a stack. For a weight that multiplies the tokens that enter the mixture, the model
+scan gives all experts of the stack one common A. For a weight that multiplies inputs that the
+experts compute themselves, it gives each expert an A of its own, unless the weight has more inputs
+than outputs. An A of its own would always fit an expert better, because it has only the tokens that
+the expert gets. :func:`own_inputs` decides which stacks with a common A get As of their own, within
+a limit of memory. Stacks of one mixture that get the same rows, such as w1 and w3, share their As
+in either case. If each expert has an A of its own, the weights of one expert share it.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -18,18 +20,19 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import SHARDS
 
 OWN_PART = 0.1
-"""Own As may take this fraction of the moments' bytes in addition to common As, or
-:data:`OWN_BYTES` per rank if that is more."""
+"""If each expert has its own A, the additional As may take this fraction of the bytes of all
+moments, or :data:`OWN_BYTES` per rank if that is more."""
 OWN_BYTES = 1 << 28
 
 
 def sharing_candidates(layers: Sequence[LayerSpec], method: Method) -> Mapping[str, Hashable]:
-    """Return layer name -> key for the layers that may share A. Layers with equal keys may share A
-    if they have the same input.
+    """Return layer name -> key for the layers that may share an A. Layers with equal keys share an
+    A if they have the same input.
 
-    A key has four parts: A's side; whether A includes the 1 of a bias; whether G is the identity,
-    if A's decomposition then includes G's damping; and how many tensor-parallel ranks have copies
-    of the layer, because a layer that is a shard has its own plan.
+    A key has four parts: the side of A; whether A includes the 1 of a bias; whether G is the
+    identity, if the method then includes G's damping in A's decomposition; and the number of
+    tensor-parallel ranks that have a copy of the layer, so that a shard never shares an A with a
+    copied layer.
     """
     return {
         layer.name: (
@@ -46,9 +49,9 @@ def sharing_candidates(layers: Sequence[LayerSpec], method: Method) -> Mapping[s
 def rows_from(factor: FactorSpec, layers: Mapping[str, LayerSpec]) -> tuple[str, ...]:
     """Return the names of the layers whose rows together are a factor's rows.
 
-    If the experts of a stack have a common A, it has the rows of all experts in the stack of the
-    factor's first layer. Any other factor has the rows of its first layer, because all of its
-    layers see the same rows.
+    A common A of a stack's experts has the rows of all experts. If it is also shared with other
+    stacks, the rows of the first layer's stack count. Any other factor has the rows of its first
+    layer, because all of its layers see the same rows.
     """
     first = layers[factor.layers[0]]
     if not factor.is_A or first.part[1] == 1 or not first.product:
@@ -57,8 +60,8 @@ def rows_from(factor: FactorSpec, layers: Mapping[str, LayerSpec]) -> tuple[str,
 
 
 def common_inputs(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
-    """Return the layers with one common A for all experts of a stack, where each expert had its own
-    A."""
+    """Return the layers, changed so that all experts of a stack share a common A if each of them
+    had its own."""
     stacks: dict[str, list[LayerSpec]] = {}
     for layer in layers:
         stacks.setdefault(layer.weight, []).append(layer)
@@ -78,19 +81,20 @@ def common_inputs(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
 def own_inputs(
     layers: Sequence[LayerSpec], method: Method, *, moments: int, world: int
 ) -> tuple[tuple[LayerSpec, ...], tuple[str, ...]]:
-    """Return the layers with an own A for each expert of a stack, where all experts had a common A.
+    """Return the layers, changed so that each expert of a stack has its own A if all of them shared
+    a common A.
 
     Stacks are changed as long as the additional memory stays within a bound. The stacks whose As
-    take the least memory, relative to their moments, come first. Stacks of equal cost are changed
-    together or not at all, so that all blocks of the model are treated alike.
+    take the least memory, relative to their moments, are changed first. Stacks of equal cost are
+    either all changed or all left as they are, so that all blocks of the model are treated alike.
 
     Args:
         moments: number of fp32 tensors of a gradient's shape that are kept for a layer.
         world: number of ranks over which the state is spread.
 
-    Returns the layers, and sentences that give the bytes and the bound for the plan's reasons.
+    Returns the layers, and texts for the plan's reasons, which give the bytes and the bound.
     """
-    mixtures: dict[str, list[list[LayerSpec]]] = {}  # owner of the common A -> its users
+    mixtures: dict[str, list[list[LayerSpec]]] = {}  # first layer with the A -> stacks with it
     stacks: dict[str, list[LayerSpec]] = {}
     for layer in layers:
         if layer.product and layer.part[1] > 1:
@@ -98,7 +102,7 @@ def own_inputs(
     for stack in stacks.values():
         if stack[-1].shares is not None:
             mixtures.setdefault(stack[-1].shares, []).append(stack)
-    by_cost: dict[float, list[str]] = {}  # bytes of own As over moments' -> owners
+    by_cost: dict[float, list[str]] = {}  # bytes of own As / bytes of moments -> first layers
     costs: dict[str, int] = {}
     for leader, sharing in mixtures.items():
         A = sharing[0][0].A
@@ -132,12 +136,12 @@ def own_inputs(
     reasons = []
     if with_own:
         reasons.append(
-            f"own As of experts: {taken / world / 1e6:,.1f} MB more than one for all, of at most "
-            f"{limit}"
+            f"one A for each expert: {taken / world / 1e6:,.1f} MB more than one for all experts, "
+            f"limit {limit}"
         )
     if left:
         reasons.append(
-            f"one A for all experts: own ones would take {left / world / 1e6:,.1f} MB more, of at "
-            f"most {limit}"
+            f"one A for all experts: an A for each expert would take {left / world / 1e6:,.1f} MB "
+            f"more, limit {limit}"
         )
     return changed, tuple(reasons)

@@ -1,9 +1,9 @@
-"""The plan of a run: who does what and when, and how it travels. The plan is pure, made before
-training, and the same on every rank.
+"""The plan of a run: which rank does what in which step, and in which dtypes and messages data
+travels. The plan is made before training by pure functions, so it is the same on every rank.
 
-What the config leaves open is chosen by predicted cost, and each choice is recorded with its
-reason. Everything that has no config key is a constant or a function of this module, so that a test
-can change it.
+Settings that the config leaves open are chosen by predicted cost, and each choice is recorded with
+its reason. Settings without a config key are constants or functions of this module, so that tests
+can change them.
 """
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -24,27 +24,28 @@ from ds_kfac.schedule.timetable import Schedule, Timetable
 
 CPU = torch.device("cpu")
 FIRST_BUCKETS = 4
-"""If the batch sums of the first captured batch would take more memory than this number of
-messages, only the eigen workers capture it."""
+"""If the batch sums of the first captured batch would take more memory than this number of messages
+of :data:`BUCKET_BYTES`, only the eigen workers capture that batch."""
 COSTLY_TRAFFIC = 0.02
-"""K-FAC's traffic is halved in a 16-bit model if batch sums take more than this fraction of K-FAC's
-seconds per step."""
+"""In a 16-bit model, batch sums and eigenvectors travel in bf16 if batch sums would take more than
+this fraction of K-FAC's seconds per step in fp32."""
 BUCKET_BYTES = 1 << 28
 """Most bytes of batch sums that a rank sends, or receives, in one message. Two messages are in
 flight at a time."""
 LONG_REFRESH = 0.05
-"""If a refresh of all factors in one step takes more than this number of seconds, it is spread over
-several steps."""
+"""If refreshing all factors in one step takes more than this number of seconds, the refreshes are
+spread over several steps."""
 
 
 @dataclass(frozen=True)
 class Observations:
-    """What the first captured batch shows.
+    """What captured batches have shown: which layers share inputs, and how many rows each layer
+    has.
 
     Attributes:
         groups: groups of layers that share their input; None: not known yet.
-        rows: layer name -> mean number of rows of a rank in a step; None: not known yet. A layer
-            that is one matrix of a stack counts the rows that this matrix takes.
+        rows: layer name -> mean number of rows of a rank in a step; None: not known yet. If the
+            layer is one matrix of a stack, only the rows that this matrix multiplies count.
             :meth:`Plan.seeking` lowers these numbers.
     """
 
@@ -54,25 +55,27 @@ class Observations:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a run, see the module's docstring.
+    """Assignment of tasks to ranks and steps, and all choices of a run. See the module's docstring.
 
     Attributes:
-        offsets: factor key -> number of steps by which its refreshes are displaced. It also has
-            keys of factors that layers would have if they did not share one. Empty: all refreshes
-            are in the same steps.
-        adaptive: two values of a factor are similar if |P - Q|_F / |Q|_F is below this number;
-            None: the adaptive rule is off.
-        contributors: which ranks capture a factor's batch, and which of their rows count.
+        offsets: factor key -> number of steps by which the factor's schedule is displaced. There
+            may be keys of factors that a shared factor has replaced. Empty: all refreshes are in
+            the same steps.
+        adaptive: tolerance of the adaptive rule. Two values P and Q of a factor are similar if the
+            Frobenius norm of P - Q is below this number times the norm of Q. None: the adaptive
+            rule is off.
+        contributors: ranks that capture each factor, and which of their rows count.
         bucket_bytes: most bytes that a rank sends or receives in one message of batch sums.
-        wire: dtype of batch sums and eigenvectors on the wire.
-        gradient_dtypes: dtype of gradients on the way to their workers, and dtype of results on the
-            way back.
-        config: the config, with a value in place of each null.
+        wire: dtype of batch sums and eigenvectors in messages.
+        gradient_dtypes: dtype of gradients in messages to their workers, and dtype of results in
+            messages from the workers.
+        config: the config, in which each null was replaced by a value.
         precision: precision of the products of a step.
         batched: whether layers of one shape are stepped in one batch.
-        answers, reasons: what was chosen, and why. These are texts for the report.
-        first: which ranks captured the first batch, before the number of rows was known; None: it
-            is still not known.
+        answers, reasons: texts for the report that say how each null of the config was replaced,
+            and why this plan was chosen.
+        first: the contributors to the first captured batch, before numbers of rows were known.
+            None: numbers of rows are not known yet, or all ranks contribute in any case.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -102,16 +105,16 @@ class Plan:
 
     @cached_property
     def rows(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of ranks that exchange their results. The ranks of one group are together the
-        gradient workers of every layer exactly once."""
+        """Rows of the KAISA grid: groups of ranks that exchange their results. Each row contains
+        exactly one gradient worker of every layer."""
         world = self.assignment.world
         width = self.assignment.world // self.workers
         return tuple(tuple(range(start, start + width)) for start in range(0, world, width))
 
     @property
     def sharing_candidates(self) -> Mapping[str, Hashable]:
-        """The layers that may share A, see :func:`sharing_candidates`. Empty if the config does not
-        let layers share."""
+        """The layers that may share an A, see :func:`sharing_candidates`. Empty if the config does
+        not let layers share."""
         return sharing_candidates(self.layers, self.method) if self.config.choice.shares else {}
 
     def timetable(self) -> Timetable:
@@ -121,18 +124,18 @@ class Plan:
 
     @property
     def counts_terms(self) -> bool:
-        """Whether the numbers of loss terms per layer are needed, which are the unit of corrected
-        eigenvalues."""
+        """Whether the number of loss terms of each layer is needed, because corrected eigenvalues
+        are in units of one loss term."""
         return self.config.preconditioner.eigenvalues == "corrected"
 
     @cached_property
     def measures(self) -> bool:
-        """Whether the number of rows on a rank decides which ranks contribute and which of their
-        rows count."""
+        """Whether it depends on the observed number of rows which ranks contribute and which of
+        their rows count."""
         return self.config.factor.rows != "all"
 
     def with_observations(self, observations: Observations) -> "Plan":
-        """Return the plan of this run with these observations taken into account."""
+        """Return this plan, adapted to the observations."""
         plan = self.sharing(observations.groups or ())
         wanted = self.config.factor.rows
         if not self.measures or observations.rows is None or isinstance(wanted, str):
@@ -149,10 +152,10 @@ class Plan:
         return replace(plan, contributors=known_rows, first=self.first or self.contributors)
 
     def seeking(self, observations: Observations, keys: Collection[str]) -> Observations:
-        """Return observations by which twice as many ranks contribute to the factors ``keys``.
+        """Return observations with which twice as many ranks contribute to the factors in ``keys``.
 
-        Call it after updates for which no contributor to these factors had a row, although other
-        ranks have used their layers. The numbers of rows are lowered, as if each rank had so few
+        Call this after an update in which no contributor to these factors had a row, although other
+        ranks used the factors' layers. The numbers of rows in the observations are lowered so far
         that twice as many ranks are needed.
         """
         layers = {layer.name: layer for layer in self.layers}
@@ -168,37 +171,38 @@ class Plan:
         return replace(observations, rows=rows)
 
     def sharing(self, groups: Sequence[Sequence[str]]) -> "Plan":
-        """Return this plan with one A for each of these groups of layers, and no other shared As.
-        The eigen worker of a shared A is that of the group's first layer."""
+        """Return this plan with one shared A for each of these groups of layers, and no other As
+        shared because of observed inputs. The eigen worker of a shared A is the rank that was the
+        eigen worker of the first layer's A."""
         work = replace(self.assignment.work, factors=factor_specs(self.layers, groups))
         return replace(self, assignment=replace(self.assignment, work=work))
 
 
 def alone_here(layers: Sequence[LayerSpec], factors: Sequence[FactorSpec]) -> list[FactorSpec]:
-    """Return the factors of layers that no other tensor-parallel rank has a copy of. The plans of
-    ranks with copies may differ from this one."""
+    """Return the factors of layers that no other tensor-parallel rank has a copy of. Copies are
+    left out because the ranks that have them may make different plans."""
     copied = {layer.name for layer in layers if layer.copies > 1}
     return [factor for factor in factors if factor.layers[0] not in copied]
 
 
 class OverBudget(ValueError):
-    """The plan does not fit into the memory budget."""
+    """Error for a plan that does not fit into the memory budget."""
 
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What the plan needs to know about the engine.
+    """Facts about the engine that the plan depends on.
 
     Attributes:
         world: number of ranks in the data-parallel group.
         held: layer name -> number of gradient elements on each rank; None: every rank holds every
             gradient.
-        parameters, gradients: dtype of the model, and dtype of the gradients where K-FAC reads
-            them.
+        parameters, gradients: dtype of the model, and dtype of the gradients in the memory from
+            which K-FAC reads them.
         moments: number of fp32 tensors of a gradient's shape that a gradient worker keeps.
         device: device on which layers are preconditioned.
         sequence: number of consecutive ranks that hold the parts of one sequence.
-        rotates: whether the moments are kept in the eigenbasis and rotated into each new one.
+        rotates: whether moments are kept in the eigenbasis and rotated into each new eigenbasis.
     """
 
     world: int
@@ -220,13 +224,13 @@ def make_plan(
 ) -> Plan:
     """Make the plan of a run.
 
-    The plan's layers may differ from the given ones in ``shares``, because the experts of a stack
-    may have one A each, or a common A (:mod:`ds_kfac.plan.common`). If a plan with more As exceeds
-    the memory budget, a plan with fewer As is tried.
+    The plan's layers may differ from ``layers`` in ``shares``, because the plan decides whether the
+    experts of a stack have one A each or a common A (:mod:`ds_kfac.plan.common`). If a plan with
+    more As exceeds the memory budget, a plan with fewer As is tried.
 
     Args:
         config: the config, resolved by :func:`ds_kfac.config.resolve.resolve`.
-        answers: how the config was resolved, in words.
+        answers: texts that say how the config was resolved.
 
     Raises:
         ValueError: the gradient worker fraction does not fit the number of ranks or the ZeRO stage,
@@ -234,7 +238,7 @@ def make_plan(
     """
     method = METHODS[config.preconditioner.method]
     if method is EIGEN and facts.rotates and costs.ieee_flops:
-        method = ITERATED  # on a GPU this takes an eighth of eigh's time
+        method = ITERATED  # on a GPU a step of iteration takes an eighth of eigh's time
     variants = [tuple(layers)]
     reasons: Sequence[str] = ()
     if config.choice.shares:
@@ -242,7 +246,7 @@ def make_plan(
             apart, reasons = own_inputs(layers, method, moments=facts.moments, world=facts.world)
             variants.insert(0, apart)
         variants.append(common_inputs(layers))
-    variants = list(dict.fromkeys(variants))  # each variant once, the one with most As first
+    variants = list(dict.fromkeys(variants))  # each variant once; the first has the most As
     most_factors = len(factor_specs(variants[0]))
     while True:
         variant = variants.pop(0)
@@ -253,7 +257,7 @@ def make_plan(
                 raise
         fewer = most_factors - len(factor_specs(variants[0]))
         reasons = (
-            f"one A for all experts of a stack: {fewer:,} more are over "
+            f"one A for all experts of a stack: {fewer:,} more are over the budget of "
             f"{config.assignment.memory_budget_gb:g} GB",
         )
 
@@ -267,10 +271,10 @@ def _plan_of(
     answers: tuple[str, ...],
     reasons_for_layers: Sequence[str],
 ) -> Plan:
-    """Make the plan of layers for which it is already decided which of them have a common A.
+    """Make the plan of layers whose ``shares`` is final.
 
     Args:
-        reasons_for_layers: why these As are common, in words.
+        reasons_for_layers: texts that say why the experts of a stack have a common A or own As.
     """
     reasons = list(reasons_for_layers)
     schedule = config.schedule
@@ -285,13 +289,14 @@ def _plan_of(
     offsets = _offsets(assignment, config, reasons)
     if paired:
         reasons.append(
-            "A and G of a layer are decomposed on one rank, and layers do not share A: with "
-            f'"{config.damping.kind}" a factor\'s damping depends on its partner; "relative" does '
-            f"not need it"
+            "A and G of a layer are decomposed on one rank, and layers do not share A, because "
+            f'with "{config.damping.kind}" a factor\'s damping depends on the other factor; with '
+            f'"relative" it does not'
         )
     if wire is not torch.float32 and not any(part.halved for part in method.parts):
         reasons.append(
-            f"{method.words} travel in fp32, only batch sums in {str(wire).removeprefix('torch.')}"
+            f"{method.words} travel in fp32, and only batch sums travel in "
+            f"{str(wire).removeprefix('torch.')}"
         )
     contributors = _contributors(work, facts, config, reasons)
     return Plan(
@@ -319,7 +324,7 @@ def _assignment(
 
     Args:
         paired: whether A and G of a layer must be on one rank.
-        reasons: the reason for the choice is appended here, in words.
+        reasons: list of texts to which the reason for the choice is appended.
     """
     world = work.world
     fraction = config.assignment.gradient_worker_fraction
@@ -369,11 +374,10 @@ def _assignment(
 def _contributors(
     work: Work, facts: EngineFacts, config: KFACConfig, reasons: list[str]
 ) -> roles.Contributors:
-    """Return which ranks capture the first batch, for which the number of rows on a rank is not
-    known yet.
+    """Return the ranks that capture the first batch. The number of rows on a rank is not known yet.
 
-    All ranks do, unless their batch sums would take more memory than :data:`FIRST_BUCKETS`
-    messages. In that case only the eigen workers do.
+    All ranks capture it, unless the batch sums would take more memory than :data:`FIRST_BUCKETS`
+    messages. In that case only the eigen workers capture it.
     """
     wanted = config.factor.rows
     counts: dict[str, int] = {}
@@ -383,8 +387,8 @@ def _contributors(
             counts = {factor.key: 1 for factor in alone_here(work.layers, work.factors)}
         need = f"{roles.ROWS_PER_COLUMN} rows per column" if wanted is None else f"{wanted} rows"
         reasons.append(
-            f"in a factor update {need} count (factor.rows), of as few ranks as have them in the "
-            "first one"
+            f"a factor update uses {need} (factor.rows), from as few ranks as had so many in the "
+            "first update"
         )
     return roles.Contributors(work.world, work.costs.node_size, counts, facts.sequence)
 
@@ -412,10 +416,10 @@ def _wire(
 def _offsets(
     assignment: roles.Assignment, config: KFACConfig, reasons: list[str]
 ) -> Mapping[str, int]:
-    """Return factor key -> offset of its refreshes. Return {} if refreshing all factors in one step
-    is fast enough."""
+    """Return factor key -> offset of the factor's schedule. Return {} if refreshing all factors in
+    one step is fast enough."""
     work = assignment.work
-    # with orthogonal iteration, one in ten refreshes uses eigh and takes longest
+    # with orthogonal iteration, one in ten refreshes uses eigh, which takes longest
     slowest_method = EIGEN if work.method is ITERATED else work.method
     at_once = [0.0] * assignment.world
     for factor in work.factors:
@@ -435,12 +439,13 @@ def _offsets(
 
 
 def batched(device: torch.device, method: Method) -> bool:
-    """Whether layers of one shape are stepped in one batch, which needs fewer and larger launches.
+    """Whether layers of one shape are stepped in one batch, in order to launch fewer and larger
+    kernels.
 
-    This is only possible if gradients are rotated. On a CPU a batched product is slower than its
-    parts. Batching takes memory that plans do not count: stacked eigenvectors of at most 256 MiB
-    per rank, and the same amount again in a step that refreshes them. Layers with a common A each
-    have a copy of its eigenvectors.
+    This is possible only if gradients are rotated. It is off on CPUs, because there a batched
+    product is slower than separate products. Batching takes memory that plans do not count: stacked
+    eigenvectors of at most 256 MiB per rank, and as much again in a step that refreshes them. Of a
+    shared A, each layer in a batch has a copy of the eigenvectors.
     """
     return method.rotates and device.type != "cpu"
 

@@ -1,1 +1,1 @@
-"""When factors are updated and decomposed."""
+"""Schedules that decide in which steps factors are updated and decomposed."""

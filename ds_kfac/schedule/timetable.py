@@ -1,8 +1,8 @@
-"""Numbers that change over steps, and a timetable that says when each factor is captured and
-decomposed.
+"""Numbers that change over steps, and a timetable that decides in which steps each factor is
+captured and decomposed.
 
-All factors follow one schedule. The schedule of a factor may be displaced by a number of steps, and
-SP-NGD's adaptive rule (Osawa et al. 2019, arXiv:1811.12019) may skip some of the factor's captures.
+All factors follow one schedule. A factor may follow it with an offset of some steps, and SP-NGD's
+adaptive rule (Osawa et al. 2019, arXiv:1811.12019) may skip some of the factor's captures.
 """
 
 import math
@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class Value:
-    """A number as a function of the step. This class does not check its fields. The config does,
-    because its errors can name the key.
+    """A number as a function of the step. This class does not check its fields. The config checks
+    them, because its errors can name the config's key.
 
     Attributes:
         kind: constant, piecewise, or a ramp: linear, cosine (half a period, flat at both ends) or
             exponential.
         values: start and end of a ramp, or the value of each piece.
-        steps: steps in increasing order: begin and end of a ramp, or the first step of each piece
-            after the first piece.
+        steps: steps in increasing order: begin and end of a ramp, or the first step of every piece
+            but the first one.
     """
 
     kind: str
@@ -47,7 +47,7 @@ class Value:
         return cls("piecewise", tuple(map(float, values)), tuple(steps))
 
     def at(self, step: int) -> float:
-        """Return the number at ``step``, which is the count of steps applied before it."""
+        """Return the number at ``step``. Steps are counted from 0."""
         if self.kind in ("constant", "piecewise"):
             return self.values[bisect_right(self.steps, step)]
         (start, end), (first, last) = self.values, self.steps
@@ -101,8 +101,8 @@ class BurnIn:
 
 
 class Due(NamedTuple):
-    """Two flags: whether a step averages its batch into the factors, and whether it decomposes the
-    factors again."""
+    """Two flags of a step: whether it adds its batch to the factors' averages, and whether it
+    decomposes the factors again."""
 
     capture: bool
     refresh: bool
@@ -110,8 +110,8 @@ class Due(NamedTuple):
 
 @dataclass
 class _Walked:
-    """The part of a schedule that has been computed: which steps up to ``last`` capture, and which
-    refresh."""
+    """The part of a schedule that has been computed so far: the steps up to ``last`` that capture,
+    and those that refresh."""
 
     last: int = 0
     captures: list[int] = field(default_factory=lambda: [0])
@@ -125,20 +125,21 @@ class Schedule:
 
     Step 0 captures and refreshes. A later step captures if at least ``update`` steps have passed
     since the last capture. A capture refreshes if at least ``refresh`` steps have passed since the
-    last refresh. Only a capture refreshes, so that bases never come from old factors. If
-    ``refresh`` is not a multiple of ``update``, a refresh waits for the next capture. Intervals are
-    read at the current step, not at the last capture, so a shorter interval takes effect at once.
+    last refresh. Only steps that capture can refresh, so that new bases are never computed from old
+    factors. If ``refresh`` is not a multiple of ``update``, a refresh waits for the next capture.
+    Intervals are evaluated at the current step, not at the last capture, so a shorter interval
+    takes effect at once.
 
     Note: Burn-in. During the burn-in, an interval of ``burn_in`` applies if it is shorter than the
-    ordinary one. The first step after the burn-in, ``burn_in.steps``, always captures and
-    refreshes, so that the longer interval starts with fresh bases.
+    ordinary interval. The first step after the burn-in, which is step ``burn_in.steps``, always
+    captures and refreshes, so that the longer interval starts with fresh bases.
 
     Note: Offset. An ``offset`` above 0 displaces the schedule from step B on, where B is the first
     step after the burn-in, or 0 without a burn-in. From B on, nothing is due before step
     B + offset % update interval, which always captures. Nothing refreshes before step B + offset,
-    which captures and refreshes. The burn-in has the same rule from step 1 on, with an offset of
-    its own: as many update intervals as ``offset`` has, but in the burn-in's update intervals, and
-    taken modulo the burn-in's refresh interval.
+    which captures and refreshes. During the burn-in the same rule applies from step 1 on, with
+    another offset. If ``offset`` is k update intervals and r steps, the offset of the burn-in is k
+    of the burn-in's update intervals and r steps, modulo the burn-in's refresh interval.
     """
 
     update: Value
@@ -158,7 +159,8 @@ class Schedule:
         return self.burn_in.steps if self.burn_in else 0
 
     def intervals(self, step: int) -> tuple[int, int]:
-        """Return the numbers of steps between captures and between refreshes, as of ``step``."""
+        """Return (number of steps between captures, number of steps between refreshes), as they are
+        at ``step``."""
         update = self.update.interval_at(step)
         refresh = self.refresh.interval_at(step)
         burn_in = self.burn_in
@@ -168,14 +170,15 @@ class Schedule:
 
     @cached_property
     def settled(self) -> int:
-        """The step after which both intervals are constant and the offset is over."""
+        """The step after which the schedule is periodic, because both intervals are constant and
+        all offsets are over."""
         return max(self.update.settled, self.refresh.settled, self.burnt_in + self.offset)
 
     def due(self, step: int) -> Due:
-        """Return the work due at a step. Steps may be queried in any order.
+        """Return the work that is due at a step. Steps may be queried in any order.
 
-        Up to step ``settled`` the work depends on earlier steps, and is cached. After it, the work
-        is periodic.
+        Up to step ``settled`` the work depends on earlier steps, so it is computed step by step and
+        cached. After step ``settled`` the work is periodic.
 
         Args:
             step: number of steps applied before this one, at least 0.
@@ -209,12 +212,14 @@ class Schedule:
             self._decide(walked.last)
 
     def _decide(self, step: int) -> None:
-        """Decide whether a step captures and refreshes, from the steps before it."""
+        """Decide whether a step captures and whether it refreshes. All steps before it must have
+        been decided."""
         walked = self._walked
         update, refresh = self.intervals(step)
         captures = step >= walked.captures[-1] + update
         refreshes = captures and step >= walked.refreshes[-1] + refresh
-        # `start` is the first step of the phase that contains the step: the burn-in, or the rest
+        # `start` is the first step of the phase that contains the step: the burn-in, or the time
+        # after it
         start = self.burnt_in
         offset = self.offset
         if step < start:
@@ -231,9 +236,7 @@ class Schedule:
             walked.refreshes.append(step)
 
     def _offset_in_burn_in(self) -> int:
-        """Return the offset that applies in the burn-in. It has as many update intervals as
-        ``offset``, but in the burn-in's update intervals, plus the same remainder. It is taken
-        modulo the burn-in's refresh interval."""
+        """Return the offset that applies in the burn-in, see "Note: Offset"."""
         update, refresh = self.intervals(0)
         update_after, _ = self.intervals(self.burnt_in)
         intervals, rest = divmod(self.offset, update_after)
@@ -248,7 +251,8 @@ class Schedule:
     @cached_property
     def _later_refreshes(self) -> "_Rhythm":
         """The steps after ``settled`` that refresh. A refresh waits for a capture. So the interval
-        between refreshes, and the wait for the first one, are multiples of the update interval."""
+        between refreshes, and the time from the last capture to the first of these refreshes, are
+        multiples of the update interval."""
         update, refresh = self.intervals(self.settled)
         last_capture = self._walked.captures[-1]
         wait = self._walked.refreshes[-1] + refresh - last_capture
@@ -270,11 +274,13 @@ class _Rhythm(NamedTuple):
 def next_interval(
     interval: int, previous: int, similar_to_last: bool, similar_to_before: bool
 ) -> tuple[int, int]:
-    """Return SP-NGD's next (interval, previous), in units of the ordinary interval.
+    """Return the next (interval, previous) of a factor by SP-NGD's rule, in units of the ordinary
+    interval.
 
-    The interval is halved after a large change and kept after a small one. Otherwise it grows: 1,
-    2, 3, 5, 8, ... ``previous`` is the interval before the last growth. It never exceeds the
-    interval, so that after halvings the interval at most doubles.
+    If the factor is not similar to its last value, the interval is halved. If it is similar to the
+    last value but not to the value before, the interval stays. If it is similar to both, the
+    interval grows: 1, 2, 3, 5, 8, ... ``previous`` is the interval before the last growth. It never
+    exceeds ``interval``, so that the interval at most doubles.
     """
     if not similar_to_last:
         interval = max(1, interval // 2)
@@ -285,8 +291,8 @@ def next_interval(
 
 
 def _first(reached: Callable[[int], bool], step: int) -> int:
-    """Return the first step from ``step`` on for which ``reached`` is true. It must be true for all
-    later steps, too."""
+    """Return the first step from ``step`` on for which ``reached`` is true. ``reached`` must then
+    be true for all later steps, too."""
     low = step - 1
     high = step
     while not reached(high):
@@ -306,8 +312,7 @@ Similar = Mapping[str, tuple[bool, bool] | None]
 
 @dataclass(frozen=True)
 class FactorsDue:
-    """The keys of the factors that a step captures, and the keys of those that it also
-    refreshes."""
+    """Keys of the factors that a step captures, and keys of the factors that it refreshes."""
 
     capture: Keys
     refresh: Keys
@@ -317,15 +322,16 @@ NOTHING = FactorsDue(frozenset(), frozenset())
 SIMILAR_TO_LAST = 1
 SIMILAR_TO_BEFORE = 2
 NO_BATCH = 4.0
-"""Code of a factor's similarities. It is the sum of the constants SIMILAR_TO_LAST and
-SIMILAR_TO_BEFORE that hold, or NO_BATCH if the factor had no batch to compare."""
+"""Code that tells whether a factor is similar to its earlier values. The code is the sum of
+SIMILAR_TO_LAST, if the factor is similar to its last value, and SIMILAR_TO_BEFORE, if it is similar
+to the value before that. The code is NO_BATCH if the factor had no batch."""
 AHEAD = 1000
-"""Largest number of steps to look ahead for the next step with work due."""
+"""Largest number of steps that :meth:`Timetable.due` looks ahead for the next step with work."""
 
 
 @dataclass(frozen=True)
 class _Unread:
-    """Similarities of a step that have not been read from the device yet, see
+    """Codes of a step's similarities that have not been read from the device yet, see
     :meth:`Timetable.record`."""
 
     step: int
@@ -349,23 +355,23 @@ class _Clock:
 
 
 class Timetable:
-    """Decides when each factor is captured and refreshed. Ranks that record the same get the same
-    answers.
+    """Decides in which steps each factor is captured and refreshed. Ranks that make the same calls
+    of :meth:`record` get the same answers.
 
-    Without an adaptive rule, the answers depend only on the step. With an adaptive rule, after the
-    burn-in, a factor takes part in every n-th capture of its schedule, where n is the factor's
+    Without the adaptive rule, the answers depend only on the step. With the adaptive rule, after
+    the burn-in, a factor takes part in every n-th capture of its schedule, where n is the factor's
     interval. In such a capture the factor is refreshed if its schedule has had a refresh since the
-    factor's last one.
+    factor's last refresh.
 
     Args:
         keys: keys of all factors.
-        offsets: key -> number of steps by which the factor's schedule is displaced, see
-            :meth:`Schedule.displaced`; 0 if the key is missing.
+        offsets: factor key -> number of steps by which the factor's schedule is displaced, see
+            :meth:`Schedule.displaced`. Factors without an entry have the offset 0.
 
     Attributes:
-        clocks: key -> state of the adaptive rule.
-        captured: number of captures that were recorded, counted for each factor.
-        skipped: number of captures that the adaptive rule left out, counted for each factor.
+        clocks: factor key -> state of the adaptive rule.
+        captured: number of captures that were recorded, summed over factors.
+        skipped: number of captures that the adaptive rule left out, summed over factors.
     """
 
     def __init__(
@@ -391,13 +397,12 @@ class Timetable:
         self.adaptive = adaptive
         self._adaptive_from = schedule.burnt_in
         self._quiet = range(0)  # steps at which no schedule captures
-        self._cached: tuple[int, FactorsDue] | None = None  # the last step queried, and its work
+        self._cached: tuple[int, FactorsDue] | None = None  # the last queried step, and its work
         self._unread: _Unread | None = None
         self.restore({})
 
     def due(self, step: int) -> FactorsDue:
-        """Return the factors due at ``step``, which is the number of steps applied before it. The
-        call is cheap if no factor is due."""
+        """Return the factors that are due at ``step``. The call is cheap if no factor is due."""
         if step in self._quiet:
             return NOTHING
         if self._unread is not None and self.captures_possible(step):
@@ -416,10 +421,9 @@ class Timetable:
         )
 
     def next_due(self, key: str, step: int) -> tuple[int, int]:
-        """Return the next step at which the factor is captured, and the next at which it is
-        refreshed; both are ``step`` or later. With an adaptive rule, the answers are right as long
-        as the factor's interval does not change. Synchronises with the device like
-        :meth:`settle`."""
+        """Return the next step that captures the factor, and the next step that refreshes it. Both
+        are at or after ``step``. With the adaptive rule, the answers are right if the factor's
+        interval does not change. May synchronise with the device, see :meth:`settle`."""
         self.settle()
         schedule = self._schedules[key]
         clock = self.clocks[key]
@@ -429,7 +433,8 @@ class Timetable:
         skipped_until = schedule.captures(clock.captured) + clock.interval - 1
         before = max(schedule.captures(step - 1), skipped_until)
         capture = _first(lambda later: schedule.captures(later) > before, step)
-        # the schedule's next refresh, and the first capture from there on with the factor
+        # the schedule's next refresh, and from there on the first capture in which the factor takes
+        # part
         refreshes = schedule.refreshes(clock.refreshed)
         due_from = _first(lambda later: schedule.refreshes(later) > refreshes, capture)
         captures_between = schedule.captures(due_from) - before - 1
@@ -438,12 +443,13 @@ class Timetable:
         return capture, refresh
 
     def exact(self, key: str, step: int, every: int) -> bool:
-        """Whether a refresh at ``step`` decomposes from scratch instead of from the last result.
+        """Whether a refresh at ``step`` decomposes from scratch, and not by iteration from the last
+        decomposition.
 
-        It does so in the burn-in, at the schedule's first refresh after the burn-in, and at every
-        ``every``-th refresh after that. If the adaptive rule skips such a refresh, the factor's
-        next refresh is from scratch. The answer depends only on the step and on state that a
-        checkpoint saves.
+        The following refreshes decompose from scratch: all refreshes in the burn-in, the schedule's
+        first refresh after the burn-in, and every ``every``-th refresh after that. If the adaptive
+        rule skips such a refresh, the factor's next refresh is from scratch. The answer depends
+        only on the step and on state that checkpoints contain.
         """
         schedule = self._schedules[key]
         start = schedule.burnt_in
@@ -459,8 +465,8 @@ class Timetable:
         return exact_refreshes(step) > exact_refreshes(last_refresh)
 
     def settle(self) -> None:
-        """Read similarities that were recorded as a function, see :meth:`record`. Synchronises with
-        the device."""
+        """Read similarities that were recorded as a function, if there are any, see :meth:`record`.
+        This synchronises with the device."""
         if self._unread is None:
             return
         unread = self._unread
@@ -476,15 +482,14 @@ class Timetable:
         this after each applied step.
 
         Args:
-            due: the work that was done at ``step``: ``due(step)``, or more.
+            due: factors that were captured and refreshed at ``step``: those of ``due(step)``, and
+                possibly other factors.
             similar: key of a captured factor -> (whether the factor is similar to its last value,
-                whether it is similar to the value before that). The value is None if the factor had
-                no batch; the factor then keeps its interval. ``similar`` is only read after the
-                burn-in with an adaptive rule. It may also be a function that reads the similarities
-                from the device. This function returns a code for each key in
-                ``sorted(due.capture)``: the sum of :data:`SIMILAR_TO_LAST` and
-                :data:`SIMILAR_TO_BEFORE`, as far as they hold, or :data:`NO_BATCH`. It is called at
-                the next step that might capture.
+                whether it is similar to the value before that), or None if the factor had no batch,
+                so that it keeps its interval. The mapping is only read after the burn-in with the
+                adaptive rule. ``similar`` may also be a function that reads the similarities from
+                the device, and returns a code (see :data:`NO_BATCH`) for each key in
+                ``sorted(due.capture)``. The function is called at the next step that might capture.
         """
         if callable(similar):
             self.settle()
@@ -510,7 +515,8 @@ class Timetable:
         self._cached = None
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as plain numbers, strings, lists and dicts."""
+        """Return the state for a checkpoint. It consists of plain numbers, strings, lists and
+        dicts."""
         self.settle()
         clocks = self.clocks.items() if self.adaptive else ()
         factors = {
@@ -521,8 +527,8 @@ class Timetable:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a result of :meth:`state`. Factors that are not in the state start with
-        interval 1, and refresh at their next capture. Factors of another model in the state are
-        ignored."""
+        interval 1, and refresh at their next capture. Keys in the state that this timetable does
+        not have are ignored."""
         self.clocks = dict.fromkeys(self.keys, _Clock())
         self._cached = self._unread = None
         self.captured = state.get("captured", 0)
@@ -555,8 +561,8 @@ class Timetable:
 
 
 def _similarities(code: int) -> tuple[bool, bool] | None:
-    """Decode a code. Return whether a factor is similar to its last value, and whether to the value
-    before that. None if the factor had no batch."""
+    """Decode a code, see :data:`NO_BATCH`. Return (whether the factor is similar to its last value,
+    whether it is similar to the value before that), or None if the factor had no batch."""
     if code == NO_BATCH:
         return None
     return bool(code & SIMILAR_TO_LAST), bool(code & SIMILAR_TO_BEFORE)

@@ -1,1 +1,2 @@
-"""One step of K-FAC: reduce, update, decompose, gather, precondition, scatter."""
+"""One step of K-FAC: reduce batch sums, update and decompose factors, gather and precondition
+gradients, scatter results."""

@@ -1,7 +1,8 @@
-"""Numbers for logs: all counters for DeepSpeed's monitor, and a few of them, under the same names,
-for the logs of a training framework.
+"""Numbers for logs. DeepSpeed's monitor gets all counters. The logs of a training framework get a
+few of them, under the same names.
 
-Both read scalars from the device and wait for it, so call them only in steps that are logged.
+All functions that return numbers of a step read scalars from the device and wait for it, so call
+them only in steps that are logged.
 """
 
 from collections.abc import Iterable
@@ -40,7 +41,8 @@ KINDS = ("factors", "gradients", "results", "numbers", "proof")
 
 
 def counters(job: Job) -> dict[str, float]:
-    """Return name -> total since attach. Totals are those of this rank, unless noted otherwise.
+    """Return counter name -> total since attach. A total counts what this rank did, unless noted
+    otherwise.
 
     Names that belong to a domain of experts begin with "<domain>/". Names that belong to traffic
     between all domains begin with "job/".
@@ -48,13 +50,13 @@ def counters(job: Job) -> dict[str, float]:
     In addition to the numbers of :class:`~ds_kfac.metrics.Metrics` there are:
 
     - "calls_<kind>": number of collectives entered.
-    - "sent_bytes_<kind>", "received_bytes_<kind>": payload to and from other ranks, including
-      skipped steps. Kinds: factors, gradients, eigenvectors, eigenvalues, inverses, results,
-      numbers, proof.
-    - "captures", "captures_skipped": number of factors that were captured, and number that the
-      adaptive rule left out, on all ranks.
-    - "statistics_fraction": number of factor elements captured, relative to capturing every factor
-      in every step.
+    - "sent_bytes_<kind>", "received_bytes_<kind>": payload to and from other ranks, in bytes,
+      including that of skipped steps. Kinds: factors, gradients, eigenvectors, eigenvalues,
+      inverses, results, numbers, proof.
+    - "captures", "captures_skipped": number of times that a factor was captured, and number of
+      times that the adaptive rule left one out. Factors of all ranks count.
+    - "statistics_fraction": number of factor elements captured, divided by the number that would be
+      captured if every step captured every factor.
 
     All of these exist from attach on and are zero before the first step.
     """
@@ -95,10 +97,10 @@ def health(job: Job) -> dict[str, float]:
     """Return two numbers about the health of the run. Each is missing until it can be measured.
 
     - "step_to_weight": root mean square of KFACAdamW's last step over the layers of all ranks,
-      divided by that of its layers' weights on this rank.
+      divided by the root mean square of the layers' weights on this rank.
     - "eigenvalue_spread": largest eigenvalue of an A divided by the mean of its eigenvalues; the
-      median over this rank's dense layers. If it is 1, all input directions are alike, and
-      curvature changes nothing.
+      median over this rank's dense layers. If it is 1, inputs are equally large in every direction,
+      and A tells nothing about curvature.
     """
     values = {}
     kfac = job.preconditioners[0]

@@ -1,8 +1,9 @@
-"""The factors of one rank: they are averaged, decomposed, and delivered to the gradient workers.
+"""Average and decompose the factors of one rank, and deliver the decompositions to the gradient
+workers.
 
 The timetable is the same on every rank, but only a factor's eigen worker knows whether the factor
-could be decomposed. If eigenbases travel, the eigen worker tells all ranks, which then agree on the
-content of the next message.
+could be decomposed. If eigenbases travel, the eigen worker sends this information to all ranks,
+because all must agree on the factors that are due next.
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -50,10 +51,10 @@ class LastBatch(NamedTuple):
     Attributes:
         step: the step of the batch.
         column: the factor's column in ``numbers_4n``.
-        numbers_4n: fp32 on the device, with a column for each of the step's n batches. The four
-            rows are: 1 if the batch was scaled down; 1 if the factor did not use the batch; the
-            batch's number of rows (for G: loss terms); and the last step whose batch changed the
-            factor (-1: none).
+        numbers_4n: fp32 [4, n] on the device, with a column for each of the step's n batches. A
+            column holds: 1 if the batch was scaled down, otherwise 0; 1 if the factor did not use
+            the batch, otherwise 0; the batch's number of rows (for G: loss terms); and the last
+            step whose batch changed the factor (-1: none).
     """
 
     step: int
@@ -72,13 +73,14 @@ class LastBatch(NamedTuple):
 
 @dataclass
 class FactorLog:
-    """What happened to factors since this rank started or loaded a checkpoint. It is shown to users
-    (``ds_kfac/diagnostics/explain.py``). No step depends on it, and it is not saved in checkpoints.
+    """Log of what happened to factors since this rank started or loaded a checkpoint.
+    ``ds_kfac/diagnostics/explain.py`` shows the log to users. No step depends on the log, and
+    checkpoints do not contain it.
 
     Attributes:
-        batches: key -> last batch on this rank.
-        tried: key -> step of the last refresh, and its outcome: FAILED, UNUSABLE or FRESH.
-        fresh: key -> step of the last refresh that produced a decomposition.
+        batches: factor key -> last batch on this rank.
+        tried: factor key -> step of the last refresh, and its outcome: FAILED, UNUSABLE or FRESH.
+        fresh: factor key -> step of the last refresh that produced a decomposition.
     """
 
     batches: dict[str, LastBatch] = field(default_factory=dict)
@@ -88,27 +90,29 @@ class FactorLog:
 
 @dataclass
 class FactorStep:
-    """What one step does to the factors. :meth:`FactorUpdates.update` creates it;
+    """Record of what one step does to the factors. :meth:`FactorUpdates.update` creates the record.
     :meth:`FactorUpdates.decompose` and :meth:`FactorUpdates.deliver` add to it.
 
     Attributes:
-        due: factors that are captured and decomposed in this step, without keys of factors that do
-            not exist.
+        due: keys of the factors that are captured in this step, and keys of the factors that are
+            decomposed. Keys of factors that a shared factor has replaced are left out.
         travels: whether eigenbases ever travel.
-        terms: layer name -> number of loss terms in the batch that was averaged.
-        similar: factor key -> fp32 scalar on the device. It is the sum of :data:`SIMILAR_TO_LAST`
-            and :data:`SIMILAR_TO_BEFORE`, each only if it applies
-            (:func:`ds_kfac.curvature.factor.update_`). If the factor did not use the batch, it is
-            :data:`NO_BATCH`.
-        unusual: number of this rank's batches of each kind of
-            :data:`ds_kfac.step.messages.UNUSUAL`.
+        terms: layer name -> number of loss terms in the step's batch.
+        similar: factor key -> fp32 scalar on the device. If the factor did not use the batch, the
+            scalar is :data:`NO_BATCH`. Otherwise it is the sum of :data:`SIMILAR_TO_LAST`, if the
+            new average is similar to the last one, and :data:`SIMILAR_TO_BEFORE`, if it is similar
+            to the average before the last one (:func:`ds_kfac.curvature.factor.update_`).
+        unusual: for each kind in :data:`ds_kfac.step.messages.UNUSUAL`, the number of this rank's
+            batches of that kind.
         missed: this rank's factors to which not all ranks contributed.
         arriving: keys of the factors that are decomposed in this step, on any rank.
-        outcomes: key -> FAILED, UNUSABLE or FRESH. Before :meth:`FactorUpdates.deliver` it has the
-            factors of this rank. Afterwards, if eigenbases travel, it has the factors of all ranks.
-        bases: key -> decomposition. Before :meth:`FactorUpdates.deliver` it has those made on this
-            rank, afterwards those that this rank needs.
-        scalars: name -> scalar, after the ranks have exchanged them.
+        outcomes: factor key -> FAILED, UNUSABLE or FRESH, for the factors of this rank. If
+            eigenbases travel, :meth:`FactorUpdates.deliver` adds the factors of all other ranks.
+        bases: factor key -> decomposition, for the factors that this rank has decomposed.
+            :meth:`FactorUpdates.deliver` adds the decompositions that this rank needs from other
+            ranks.
+        scalars: name -> scalar, for the scalars of all ranks. Empty before
+            :meth:`FactorUpdates.deliver`.
     """
 
     due: FactorsDue
@@ -124,28 +128,27 @@ class FactorStep:
 
 
 class FactorUpdates:
-    """The factors of a rank. The object averages them in place, decomposes them, and delivers the
-    decompositions.
+    """Averages the factors of a rank in place, decomposes them, and delivers the decompositions.
 
     Args:
-        plan: which rank does what, when and how.
-        averaged_over: number of ranks over whose backward passes a gradient is averaged. Ranks of
-            other domains are included.
+        plan: assigns tasks to ranks, and defines intervals, methods and dtypes.
+        averaged_over: number of ranks whose backward passes are averaged in a gradient, including
+            ranks of other domains.
 
     Attributes:
         reducer: sends batch sums to the eigen workers.
-        factors: key -> factor, for the factors that this rank averages and decomposes.
-        ready: keys of the factors that have been decomposed. If eigenbases travel, it has factors
-            of all ranks, otherwise only factors of this rank.
+        factors: factor key -> factor, for the factors that this rank averages and decomposes.
+        ready: keys of the factors that have been decomposed. If eigenbases travel, these are
+            factors of all ranks, otherwise only factors of this rank.
         log: what happened to factors, see :class:`FactorLog`.
-        specs: key -> spec, for the factors of all ranks.
-        layer_of: key -> first of the layers that have this factor.
-        of_layer: layer name -> specs of its factors, by side.
+        specs: factor key -> spec, for the factors of all ranks.
+        layer_of: factor key -> first of the layers that have this factor.
+        of_layer: layer name -> {"A": spec, "G": spec}, see :func:`factors_by_layer`.
         home: device on which averages are kept between steps.
-        paired: whether decomposing a factor needs the other factor of its layer, which is then on
-            the same rank.
-        counted: key -> names of the layers whose number of loss terms is this factor's number of
-            rows.
+        paired: whether the decomposition of a factor needs the other factor of its layer. If so,
+            both factors are on the same rank.
+        counted: factor key -> names of the layers whose number of loss terms is this factor's
+            number of rows.
     """
 
     def __init__(
@@ -196,9 +199,10 @@ class FactorUpdates:
         self.load_state_dict({})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs. Keys contain the layer names of this process.
+        """Return the state that a resumed run needs. Its factor keys contain the layer names of
+        this process.
 
-        factors: key -> factor, for this rank's factors.
+        factors: factor key -> factor, for this rank's factors.
         ready, log: the attributes of the same names.
         schedule: see :meth:`Timetable.state`.
         """
@@ -210,8 +214,8 @@ class FactorUpdates:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the result of :meth:`state_dict`. Factors that it lacks start empty.
-        Factors of layers that this process does not have are dropped."""
+        """Continue from the result of :meth:`state_dict`. Factors of this rank that are not in
+        ``state`` start empty. Factors of layers that this process does not have are dropped."""
         saved = state.get("factors", {})
         self.factors = {
             key: saved[key] if key in saved else self._empty(spec)
@@ -231,8 +235,8 @@ class FactorUpdates:
     def factor(
         self, side: Side, packed_P: Tensor, updates: Tensor, *values: Tensor | None
     ) -> KroneckerFactor:
-        """Return a factor made of these tensors. If factors have a history, it is made of
-        ``values``."""
+        """Return a factor made of these tensors. If factors have a history, the factor's history is
+        made of ``values``."""
         history = History.of(side, *values).to(self.home) if self.plan.adaptive else None
         # The counter `updates` stays on the device even if averages are offloaded, because GPU
         # kernels read it at every update. The average is copied from the device to the host, which
@@ -242,7 +246,7 @@ class FactorUpdates:
         )
 
     def of_none_but(self, layers: Collection[str]) -> frozenset[str]:
-        """Return the keys of the factors that no other layers than these have."""
+        """Return the keys of the factors that only layers in ``layers`` have."""
         return frozenset(
             key for key, spec in self.specs.items() if all(name in layers for name in spec.layers)
         )
@@ -252,9 +256,9 @@ class FactorUpdates:
         return {name for key in keys for name in self.specs[key].layers}
 
     def forget(self, keys: Collection[str]) -> None:
-        """Restart these factors from zero, because rows that failed the proof are in their
-        averages. Once their layers pass a proof again, the factors are decomposed at their next
-        update, without waiting for a refresh."""
+        """Restart these factors from zero, because their averages contain rows that failed the
+        proof. Once the layers pass a proof again, the factors are decomposed at their next update,
+        without waiting for a refresh."""
         for key in keys & self.factors.keys():
             self.factors[key] = self._empty(self.specs[key])
         self.ready.difference_update(keys)
@@ -262,12 +266,13 @@ class FactorUpdates:
     # the stages of a step
 
     def update(self, step: int, due: FactorsDue, sums: Mapping[str, BatchSum]) -> FactorStep:
-        """Average this rank's factors with batch sums that are already reduced over ranks.
+        """Add this step's batch sums, which are already reduced over ranks, to the running averages
+        of this rank's factors.
 
         Args:
             step: number of applied steps before this one.
-            due: factors to capture and to refresh. Keys of factors that do not exist, because
-                layers share one, are ignored.
+            due: keys of the factors to capture, and of those to refresh. If layers share a factor,
+                the keys of the factors that it replaces are ignored.
         """
         update = FactorStep(
             FactorsDue(due.capture & self.specs.keys(), due.refresh & self.specs.keys()),
@@ -292,8 +297,8 @@ class FactorUpdates:
             [self.factors[key] for key in keys],
             [batch.sum_P for batch in batches.values()],
             counts,
-            # the adaptive rule may have skipped ordinary updates: the average decays once for each
-            # of them
+            # The average decays once for each ordinary update, also for those that the adaptive
+            # rule skipped.
             decays=[decay ** self.timetable.clocks[key].interval for key in keys],
             device=self.device,
             tolerance=self.plan.adaptive,
@@ -315,8 +320,8 @@ class FactorUpdates:
         return update
 
     def _terms(self, batches: Mapping[str, BatchSum]) -> dict[str, Tensor]:
-        """Return layer name -> number of loss terms. Ranks that did not contribute are assumed to
-        have had the same number of rows."""
+        """Return layer name -> number of loss terms on all ranks. A rank that did not contribute is
+        assumed to have had as many as a contributor."""
         terms: dict[str, Tensor] = {}
         for key, batch in batches.items():
             ratio = self.averaged_over / batch.ranks
@@ -325,7 +330,7 @@ class FactorUpdates:
         return terms
 
     def _log_batches(self, step: int, keys: Sequence[str], flags: Tensor, rows: Tensor) -> None:
-        """Enter this rank's batches in :attr:`log`."""
+        """Record this rank's batches in :attr:`log`."""
         last_changes = torch.stack(
             [self.log.batches.get(key, self._no_batch).last_change for key in keys]
         )
@@ -339,12 +344,12 @@ class FactorUpdates:
         return not self.specs[key].is_A or LAYERS[self.layer_of[key].kind].needs_gradients
 
     def _scale(self, batch: BatchSum) -> None:
-        """Convert the sum over ranks of R_p g g^T, or of g g^T, into the Fisher's G, see "Scale of
-        G" in ``model/capture.py``.
+        """Convert a sum over contributors of R_p g g^T, or of g g^T, into the Fisher's G, see
+        "Scale of G" in ``model/capture.py``.
 
         g is a rank's part of an average over ``averaged_over`` ranks. K is the number of backward
-        passes on all of these ranks, and M their number of terms. Ranks that did not contribute are
-        assumed to have had the same sums.
+        passes on all of these ranks, and M is the number of loss terms on all of them. A rank that
+        did not contribute is assumed to have had the same sums as a contributor.
         """
         others = self.channel.world / batch.ranks
         K_or_M = batch.counts[TERMS if self.config.factor.loss_mean == "step" else PASSES]
@@ -361,14 +366,15 @@ class FactorUpdates:
         """Decompose the factors that are due.
 
         Args:
-            last: returns the last decomposition of a factor on this rank, or None. Methods that
-                iterate from the last decomposition use it. Without this function, every factor is
+            last: returns the last decomposition of a factor, or None if this rank has none. Methods
+                that iterate start from that decomposition. If ``last`` is None, every factor is
                 decomposed from scratch.
             unproven: keys of factors whose layers failed the last proof of their rows. They are not
                 decomposed.
         """
-        # A factor that had no data at the last refresh is decomposed at its next capture. Otherwise
-        # its layers would not be preconditioned for a whole refresh interval.
+        # A factor that had no data at the last refresh is decomposed at its next capture. If it
+        # waited for the next refresh, its layers would not be preconditioned for a whole refresh
+        # interval.
         waiting = {
             key for key in update.due.capture - self.ready if self.travels or key in self.factors
         }
@@ -397,7 +403,7 @@ class FactorUpdates:
         if stale:
             logger.warning(
                 f"ds_kfac: no decomposition of factor {', '.join(stale[:NAMED])} succeeded "
-                f"({len(stale)} in step {step}); the last result stays in use, where there is one"
+                f"({len(stale)} in step {step}); the last result stays in use, if there is one"
             )
 
     def _decomposed(
@@ -426,7 +432,7 @@ class FactorUpdates:
 
     def _partner(self, key: str) -> KroneckerFactor | None:
         """Return the other factor of a factor's layer, or None if the decomposition does not need
-        it. An inverse includes the damping, which depends on both factors."""
+        it. An inverse needs the other factor, because its damping depends on both."""
         layer = self.layer_of[key]
         side = layer.G if self.specs[key].is_A else layer.A
         if side.block == 0 and (self.plan.method.damps_identity or self.paired):
@@ -439,8 +445,8 @@ class FactorUpdates:
         """Return the keys of this rank's factors that can be decomposed.
 
         A factor is left out if the other factor of its layer is on this rank and cannot be
-        decomposed. If several layers share an A, it is enough that one of these layers can be
-        preconditioned, because the others may have no data. Copies flags to the host once.
+        decomposed. An A that several layers share is left out only if this is true of each of these
+        layers, because some of them may have no data. Copies flags to the host once.
         """
         layers = {
             key: [[side.key for side in self.of_layer[name].values()] for name in spec.layers]
@@ -464,7 +470,7 @@ class FactorUpdates:
 
     def deliver(self, step: int, update: FactorStep) -> None:
         """Send new eigenbases or inverses to the gradient workers, in as many messages as
-        necessary. Scalars travel with the first message. Collective. Waits for the device if
+        necessary. The first message also contains the scalars. Collective. Waits for the device if
         eigenbases travel."""
         names = scalar_names(
             self.plan, captured=update.due.capture, arriving=update.arriving, travels=self.travels
@@ -483,8 +489,8 @@ class FactorUpdates:
         self._receive(step, update, bases)
 
     def _own_scalars(self, update: FactorStep) -> dict[Hashable, Tensor | float]:
-        """Return name -> scalar with all scalars that this rank sends. The mapping may contain
-        others, too."""
+        """Return name -> scalar for all scalars that this rank sends. The mapping may also contain
+        scalars that are not sent."""
         values: dict[Hashable, Tensor | float] = {
             ("terms", name): terms for name, terms in update.terms.items()
         }
@@ -510,8 +516,8 @@ class FactorUpdates:
         self.ready |= fresh
         self.log.tried |= {key: (step, outcome) for key, outcome in update.outcomes.items()}
         self.log.fresh |= dict.fromkeys(fresh, step)
-        # rounded in the same way as those that were sent, so that all workers of a layer have the
-        # same bits
+        # This rank's copies are rounded in the same way as the copies that were sent, so that all
+        # workers of a layer have the same bits.
         for key in update.bases.keys() & self.delivery.rounded_at_home:
             update.bases[key] = update.bases[key].rounded(self.delivery.wire)
         update.bases |= {key: basis for key, basis in bases.items() if key in fresh}

@@ -15,13 +15,13 @@ class Job:
     Every rank enters the collectives of the domains in the order of ``preconditioners``.
 
     Args:
-        preconditioners: one for each domain, with that of the dense layers first.
+        preconditioners: one for each domain. The preconditioner of the dense layers is the first.
 
     Attributes:
         everywhere: whether the job has more than one domain.
         channel: connects all ranks that train the model.
-        numel: number of elements of the layers of all domains on all ranks. Each layer is counted
-            once.
+        numel: number of weight elements of the layers of all domains on all ranks. Each layer is
+            counted once.
     """
 
     def __init__(self, preconditioners: Sequence[KFACPreconditioner]) -> None:
@@ -31,8 +31,8 @@ class Job:
             self.channel = Channel(torch.distributed.group.WORLD)
         else:
             self.channel = self.preconditioners[0].channel
-        # this rank's fraction of the number of elements, so that the sum over all ranks is the
-        # total
+        # Several ranks have the same layer. Each adds a fraction of the layer's elements, so that
+        # the sum over all ranks counts the layer once.
         numel = sum(
             layer.numel / layer.copies / kfac.layout.world
             for kfac in self.preconditioners
@@ -51,19 +51,19 @@ class Job:
         return any(kfac.capture.active for kfac in self.preconditioners)
 
     def begin(self) -> None:
-        """Prepare for a step. Call it when DeepSpeed starts to process the gradients of the
+        """Prepare for a step. Call this when DeepSpeed starts to process the gradients of the
         step."""
         for kfac in self.preconditioners:
             kfac.layout.begin()
 
     def step(self) -> None:
         """Replace all gradients. Collective. The update rule's numbers are summed over all domains
-        by one small all-reduce. If the step raises, K-FAC's state is neither the one before the
-        step nor the one after it. The same is true of a torch optimizer whose step raises."""
+        by one small all-reduce. If the step raises, some of K-FAC's state may already have changed,
+        as with a torch optimizer whose step raises."""
         running = [(kfac, kfac.precondition()) for kfac in self.preconditioners]
         sums = None
         if self.everywhere and self.preconditioners[0].rule.numbers:
-            # every gradient worker of a layer has counted that layer
+            # each of a layer's gradient workers has added that layer's numbers
             parts = [
                 torch.stack([*now.outcome.numbers]) / kfac.plan.workers for kfac, now in running
             ]
@@ -81,7 +81,8 @@ class Job:
             kfac.resume()
 
     def drop_step(self) -> None:
-        """Drop what the hooks have seen, because a step or a backward pass raised. Local."""
+        """Drop the rows that the hooks have captured, because a step or a backward pass raised.
+        Local."""
         for kfac in self.preconditioners:
             kfac.resume(after_error=True)
 
@@ -91,7 +92,7 @@ class Job:
             kfac.load_state_dict({})
 
     def close(self) -> None:
-        """Remove the hooks and process groups. Local, and may be called twice."""
+        """Remove the hooks and process groups. Local. May be called twice."""
         for kfac in self.preconditioners:
             kfac.close()
         if self.everywhere:

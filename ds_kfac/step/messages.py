@@ -1,4 +1,4 @@
-"""What ranks exchange in addition to gradients and batch sums.
+"""Messages between ranks that contain neither gradients nor batch sums.
 
 Eigenbases, or damped inverses, travel from the ranks that decompose factors to gradient workers on
 other ranks, in messages of bounded size. Scalars about factors travel with the first of these
@@ -28,22 +28,22 @@ class Delivery:
     """Sends eigenbases or inverses from eigen workers to gradient workers.
 
     Args:
-        factors: factors in an order that is the same on every rank.
+        factors: all factors, in an order that is the same on every rank.
         eigen_workers: factor key -> rank that decomposes the factor.
         workers: layer name -> ranks that precondition the layer's gradient.
         wire: dtype of eigenvectors on the wire.
         method: defines the parts of a decomposition.
-        nbytes: most bytes that a rank sends, or receives, in one message. A single decomposition
-            may be larger.
-        copied: names of layers of which other tensor-parallel ranks have copies. Those ranks have
-            their own plans.
+        nbytes: most bytes that a rank sends, or receives, in one message. A larger decomposition
+            has a message of its own.
+        copied: names of layers that other tensor-parallel ranks have copies of. Those ranks have
+            plans of their own.
 
     Attributes:
         receivers: factor key -> gradient workers other than the factor's eigen worker.
         rounded_at_home: keys of factors whose eigen worker rounds its own copy of the decomposition
-            to the wire's dtype. This applies to decompositions that travel, so that all workers
-            have the same bits. It also applies to those of copied layers, because another rank's
-            plan may send them.
+            to the wire's dtype. Decompositions that travel are rounded so that all workers have the
+            same bits. Decompositions of copied layers are rounded because they may travel in
+            another rank's plan.
         travels: whether any decomposition ever travels.
         kinds: kinds of the message parts of a decomposition, in the order of the parts.
         dtypes: dtypes on the wire, in the order of the parts.
@@ -84,8 +84,8 @@ class Delivery:
     def messages(self, keys: Collection[str]) -> list[list[tuple[int, int]]]:
         """Return the messages that travel when the factors in ``keys`` have been refreshed.
 
-        Each message is a list of pairs: the index of a factor in :attr:`factors`, and a receiver. A
-        pair is in the first message that has room for it.
+        Each message is a list of pairs (index of a factor in :attr:`factors`, receiver). A pair is
+        in the first message that has room for it.
         """
         messages: list[list[tuple[int, int]]] = []
         # for each message: ("from", rank) or ("to", rank) -> bytes
@@ -111,16 +111,16 @@ class Delivery:
         ends: Sequence[tuple[str, int]],
         nbytes: int,
     ) -> int:
-        """Return the index of the first load that has room for another ``nbytes`` at both ends.
-        Return the number of loads if there is none."""
+        """Return the index of the first load that has room for another ``nbytes`` at both ends, or
+        the number of loads if none has room."""
         for index, load in enumerate(loads):
             if all(not load[end] or load[end] + nbytes <= self.nbytes for end in ends):
                 return index
         return len(loads)
 
     def plans(self, pairs: Sequence[tuple[int, int]]) -> tuple[RelayoutPlan, ...]:
-        """Return the moves of one of the messages of :meth:`messages`, with one plan for each part
-        of a decomposition."""
+        """Return the moves of one message as a tuple with one plan for each part of a
+        decomposition. ``pairs`` is one of the results of :meth:`messages`."""
         of_pairs = [(place, self.factors[place], rank) for place, rank in pairs]
         moves = [
             [
@@ -137,8 +137,8 @@ class Delivery:
         self, keys: Collection[str], bases: Mapping[str, Decomposition], device: torch.device
     ) -> list[tuple[MessagePart, ...]]:
         """Return the parts of each message that delivers the factors in ``keys``. A factor without
-        an entry in ``bases`` could not be decomposed. Zeros are sent in its place, because its
-        receivers expect that many elements."""
+        an entry in ``bases`` could not be decomposed. Zeros are sent instead of its decomposition,
+        because its receivers expect that many elements."""
 
         def piece(flat: Callable[[Any], Tensor], move: Move) -> Tensor:
             basis = bases.get(self.factors[move.param].key)
@@ -157,11 +157,11 @@ class Delivery:
         ]
 
     def received(self, arrivals: Sequence[Arrivals]) -> dict[str, Decomposition]:
-        """Return factor key -> decomposition for the content of one message. The decompositions are
-        copies.
+        """Return factor key -> decomposition for the decompositions that one message contained.
+        They are copies, not views of the message.
 
         Args:
-            arrivals: arrivals of each message part.
+            arrivals: one list of arrivals for each message part.
         """
         flats = [{move.param: piece for move, piece in part} for part in arrivals]
         delivered: dict[str, Decomposition] = {}
@@ -174,20 +174,22 @@ class Delivery:
 
 
 FAILED, UNUSABLE, FRESH = -1.0, 0.0, 1.0
-"""Outcome of a factor's decomposition, as reported by its eigen worker."""
+"""Outcomes of a factor's decomposition, as reported by its eigen worker. FAILED: the decomposition
+did not succeed. UNUSABLE: the factor cannot be decomposed, for example because it has no data.
+FRESH: there is a new decomposition."""
 
 
 def counting(sides: Mapping[str, FactorSpec]) -> str:
     """Return the key of the factor whose number of rows is the layer's number of loss terms. This
-    is G, or A if G is the identity."""
+    is the key of G, or that of A if G is the identity."""
     return (sides.get("G") or sides["A"]).key
 
 
 UNUSUAL = ("limited", "empty", "missed")
 """Kinds of unusual batches of a factor, which are counted.
 
-- limited: the batch was scaled down, because its trace was far above that of the average.
-- empty: the batch had no row.
+- limited: the batch was scaled down, because its trace was far above the trace of the average.
+- empty: the factor was not changed, because the batch had no row or a value that is not finite.
 - missed: the batch had no row, but not all ranks contributed. Another rank may have had rows.
 """
 NONE_UNUSUAL: Sequence[Tensor | float] = (0.0,) * len(UNUSUAL)
@@ -217,8 +219,8 @@ def scalar_names(
     """
     names: list[list[Hashable]] = [[] for _ in range(plan.assignment.world)]
     where = plan.assignment.eigen_workers
-    # If nothing travels, the gradient workers are the eigen workers, and the same numbers are sent
-    # with the results (Totals).
+    # If eigenbases never travel, the gradient workers are the eigen workers, and Totals sends the
+    # same numbers with the results.
     if travels:
         for rank in sorted({where[key] for key in captured}):
             names[rank] += [(kind, rank) for kind in UNUSUAL]
@@ -241,8 +243,8 @@ def scalar_names(
 
 
 def rows_in(measured: Mapping[str, int | Tensor]) -> dict[str, int]:
-    """Return layer name -> number of rows, with all numbers on the host. They are copied from the
-    device in one transfer."""
+    """Return layer name -> number of rows, with all numbers on the host. Numbers on the device are
+    copied in one transfer."""
     on_device = {layer: rows for layer, rows in measured.items() if isinstance(rows, Tensor)}
     on_host = torch.stack([*on_device.values()]).tolist() if on_device else []
     return {**measured, **dict(zip(on_device, on_host, strict=True))}
@@ -254,7 +256,7 @@ class MissedBatches:
 
     Attributes:
         keys: factor keys.
-        without_rows_n: bool [n] on the device, for each key: whether the batch had no row. None if
+        without_rows_n: bool [n] on the device, True for each key whose batch had no row. None if
             there are no keys.
     """
 
@@ -271,14 +273,14 @@ class MissedBatches:
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """What the ranks compare after a step that captured.
+    """Data of a step that captured, which the ranks compare later to find "missed" batches.
 
     Attributes:
         step: number of the step.
         plan: the plan of the step.
         missed_count: number of "missed" batches on all ranks, see :data:`UNUSUAL`.
-        missed: those of this rank.
-        seen: names of the layers that had an input on this rank.
+        missed: this rank's factors to which not all ranks contributed.
+        seen: names of the layers that had an input on this rank in the step.
     """
 
     step: int
@@ -289,11 +291,11 @@ class CapturedStep:
 
 
 class Sharing:
-    """Reaches agreement among all ranks about what captured batches show.
+    """Makes all ranks agree on what captured batches show.
 
     The first captured batch shows which layers share one A (see ``inputs``), and how many rows each
-    layer has on a rank. The ranks agree on this for the whole run, before anything of that batch is
-    kept. Later batches may show that too few ranks contribute to a factor.
+    layer has on a rank. The ranks agree on both for the whole run, before a factor uses that batch.
+    Later batches may show that too few ranks contribute to a factor.
     """
 
     def __init__(self, inputs: SharedInputs, channel: Channel) -> None:
@@ -307,11 +309,11 @@ class Sharing:
         ready: set[str],
         measured: Mapping[str, int | Tensor],
     ) -> Observations | None:
-        """Return the observations after this captured step, or None if nothing is left to observe.
-        Collective if anything is left to observe.
+        """Return the observations after this captured step, or None if earlier steps have shown all
+        there is to observe. In that case the call is local, otherwise collective.
 
         Args:
-            ready: keys of decomposed factors. Keys of other ranks are added, in place.
+            ready: keys of decomposed factors. The ready keys of other ranks are added in place.
             measured: layer name -> number of rows on this rank in this step, see
                 :class:`ds_kfac.model.capture.Capture`.
         """
@@ -325,7 +327,7 @@ class Sharing:
         groups = observations.groups
         if self.inputs.searching:
             groups = agreed([shared for shared, *_ in everyone], plan.sharing_candidates)
-        if observations.rows is not None:  # they were read from a checkpoint
+        if observations.rows is not None:  # the rows were read from a checkpoint
             return replace(observations, groups=groups)
         total: Counter[str] = Counter()
         for _, counts, _ in everyone:
@@ -341,8 +343,8 @@ class Sharing:
         now.
 
         If the contributors to a factor had no row, but another rank used one of the factor's
-        layers, return observations that make twice as many ranks contribute. Otherwise return None.
-        Collective if there were missed batches, whose count is the same on all ranks.
+        layers, return observations with which twice as many ranks contribute. Otherwise return
+        None. Collective if there were "missed" batches; their count is the same on all ranks.
         """
         if not captured.missed_count.tolist()[0]:
             return None

@@ -1,12 +1,13 @@
-"""The data flow of one step, in the order in which it happens. It is the same in every engine mode.
+"""The data flow of one K-FAC step, in the order in which it happens. It is the same in every engine
+mode.
 
 precondition    Factors are updated and decomposed. Gradients and new eigenbases are sent to the
                 gradient workers, which compute the results.
-scatter         Results are sent to the ranks that hold slices of them. DeepSpeed's inner optimizer
-                then steps with these results as gradients.
+scatter         Each rank receives the results for the gradients that it holds. DeepSpeed's inner
+                optimizer then steps with these results in place of the gradients.
 
-A step runs only when it is certain to be applied (``ds_kfac/zero/seam.py``), so state is changed in
-place, and only once.
+A step runs only when DeepSpeed is certain to apply it (``ds_kfac/zero/seam.py``). K-FAC's state can
+therefore change in place, without a copy to return to.
 """
 
 from collections import deque
@@ -46,14 +47,16 @@ class KFACPreconditioner:
     Attributes:
         steps: number of applied steps. All schedules count in these steps. DeepSpeed's global_steps
             also counts skipped steps.
-        due: factors that the next step updates, and factors that it decomposes.
-        curvature: the factors.
-        direction: the update rule's steps, and the state of this rank's layers that they need.
-        observations: what the first captured batch has shown.
-        moments: class of the moments that are kept of gradients; None: no moments.
+        due: keys of the factors that the next step captures, and keys of the factors that it
+            decomposes.
+        curvature: the factors of this rank.
+        direction: computes the update rule's results, and has the state of this rank's layers.
+        observations: what captured batches have shown, see :class:`Observations`.
+        moments: class of the moments that the update rule keeps; None: it keeps no moments.
         names: layer name -> the layer's name in checkpoints.
-        left_out: fp32 [layers on this rank], how often each layer's gradient was too large for its
-            moments. It is 0.0 if the rule never leaves out a gradient.
+        left_out: fp32 [layers on this rank], number of steps in which each layer was left out
+            because its gradient was too large for its moments. 0.0 if the rule never leaves out a
+            gradient.
         saved: names of the layers that this domain writes to checkpoints.
         judged: whether the last step has compared rows with gradients.
     """
@@ -67,8 +70,8 @@ class KFACPreconditioner:
         self.layout = engine_view.layout
         self.seam = engine_view.seam
         self.names = {layer.name: engine_view.domain.global_name(layer) for layer in self.layers}
-        # tensor-parallel ranks have copies of layers that are not sharded: only the first rank
-        # saves them
+        # each tensor-parallel rank has a copy of the layers that are not sharded; only the first
+        # rank saves these layers
         saves_copies = engine_view.domain.shard[0] == 0
         self.saved = {layer.name for layer in self.layers if layer.copies == 1 or saves_copies}
         self.device = self.layout.engine.device
@@ -124,15 +127,14 @@ class KFACPreconditioner:
 
     @property
     def state(self) -> dict[str, LayerState]:
-        """Layer name -> views of the layer's state, for the layers whose gradient worker this rank
-        is."""
+        """Layer name -> views of the layer's state, for the layers that this rank preconditions."""
         return {name: group.state(index) for name, (group, index) in self.places.items()}
 
     # a step
 
     def precondition(self) -> Running:
-        """Compute and return this rank's results. They are in the exchange's outbox, or already in
-        DeepSpeed's memory. Collective."""
+        """Compute this rank's results, and write them to the exchange's outbox or to DeepSpeed's
+        memory. Return the state that :meth:`scatter` needs. Collective."""
         # a user may call engine.step() under autocast
         with torch.autocast(self.device.type, enabled=False):
             update = self._update_factors() if self.due.capture else None
@@ -154,8 +156,8 @@ class KFACPreconditioner:
         """Send results to the ranks that hold their shards, and scale them by kl-clip. Collective.
 
         Args:
-            sums: sums of the direction's numbers over the layers of all domains. None: there is
-                only one domain, and the sums travel with the results.
+            sums: sums of the direction's numbers over the layers of all domains. None: the job has
+                only one domain, and the numbers travel with the results.
         """
         context = running.context
         outcome = running.outcome
@@ -171,8 +173,9 @@ class KFACPreconditioner:
         self.steps += 1
 
     def _update_factors(self) -> FactorStep:
-        """Reduce this step's batch sums to the factors' owners, average them in, decompose the
-        factors that are due, and rotate the layers' state into the new eigenbases. Collective."""
+        """Reduce this step's batch sums to the factors' owners, add them to the running averages,
+        decompose the factors that are due, and rotate the layers' state into the new eigenbases.
+        Collective."""
         self.capture.end_step()
         if self.capture.proof is not None:
             self._numbers = self.proving.numbers(self.capture.proof)
@@ -192,8 +195,8 @@ class KFACPreconditioner:
 
     def _observe_first_batch(self) -> None:
         """Agree with the other ranks on what the first captured batch shows. This may replace
-        ``self.curvature``, whose factors are still empty. Collective if there is something left to
-        observe."""
+        ``self.curvature``, whose factors are still empty. Collective, unless earlier steps have
+        shown all there is to observe."""
         observations = self.sharing.observed(
             self.observations, self.plan, self.curvature.ready, self.capture.measured or {}
         )
@@ -201,9 +204,9 @@ class KFACPreconditioner:
             self.observe(observations)
 
     def _last_basis(self, factor: FactorSpec) -> Decomposition | None:
-        """Return the decomposition of a factor that is in use, or None if there is none. The
-        factor's eigen worker always has it. That rank is a gradient worker of one of the factor's
-        layers, but not always of the first."""
+        """Return the decomposition of a factor that layers use now, or None if the factor was never
+        decomposed. This rank must be the factor's eigen worker, which is a gradient worker of one
+        of the factor's layers, but not always of the first layer."""
         group, index = next(self.places[name] for name in factor.layers if name in self.places)
         state = group.state(index)
         return state.A if factor.is_A else state.G
@@ -216,7 +219,7 @@ class KFACPreconditioner:
             return self.exchange.gathered(arrived)
 
     def _judge(self, proof: Proof, gradients: Gradients) -> Verdict:
-        """Compare the captured rows with the gradients. Layers that fail go on without curvature.
+        """Compare the captured rows with the gradients. Layers that fail lose their curvature.
         Collective."""
         numbers = self._numbers
         assert numbers is not None, "what is proven is captured, so _update_factors() has run"
@@ -232,11 +235,11 @@ class KFACPreconditioner:
         return verdict
 
     def _rebase(self, update: FactorStep) -> None:
-        """Replace the eigenbases of layers, rotate their moments into the new ones, and update
-        their numbers of loss terms.
+        """Replace the eigenbases of layers, rotate the layers' moments into the new eigenbases, and
+        update the layers' numbers of loss terms.
 
-        Layers whose rows failed the last proof get no new eigenbases: all layers of a factor fail
-        together (:meth:`Proving.verdict`), and their factors are not decomposed.
+        Layers whose rows failed the last proof get no new eigenbases, because their factors are not
+        decomposed. (All layers of a factor fail together, see :meth:`Proving.verdict`.)
         """
         for name, (group, index) in self.places.items():
             terms = update.terms.get(name)
@@ -254,7 +257,7 @@ class KFACPreconditioner:
         update.bases.clear()
 
     def _record(self, running: Running, summary: Tensor) -> None:
-        """Record what the step has done, for schedules, counters and warnings."""
+        """Record the results of a step for schedules, counters and warnings."""
         update = running.update
         verdict = running.verdict
         self.metrics.step(summary)
@@ -294,11 +297,11 @@ class KFACPreconditioner:
         self.metrics.counts["skipped_steps"] += 1
 
     def resume(self, *, after_error: bool = False) -> None:
-        """Prepare the hooks for the next step, and drop what they have seen. Call it after
-        :attr:`steps` has changed.
+        """Prepare the hooks for the next step, and drop the rows that they have captured. Call this
+        after :attr:`steps` has changed.
 
         Args:
-            after_error: whether a step or a backward pass has raised. The call is then local,
+            after_error: whether a step or a backward pass has raised. If so, the call is local,
                 otherwise it is collective.
         """
         self._numbers = None
@@ -312,7 +315,8 @@ class KFACPreconditioner:
                 self.due.capture | (still & self.curvature.specs.keys()), self.due.refresh
             )
         if self.due.capture and not after_error:
-            # the host would have to wait for the counts of the step that has just ended
+            # The step that has just ended is left out, because the host would have to wait for its
+            # counts.
             self.settle(before=self.steps - 1)
         if self.due.capture:
             keys = self.curvature.reducer.begin(self.due.capture, self.steps)
@@ -323,22 +327,24 @@ class KFACPreconditioner:
             self.capture.begin_step(None, self.steps)
 
     def settle(self, before: int | None = None) -> None:
-        """Observe what applied updates have shown, see :meth:`Sharing.settled`. Collective.
+        """Adapt the plan to "missed" batches of earlier steps, see :meth:`Sharing.settled`.
+        Collective.
 
         Args:
-            before: only look at updates of steps before this one; None: look at all updates.
+            before: only look at steps before this one; None: look at all steps.
         """
         while self._unsettled and (before is None or self._unsettled[0].step < before):
             captured = self._unsettled.popleft()
-            # steps before the plan changed show nothing new
+            # the ranks that contribute have changed since the steps of an older plan
             if captured.plan is self.plan:
                 observations = self.sharing.settled(captured, self.observations)
                 if observations is not None:
                     self.observe(observations)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of what a resumed run needs. For the factors see
-        :meth:`FactorUpdates.state_dict`. The next step changes these tensors."""
+        """Return this rank's part of the state that a resumed run needs. For the factors see
+        :meth:`FactorUpdates.state_dict`. The tensors are not copies, so the next step changes
+        them."""
         return {
             "steps": self.steps,
             **self.direction.state(),
@@ -348,12 +354,12 @@ class KFACPreconditioner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, decompose: bool = False) -> None:
-        """Continue from the result of :meth:`state_dict`. Whatever it lacks starts empty.
-        Collective.
+        """Continue from the result of :meth:`state_dict`. State that it does not contain starts
+        empty. Collective.
 
         Args:
-            decompose: whether to decompose all factors now, because the state has no eigenbases or
-                those of another method.
+            decompose: whether to decompose all factors now, because the state has no eigenbases, or
+                has the decompositions of another method.
         """
         if state.get("observations", self.observations) not in (Observations(), self.observations):
             self.observe(state["observations"])
@@ -381,13 +387,12 @@ class KFACPreconditioner:
         self._rebase(update)
 
     def close(self) -> None:
-        """Remove the hooks and leave the process group. Local, and may be called twice."""
+        """Remove the hooks and leave the process group. Local. May be called twice."""
         self.capture.remove()
         self.channel.close()
 
     def observe(self, observations: Observations) -> None:
-        """Change the plan to fit these observations, which are the same on every rank. They say
-        which layers share an A, and how many rows a factor has."""
+        """Change the plan to fit these observations, which must be the same on every rank."""
         if observations.groups is not None:
             self.sharing.inputs.use(observations.groups)
         before = self.plan

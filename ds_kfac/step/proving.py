@@ -1,8 +1,8 @@
-"""Decide when a run proves its captured rows (:mod:`ds_kfac.model.proof`), and what follows from
-the result.
+"""Decide in which steps a run proves its captured rows (:mod:`ds_kfac.model.proof`), and which
+layers lose their curvature because they fail.
 
-A layer fails the proof if its rows do not add up to its gradient. It then has no curvature until a
-captured step in which they do.
+A layer fails the proof if its rows do not add up to its gradient. The layer then has no curvature
+until it passes a later proof.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,22 +20,23 @@ from ds_kfac.zero.exchange import Gradients
 from ds_kfac.zero.layout import ShardLayout, is_hooked
 
 EVERY = 1000
-"""Most captured steps from one proof to the next. The first proofs follow each other closely, and
-the distance doubles from proof to proof, because programs change most at their start."""
+"""Largest number of captured steps from one proof to the next. The first proofs follow each other
+closely, because programs change most at their start. From then on the distance doubles with every
+proof, up to this number."""
 FIRST = 4
-"""After each of the first FIRST proofs, layers without a gradient are captured again one step
+"""After each of the first FIRST proofs, layers whose gradient was zero are captured again one step
 later, see :attr:`Proving.again`. A residual block whose last matrices are initialized with zeros
-needs this many."""
+needs this many proofs."""
 QUANTIZED = 1.0
-"""Relative accuracy of gradients that travel in 4 bits. With such gradients, only rows that are
-missing completely are found."""
+"""Relative accuracy of gradients that travel in 4 bits. For such gradients, a layer fails only if
+all of its rows are missing."""
 RAISES = False
-"""Whether a layer that fails raises an error. Tests set this."""
+"""Whether to raise an error if a layer fails. Tests set this."""
 
 
 def wait(proofs: int) -> int:
-    """Return the number of captured steps without a proof that follow after this number of
-    proofs."""
+    """Return how many captured steps run without a proof before the next one, if there were
+    ``proofs`` proofs so far."""
     return min(EVERY, 2**proofs) - 1
 
 
@@ -45,9 +46,9 @@ class Verdict:
 
     Attributes:
         checks: layer name -> result of its check.
-        unfit: name of each layer that has no curvature from this step on -> reason.
-        open: whether the next captured step must prove again, because a layer failed or a number
-            was not finite.
+        unfit: layer name -> reason, for each layer that has no curvature from this step on.
+        open: whether the next captured step must prove again, because a layer failed or a check was
+            not finite.
     """
 
     checks: Mapping[str, RowCheck]
@@ -60,8 +61,9 @@ class Proving:
 
     Attributes:
         unfit: layer name -> why the layer has no curvature.
-        again: keys of factors that the next step captures in addition. Their layers had rows but no
-            gradient, like all layers below a head that is initialized with zeros.
+        again: keys of factors that the next step captures even if they are not due. Their layers
+            had rows but a gradient of zero, like all layers below a head that is initialized with
+            zeros.
     """
 
     def __init__(self, layers: Sequence[LayerSpec], layout: ShardLayout, channel: Channel) -> None:
@@ -76,7 +78,7 @@ class Proving:
         """Forget all proofs, so that the next captured step proves.
 
         Args:
-            resumed: whether the run continues from a checkpoint. In this case no additional step is
+            resumed: whether the run continues from a checkpoint. If so, no additional factors are
                 captured (:attr:`again`), so that a resumed run equals an uninterrupted one.
         """
         self.unfit: Mapping[str, str] = {}
@@ -90,14 +92,14 @@ class Proving:
     def begin(
         self, step: int, key: Callable[[LayerSpec], str], *, after_error: bool = False
     ) -> Proof | None:
-        """Return a proof for this captured step, or None if the step does not prove. If DeepSpeed
-        skips a step, the step begins again and is counted only once.
+        """Return a proof for this captured step, or None if the step does not prove. A step that
+        begins again, because DeepSpeed skipped it, is counted only once.
 
         Args:
             key: see :class:`ds_kfac.model.proof.Proof`.
-            after_error: whether the last step or backward pass raised. Gradients may then contain
-                rows that were dropped; at ZeRO-2 this is so even after ``zero_grad``. No layer is
-                judged by such a step.
+            after_error: whether the last step or backward pass raised. If so, gradients may contain
+                rows that were dropped (at ZeRO-2 even after ``zero_grad``), so the step judges no
+                layer.
         """
         if step != self._last_step:
             self._last_step = step
@@ -112,12 +114,13 @@ class Proving:
         return proof if proof.layers else None
 
     def frozen(self, layer: LayerSpec) -> bool:
-        """Whether the layer's weight was frozen after attach. Hooks no longer see its rows then,
-        although its bias may have a gradient."""
+        """Whether the layer's weight was frozen after attach. If so, hooks no longer see the
+        layer's rows, although its bias may have a gradient."""
         return not self._parameters[layer.weight].requires_grad
 
     def hooked(self, layer: LayerSpec) -> bool:
-        """Whether a parameter's gradient has a hook that is neither DeepSpeed's nor ours."""
+        """Whether a gradient of the layer's parameters has a hook that is neither DeepSpeed's nor
+        ours."""
         return any(is_hooked(self._parameters[name]) for name in layer.parameters)
 
     def numbers(self, proof: Proof) -> Tensor:
@@ -142,10 +145,11 @@ class Proving:
 
         Args:
             numbers: see :meth:`numbers`.
-            gradients: layer name -> gradient as it will be applied, [O, I], for this rank's layers.
+            gradients: layer name -> gradient [O, I] after DeepSpeed's unscaling and clipping, for
+                this rank's layers.
             used: maps a layer name to a text that says where the layer's weight is used.
             applied_factor: factor by which DeepSpeed has multiplied gradients or will multiply
-                them; None: there is no such factor.
+                them; None: DeepSpeed does not multiply gradients.
         """
         layout = self.layout
         workers = plan.assignment.workers

@@ -1,5 +1,5 @@
-"""Sums over all layers that travel with a step's results: numbers of the update rule, counts, and
-flags."""
+"""Sums over the layers of all ranks: numbers of the update rule, counts, and flags. Each rank's
+share travels in the same message as a step's results."""
 
 from dataclasses import dataclass
 
@@ -20,11 +20,12 @@ _NAMES = tuple(SUMMARY)
 
 @dataclass
 class Running:
-    """State of a step between its two halves, precondition and scatter.
+    """State of a step between its two halves, ``precondition`` and ``scatter``.
 
     Attributes:
-        outcome: what the direction has computed on this rank.
-        update: what the step has done to the factors; None if the step does not change them.
+        outcome: results, numbers and flags that the direction has computed on this rank.
+        update: record of what the step has done to the factors; None if the step does not change
+            factors.
         verdict: result of the proof of rows; None if the step does not prove.
     """
 
@@ -63,14 +64,14 @@ class Totals:
         """Return the message part with this rank's vector.
 
         Raises:
-            ValueError: the rule returned more or fewer numbers than it had declared.
+            ValueError: the rule returned more or fewer numbers than it declares.
         """
         outcome = running.outcome
         if len(outcome.numbers) != self.rule.numbers:
             raise ValueError(
                 f"ds_kfac: {type(self.rule).__name__}.numbers is {self.rule.numbers}, but its "
-                f"Direction.step gave {len(outcome.numbers)} scalars in Outcome.numbers; make them "
-                "the same number"
+                f"Direction.step gave {len(outcome.numbers)} scalars in Outcome.numbers; the two "
+                "numbers must be equal"
             )
         vector = stacked([*outcome.numbers, *self._counts(running)], self.device)
         if self.flag_count:
@@ -85,8 +86,8 @@ class Totals:
         update = running.update
         failed = 0
         limited, empty, missed = NONE_UNUSUAL
-        # If eigenbases travel, deliver() has told all ranks about refreshes and updates, and read()
-        # adds these numbers.
+        # If eigenbases travel, deliver() has already sent the counts of refreshes and updates to
+        # all ranks, and read() adds them.
         if update is not None and not update.travels:
             failed = [*update.outcomes.values()].count(FAILED)
             limited, empty, missed = update.unusual
@@ -116,7 +117,8 @@ class Totals:
         update = running.update
         if update is not None and update.travels:
             failed = [*update.outcomes.values()].count(FAILED)  # on all ranks
-            # add_ adds a number on the device; a tensor made from it would be copied from the host
+            # add_ adds a Python number on the device; a tensor made from the number would be copied
+            # from the host
             summary[_NAMES.index("refresh_failures")].add_(failed)
             summary[-len(UNUSUAL) :].add_(unusual(update.scalars))
         return numbers, summary, flags > 0 if self.flag_count else None

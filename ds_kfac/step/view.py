@@ -1,4 +1,4 @@
-"""What a preconditioner knows about an engine."""
+"""The parts of an engine that a preconditioner uses."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,18 +14,18 @@ from ds_kfac.zero.seam import Seam
 
 @dataclass(frozen=True)
 class EngineView:
-    """The part of an engine that one preconditioner handles, such as its dense layers.
+    """The part of an engine that one preconditioner handles, such as the engine's dense layers.
 
     Attributes:
         model: the engine's module.
         layers: the layers that are preconditioned.
         layout: where the engine keeps the gradients of the layers' parameters.
-        other_params: all other trained parameters of the domain.
+        other_params: trained parameters of the domain that belong to none of the layers.
         inner: the innermost optimizer, which DeepSpeed wraps.
         rule: the update rule of the layers.
         domain: the part of the job that is preconditioned, such as the experts of one
             expert-parallel group.
-        seam: calls K-FAC at the engine's steps.
+        seam: calls K-FAC when the engine steps.
     """
 
     model: nn.Module

@@ -11,17 +11,17 @@ from ds_kfac.ops.host_copy import HostCopy
 
 CAPTURES_BEFORE_WARNING = 5
 """Number of consecutive captures without an eigenbasis after which a layer is reported. Layers
-below a head that is initialized with zeros need four captures to get one."""
+below a head that is initialized with zeros need four captures to get an eigenbasis."""
 NAMED = 3
-"""Most layers that a warning names."""
+"""Largest number of layers that a warning names."""
 WITHOUT = (
     "stepped without curvature, for {} updates of theirs in a row: {}; engine.kfac.explain(name) "
     "says why"
 )
 FROZEN = (
-    "weights were frozen at the last {} updates, so their factors stay as they are: {}. If other "
-    "steps train them, as of two nets that are frozen in turn, choose kfac.factor.update_interval "
-    "so that it meets all turns"
+    "weights were frozen at the last {} updates, so their factors stay as they are: {}. If two "
+    "networks are frozen in turn, choose a kfac.factor.update_interval with which some updates run "
+    "in steps that train these layers"
 )
 
 
@@ -51,13 +51,13 @@ class LayerWarner:
         """Warn if there is a reason to. Call it after every applied step that captured.
 
         Args:
-            without: names of layers that have no eigenbasis, unless another warning has given the
-                reason.
+            without: names of layers that have no eigenbasis, without those that another warning has
+                reported.
             frozen: names of layers whose weights are frozen.
             captured: names of layers that this step captured.
-            left_out: fp32 [layers], how often the gradient of each layer was left out so far. It is
-                0.0 if the direction leaves out no gradients. The copy to the host is read in a
-                later call, so that the host does not wait.
+            left_out: fp32 [layers], number of steps so far in which the gradient of each layer was
+                left out. 0.0 if the direction leaves out no gradients. A later call reads the copy
+                of this tensor on the host, so that the host does not wait for the device.
         """
         for text, names in ((WITHOUT, without), (FROZEN, frozen)):
             before = self._rows.get(text, {})
@@ -78,6 +78,6 @@ class LayerWarner:
                 logger.warning(
                     f"ds_kfac: gradients of {name or '(model)'} were left out, {int(count)} so "
                     "far: their norm exceeds 1e15, which Adam's second moment would not recover "
-                    'from. Its weights were not touched in these steps; "gradient_clipping" in the '
-                    "DeepSpeed config bounds gradients"
+                    "from. The layer's weights were not changed in these steps. To bound "
+                    'gradients, set "gradient_clipping" in the DeepSpeed config'
                 )

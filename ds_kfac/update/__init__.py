@@ -1,2 +1,2 @@
-"""Processing of gradients in groups of layers of one shape: their rotation, moments and
-Newton-Schulz iteration, and the state that is kept for them."""
+"""Processing of gradients, in groups of layers of one shape: rotation, moments, Newton-Schulz
+iteration, and the state that is kept between steps."""

@@ -3,8 +3,8 @@ the kernels of one layer takes longer than its products. This module decides whi
 group and in which order groups are stepped, and it owns the tensors that the layers of a group
 share.
 
-Shape suffixes: O, I the sides of a layer's matrix; nOI stands for [n, O, I], the matrices of all
-layers of a group.
+Shape suffixes: O and I are the sides of a layer's matrix. nOI stands for [n, O, I], the matrices of
+all layers of a group.
 """
 
 import math
@@ -25,21 +25,23 @@ from ds_kfac.update.state import LayerState, Moments
 S = TypeVar("S", bound=Any)
 
 BATCHED_BYTES = 1 << 28
-"""Most bytes of a rank's eigenvectors that are kept in stacked tensors. A refresh briefly needs the
-same memory again, because new eigenvectors are copied into the stacks."""
+"""Largest number of bytes of eigenvectors that a rank keeps in stacked tensors. A refresh briefly
+needs as much memory again, because new eigenvectors are copied into the stacks."""
 
 
 def group_by_shape(
     layers: Sequence[LayerSpec], *, key: Callable[[LayerSpec], Hashable] | None
 ) -> tuple[tuple[LayerSpec, ...], ...]:
-    """Divide layers into groups. A layer is alone in its group, or with other layers of its shape.
-    Pure.
+    """Divide layers into groups. A group consists of a single layer, or of several layers of one
+    shape. Pure.
 
-    Layers are grouped as long as their eigenvectors fit into :data:`BATCHED_BYTES`. The smallest
-    shapes come first, because they gain most.
+    Layers are grouped as long as the eigenvectors of all grouped layers fit into
+    :data:`BATCHED_BYTES`. The layers of the smallest shapes are grouped first, because they gain
+    most.
 
     Args:
-        key: layers may be in one group only if their keys are equal; None: every layer is alone.
+        key: returns a key of a layer. Layers may be in one group only if their keys are equal.
+            None: every layer has a group of its own.
     """
     if key is None:
         return tuple((layer,) for layer in layers)
@@ -74,11 +76,10 @@ def basis_bytes(layers: Sequence[LayerSpec]) -> int:
 def chunks(
     groups: Iterable[Sequence[LayerSpec]], *, batched: bool
 ) -> list[list[Sequence[LayerSpec]]]:
-    """Divide groups into chunks. The directions of one chunk are in memory at the same time. Pure.
+    """Divide groups into chunks. All directions of a chunk are in memory at the same time. Pure.
 
     A chunk has at most as many elements as :func:`chunk_budget` allows for its largest layer,
-    unless it consists of a single larger group. Groups and chunks are in the order of
-    :func:`in_order`.
+    unless it consists of a single group. Groups and chunks are in the order of :func:`in_order`.
     """
     made: list[list[Sequence[LayerSpec]]] = []
     numel_left = 0
@@ -95,8 +96,8 @@ def chunks(
 def in_order(groups: Iterable[S]) -> tuple[S, ...]:
     """Sort groups into the order in which they are stepped. Pure.
 
-    The largest matrices come first, because no results are in memory yet at that time. Matrices
-    with the same sides, even if transposed, are next to each other.
+    The largest matrices come first, because at that time no results are in memory yet. Groups whose
+    matrices have the same two sides, in either order, are next to each other.
     """
 
     def size(group: Sequence[LayerSpec]) -> tuple[int, ...]:
@@ -107,31 +108,32 @@ def in_order(groups: Iterable[S]) -> tuple[S, ...]:
 
 
 class LayerGroup:
-    """Layers of one shape, and all state that their gradient worker keeps for them.
+    """Layers of one shape, and all state that a gradient worker keeps for these layers.
 
-    Note: Stacked tensors. Several layers have one stacked tensor of each kind, and the state of one
-    layer is a slice of it. Terms and moments are allocated at attach and change in place. The
-    stacked eigenvectors are allocated when the first layer gets its basis, and new eigenvectors are
-    copied into them. All tensors therefore keep their addresses, which a recorded step requires. A
-    layer that is alone has no stacks. It keeps its decompositions without a copy, and layers that
-    share an A keep the same tensor.
+    Note: Stacked tensors. If the group has several layers, there is one stacked tensor of each
+    kind, and the state of one layer is a slice of it. Terms and moments are allocated at attach and
+    change in place. The stacked eigenvectors are allocated when the first layer gets its basis, and
+    new eigenvectors are copied into them. All tensors therefore keep their addresses, as a recorded
+    step requires. A layer that is alone in its group has no stacked eigenvectors, unless ``stays``.
+    It keeps its decompositions without a copy, so that layers that share an A keep the same tensor.
 
     Args:
         moments: class of the moments; None: the update rule keeps no moments.
 
     Attributes:
-        layers, names: the layers, and their names.
+        layers, names: layers of the group, and their names.
         maps: number of matrices of each layer. It is the number of groups of a grouped convolution,
             otherwise 1.
         n: number of matrices of all layers.
         terms: fp32 [layers], number of loss terms of the last captured batch, see
             :class:`LayerState`.
-        moments: moments of all matrices, [n, O, I] and [n]; None: the update rule keeps no moments.
-        rotation: the eigenbases in use. It is None until a layer has both sides, and always None
-            with a method that has no eigenbases. Layers of the group that have no basis yet are
-            rotated by the identity.
-        stays: whether even a layer that is alone gets a stack, because a recorded step reads its
-            eigenbases. Set it before the first refresh.
+        moments: moments of all matrices, as tensors [n, O, I] and [n]; None: the update rule keeps
+            no moments.
+        rotation: the eigenbases in use. None until some layer has eigenvectors of both sides, and
+            always None with a method that has no eigenbases. Layers of the group that have no basis
+            yet are rotated by the identity.
+        stays: whether eigenvectors must keep their addresses, because a recorded step reads them.
+            If True, even a layer that is alone gets a stack. Set this before the first refresh.
     """
 
     def __init__(
@@ -175,8 +177,9 @@ class LayerGroup:
         return [type(moments)(*of_layer) for of_layer in zip(*views, strict=True)]
 
     def _at_attach(self, index: int) -> tuple[Any, Any]:
-        """Return the decompositions (A, G) that a layer has before its first refresh. They are
-        None, except for a side that is the identity, because such a side is never refreshed."""
+        """Return the decompositions (A, G) that a layer has before its first refresh. A side that
+        is the identity has a decomposition, because such a side is never refreshed. Any other side
+        has None."""
         layer = self.layers[index]
         A = None if layer.A.block else self.method.identity(layer.A, self.device)
         G = None if layer.G.block else self.method.identity(layer.G, self.device)
@@ -190,8 +193,8 @@ class LayerGroup:
     def state(self, index: int) -> LayerState:
         """Return the state that is kept for a layer.
 
-        The state is a view, so it shows changes that later steps make in place. It does not show
-        new decompositions that replace old ones, so call this again after a refresh.
+        The state consists of views, so it shows changes that later steps make in place. It may not
+        show decompositions of a later refresh, so call this again after a refresh.
         """
         return LayerState(
             self.terms[index], self.method, *self._sides[index], self._moments_of[index]
@@ -205,8 +208,8 @@ class LayerGroup:
     def rebase(
         self, index: int, A: Decomposition | None = None, G: Decomposition | None = None
     ) -> None:
-        """Replace the decompositions of one or both sides of a layer. The layer's moments are
-        rotated into the new eigenbasis."""
+        """Replace the decompositions of one or both sides of a layer, and rotate the layer's
+        moments into the new eigenbasis. None: the side keeps its decomposition."""
         before = self.state(index)
         after = replace(before, A=before.A if A is None else A, G=before.G if G is None else G)
         if before.moments is not None and after.basis is not None:
@@ -214,17 +217,17 @@ class LayerGroup:
         self._keep(index, after.A, after.G)
 
     def leave_basis(self, index: int) -> None:
-        """Remove a layer's eigenbasis, so that it goes on without curvature. Its moments are
-        rotated out of the eigenbasis. This is an approximation for a second moment, because only
-        its diagonal is kept."""
+        """Remove a layer's eigenbasis, so that the layer is stepped without curvature from now on.
+        Its moments are rotated out of the eigenbasis. The result is approximate for a second
+        moment, because only its diagonal is kept."""
         state = self.state(index)
         if state.basis is not None and state.moments is not None:
             _copy_(state.moments, state.moments.unrotated(state.basis))
         self._keep(index, *self._at_attach(index))
 
     def load(self, index: int, state: LayerState | None) -> None:
-        """Continue a layer from a saved state. Terms and moments are copied. Moments that the state
-        lacks start at zero.
+        """Continue a layer from a saved state. Terms and moments are copied. If the state has no
+        moments, they start at zero.
 
         Args:
             state: the saved state; None: the state that the layer had at attach.
@@ -249,7 +252,7 @@ class LayerGroup:
             A = place.A
             G = place.G
         elif is_stacked and self.prepared[index]:
-            # the layer had a basis and has lost it: from now on it is rotated by the identity
+            # the layer had a basis and has lost it, so from now on it is rotated by the identity
             place = self._place(index)
             _copy_basis_(place.A, None)
             _copy_basis_(place.G, None)
@@ -275,7 +278,8 @@ class LayerGroup:
         return self._places[index]
 
     def matrices(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the layers' gradients as [n, O, I]: a copy for several layers, a view for one."""
+        """Return the layers' gradients as one tensor [n, O, I]. It is a copy for several layers,
+        and a view for a single layer."""
         if len(parts) > 1:
             return torch.stack(list(parts))
         (gradient,) = parts
@@ -286,24 +290,25 @@ class LayerGroup:
         return x_nOI.unflatten(0, (-1, self.maps)).unbind() if self.maps > 1 else x_nOI.unbind()
 
     def flags(self, of_layers: Sequence[bool], device: torch.device) -> Tensor | None:
-        """Return bool [n], the flag of each matrix's layer. Return None if all flags are true."""
+        """Return bool [n] with the flag of each matrix's layer, or None if all flags are true."""
         if all(of_layers):
             return None
-        # stacked from scalars on the device, because a copy from the host would wait for the device
+        # stacked from scalars on the device, because copying a list from the host would wait for
+        # the device
         yes = torch.full((), True, dtype=torch.bool, device=device)
         no = torch.full((), False, dtype=torch.bool, device=device)
         return repeated(torch.stack([yes if flag else no for flag in of_layers]), self.maps)
 
     def any_map(self, flags_n: Tensor) -> Tensor:
-        """Return bool [layers]: whether any matrix of the layer has its flag set."""
+        """Return bool [layers], which is True for each layer with a matrix whose flag is True."""
         return flags_n if self.maps == 1 else flags_n.view(-1, self.maps).any(dim=1)
 
 
 def evenly_spaced(parts: Sequence[Tensor]) -> Tensor | None:
     """Stack tensors of one shape without a copy, or return None if that is impossible.
 
-    It is possible if the tensors are contiguous and begin at equal distances in one storage, like
-    the gradients of a model's equal blocks at ZeRO-2 and 3.
+    It is possible if the tensors are contiguous and begin at equal distances in one storage, as the
+    gradients of a model's equal blocks do at ZeRO-2 and 3.
     """
     first = parts[0]
     starts = [x.storage_offset() for x in parts]
@@ -333,8 +338,9 @@ def _copy_basis_(place: Eigenbasis, new: Eigenbasis | None) -> None:
     """Overwrite an eigenbasis.
 
     Args:
-        new: the new eigenbasis. None stands for the identity. An eigenbasis without vectors also
-            stands for the identity: the side was the identity when a checkpoint was saved.
+        new: the new eigenbasis; None: the identity. An eigenbasis without vectors is the identity,
+            too. A loaded checkpoint may contain one, if the side was the identity when it was
+            saved.
     """
     if new is place:
         return

@@ -1,8 +1,9 @@
-"""Work that is the same in every step, launched as one CUDA graph.
+"""Launch work that is the same in every step as one CUDA graph.
 
-Launching a kernel takes the host 10 microseconds, and up to 40 from Python, but most kernels of a
-step take a GPU only 2 to 10. The 600 kernels for GPT-2 small's layers took the host 40 ms and the
-device 8 ms (docs/gpu.md). A graph launches all of them at once.
+Launching a kernel takes the host 10 microseconds, and up to 40 from Python, but a GPU runs most
+kernels of a step in only 2 to 10 microseconds. Launching the 600 kernels for GPT-2 small's layers
+took the host 40 ms, and running them took the device 8 ms (docs/gpu.md). A graph launches all
+kernels at once.
 
 A recorded function must read and write tensors at fixed addresses, and must not decide anything on
 the host. The graph keeps the memory of its temporaries and results.
@@ -15,25 +16,27 @@ import torch
 
 T = TypeVar("T")
 Recorder = Callable[[Callable[[], T]], tuple[Callable[[], None], T]]
-"""Function -> (replay, result). Each call of ``replay`` repeats the function and overwrites the
-result. Recording does not execute the function, so the result is valid after the first replay."""
+"""Maps a function to (replay, result). Each call of ``replay`` repeats the function and overwrites
+the result. Recording does not execute the function, so the result is valid only after the first
+replay."""
 
 STEADY = 2
-"""Number of calls with the same key that are executed normally before one is recorded. They compile
-kernels and fill caches."""
+"""Number of calls with the same key that are executed normally before a call is recorded. These
+calls compile kernels and fill caches."""
 ATTEMPTS = 8
-"""Most recordings of a function. After that it is never recorded again, because its key changes too
-often. A schedule of betas, for example, changes the key in every step."""
+"""Largest number of recordings of a function. After that the function is never recorded again,
+because its key changes too often. A schedule of betas, for example, changes the key in every
+step."""
 RECORDED_NUMEL = 1 << 27
-"""Steps are recorded if the layers of a rank have at most this many elements. With more elements
-the device works longer than the launches take, and a graph would keep more than a GiB."""
+"""Largest number of elements of a rank's layers whose steps are recorded. With more elements,
+kernels run longer than their launches take, and a graph would keep more than a GiB."""
 RECORDED_LAYER = 1 << 24
-"""Steps are recorded if the layers of a rank have at most this many elements on average. With
-larger layers the device works longer than the launches take, however few layers there are."""
+"""Largest mean number of elements of a rank's layers whose steps are recorded. With larger layers,
+kernels run longer than their launches take, even if there are few layers."""
 
 
 def cuda_graph(function: Callable[[], T]) -> tuple[Callable[[], None], T]:
-    """Record a function as a CUDA graph. Waits for the device once."""
+    """Record a function as a CUDA graph, see :data:`Recorder`. Waits for the device once."""
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.current_stream()
     try:
@@ -49,19 +52,19 @@ def cuda_graph(function: Callable[[], T]) -> tuple[Callable[[], None], T]:
 
 
 RECORDERS: dict[str, Recorder] = {"cuda": cuda_graph}
-"""Device type -> its recorder."""
+"""Device type -> recorder for devices of this type."""
 
 
 class Recorded(Generic[T]):
-    """Calls of a function, which are replayed from a recording as soon as they repeat.
+    """Executes a function, and replays it from a recording as soon as its calls repeat.
 
-    A call repeats the last one if its key is the same. The key consists of the objects whose
+    A call repeats the last call if both have the same key. The key consists of the objects whose
     tensors the function uses, and of the values on which the function depends.
 
     Args:
         recorder: records a function.
-        warn: called with a text if the function cannot be recorded. The function is then executed
-            normally.
+        warn: called with a text if the function cannot be recorded. In this case the function is
+            always executed normally.
 
     Attributes:
         replays: number of calls that were replayed.
@@ -113,7 +116,7 @@ class Recorded(Generic[T]):
         return self._result
 
     def _has_key(self, places: Sequence[Any], values: Any) -> bool:
-        """Whether the last call had the same objects and values."""
+        """Whether the last call had these objects and values."""
         if len(places) != len(self._objects):
             return False
         same_objects = all(one is other for one, other in zip(places, self._objects, strict=True))

@@ -1,8 +1,8 @@
-"""Rotation of the matrices of layers of one shape into their eigenbases and back, in one batch of
+"""Rotate the matrices of layers of one shape into their eigenbases and back, in one batch of
 products for all layers.
 
-Shape suffixes: n matrices of one shape, which may belong to one layer; O, I their sides; nOI stands
-for [n, O, I].
+Shape suffixes: n is the number of matrices, which have one shape and may belong to one layer. O and
+I are their sides. nOI stands for [n, O, I].
 """
 
 from collections.abc import Sequence
@@ -16,18 +16,19 @@ from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis, Precision, 
 from ds_kfac.ops.functional import block_product
 
 AT_ONCE = 1 << 22
-"""Number of elements of a single large matrix that are rotated, or averaged into moments, at a
-time: 16 MiB. On a CPU it is also the number of elements whose directions are in memory at the same
-time."""
+"""Number of elements of a single large matrix that are processed at a time when it is rotated or
+averaged into moments (16 MiB). On a CPU it is also the largest number of elements whose directions
+are in memory at the same time, see :func:`chunk_budget`."""
 BATCHED = 1 << 25
-"""Number of elements whose directions a GPU has in memory at the same time, unless a single layer
-has more. This is 128 MiB, enough for all layers of one shape in GPT-2 small. A layer with more than
-an eighth of this number is alone, because its products take longer than their launches."""
+"""Largest number of elements whose directions a GPU has in memory at the same time, unless a single
+layer has more. These are 128 MiB, enough for all layers of one shape in GPT-2 small. A layer with
+more than an eighth of this number is in no batch with other layers, because its products take
+longer than their launches."""
 
 
 def chunk_budget(*, batched: bool, numel: int) -> int:
-    """Return the number of elements whose directions may be in memory at the same time. A single
-    layer may have more elements.
+    """Return the largest number of elements whose directions may be in memory at the same time. A
+    single layer may have more elements.
 
     Args:
         batched: whether layers of one shape are stepped in one batch, as on GPUs.
@@ -40,14 +41,14 @@ def chunk_budget(*, batched: bool, numel: int) -> int:
 
 
 def is_large(x_nOI: Tensor) -> bool:
-    """Whether this is a single large matrix. Such a matrix is processed some rows at a time, to
-    limit the memory of temporaries."""
+    """Whether ``x_nOI`` is a single large matrix. Such a matrix is processed a few rows at a time,
+    to limit the memory of temporaries."""
     return len(x_nOI) == 1 and x_nOI.numel() > AT_ONCE
 
 
 def row_chunks(*tensors_nOI: Tensor) -> list[tuple[Tensor, ...]]:
-    """Return views of the tensors in chunks of rows, with the same rows of each tensor in a chunk.
-    A view has at most :data:`AT_ONCE` elements, but at least one row."""
+    """Split tensors into chunks of rows. Each chunk is a tuple with a view of the same rows of
+    every tensor. A view has at most :data:`AT_ONCE` elements, but at least one row."""
     rows = max(1, AT_ONCE // tensors_nOI[0].shape[-1])
     return list(zip(*(x.split(rows, dim=1) for x in tensors_nOI), strict=True))
 
@@ -55,9 +56,10 @@ def row_chunks(*tensors_nOI: Tensor) -> list[tuple[Tensor, ...]]:
 WHITEN_DAMPING = 0.01
 """Damping of A's eigenvalues for whitening, relative to their mean."""
 LEAST = 8.0
-"""Smallest eigenvalue that is not considered a rounding error, in eps of the largest one. Sums over
-rows and their running average leave up to 5 eps of the largest eigenvalue in place of a zero, even
-if the factor is narrow (docs/explanation/formulas.md)."""
+"""Smallest eigenvalue that is not considered a rounding error, in units of fp32's eps times the
+largest eigenvalue. An eigenvalue that should be zero may be up to 5 in these units, even if the
+factor is narrow, because of rounding in sums over rows and in their running average
+(docs/explanation/formulas.md)."""
 SEEN = 2.0**-10
 """Smallest mean square of the gradient along a null direction that is not considered a rounding
 error, relative to the mean over all directions. Gradients that are rounded to bf16 leave about
@@ -69,9 +71,10 @@ class Rotation:
     """The eigenbases of n matrices [O, I].
 
     Attributes:
-        G, A: eigenvectors that act on the rows and on the columns. For n matrices with dense sides,
-            each is a tuple of one tensor, [n, O, O] and [n, I, I]. For a single matrix they are as
-            in ``Eigenbasis.vectors``, possibly in blocks. () if Q is the identity.
+        G, A: eigenvectors Q_G and Q_A, by which matrices are multiplied from the left and from the
+            right. For n matrices with dense sides, each is a tuple of one tensor, [n, O, O] and [n,
+            I, I]. For a single layer they are as in ``Eigenbasis.vectors``, possibly in blocks. A
+            side without vectors has (): its Q is the identity.
         values_G, values_A: eigenvalues, fp32 [n, O] and [n, I].
         precision: precision of the products.
         maps: number of matrices of each layer. It is the number of groups of a grouped convolution,
@@ -92,9 +95,9 @@ class Rotation:
     ) -> "Rotation":
         """Create the rotation of layers from their eigenbases.
 
-        If there are several layers, each must have one matrix, and its sides must be dense or
-        without vectors. Their eigenvectors and eigenvalues are copied. Those of a single layer are
-        not copied.
+        If there are several layers, each must have one matrix, and each side must be dense or
+        without vectors. The eigenvectors and eigenvalues of several layers are copied. Those of a
+        single layer are not copied.
         """
         G, values_G = _stacked([basis.G for basis in bases])
         A, values_A = _stacked([basis.A for basis in bases])
@@ -115,8 +118,9 @@ class Rotation:
         ]
 
     def whitening(self, power: float, columns_nI: Tensor, *, repeats: int = 1) -> Tensor:
-        """Return s = (alpha / mean alpha + WHITEN_DAMPING)^-power, which is A^-power in the
-        eigenbasis. s is 0 in columns that are left out.
+        """Return the whitening factors s = (alpha / mean alpha + WHITEN_DAMPING)^-power, where
+        alpha are A's eigenvalues. In the eigenbasis, multiplying columns by s applies a damped and
+        scaled A^-power. s is 0 in columns that do not count.
 
         Args:
             columns_nI: 1 for columns that count, 0 for others, fp32 [n, I].
@@ -135,8 +139,8 @@ class Rotation:
         return (self.values_A / mean + WHITEN_DAMPING) ** -power
 
     def follow(self) -> None:
-        """Update everything that is derived from the eigenvalues, in place. Call this after the
-        eigenvalues have changed in place."""
+        """Update all cached tensors that are derived from the eigenvalues, in place. Call this
+        after the eigenvalues have changed in place."""
         cached = self.__dict__  # cached_property stores a value here when it is first read
         if "range_A" in cached and self.A:
             self.range_A.copy_(range_mask(self.A, self.values_A))
@@ -152,8 +156,9 @@ class Rotation:
 
     @cached_property
     def range_G(self) -> Tensor:
-        """1 in G's range, 0 in its null space, fp32 like ``values_G``. The G of a head has a null
-        space, because the gradients of a softmax sum to zero over the classes."""
+        """Mask of G's range, fp32 in the shape of ``values_G``: 1 in the range, 0 in the null
+        space. The G of a head has a null space, because the gradients of a softmax sum to zero over
+        the classes."""
         return range_mask(self.G, self.values_G)
 
     def rows_with_gradients(self, second_nOI: Tensor) -> Tensor:
@@ -181,7 +186,8 @@ class Rotation:
         return _has_gradients(self.range_A, second_nOI.mean(dim=-2))
 
     def layer_mean(self, x_n: Tensor) -> Tensor:
-        """Return [n], in which each matrix has the mean over all matrices of its layer."""
+        """Replace the number of each matrix by the mean over all matrices of its layer. Return
+        [n]."""
         return x_n if self.maps == 1 else repeated(x_n.view(-1, self.maps).mean(dim=1), self.maps)
 
     def rotate(self, x_nOI: Tensor, *, overwrite: bool = False) -> Tensor:
@@ -210,9 +216,9 @@ class Rotation:
         """Return left x right.
 
         Args:
-            overwrite: whether x may be replaced by the result. This is done only if x is a large
-                matrix whose rows no basis mixes. It is then processed some rows at a time, so it is
-                not in memory twice.
+            overwrite: whether x may be overwritten with the result. This is done only for a large
+                matrix x if ``left`` is empty, so that no product mixes its rows. x is then
+                processed a few rows at a time, so that it is not in memory twice.
         """
         with fp32_products(self.precision.products, x_nOI.device):
             if left or not (overwrite and is_large(x_nOI)):
@@ -223,8 +229,8 @@ class Rotation:
 
 
 def _stacked(sides: Sequence[Eigenbasis]) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Return the stacked (vectors, values) of one side of several layers. Those of a single layer
-    are returned without a copy."""
+    """Return the (vectors, values) of one side of several layers, stacked. The tensors of a single
+    layer are returned without a copy."""
     if len(sides) == 1:
         return sides[0].vectors, sides[0].values
     vectors: tuple[Tensor, ...] = ()
@@ -234,21 +240,21 @@ def _stacked(sides: Sequence[Eigenbasis]) -> tuple[tuple[Tensor, ...], Tensor]:
 
 
 def repeated(x_n: Tensor, times: int) -> Tensor:
-    """Repeat each entry of the first dimension ``times`` times in a row, and return [n * times,
-    ..]. The result is a copy, because our kernels do not support strides."""
+    """Return [n * times, ..], in which each entry of the first dimension is repeated ``times``
+    times in a row. The result is a copy, because our kernels do not support strides."""
     return x_n if times == 1 else x_n.repeat_interleave(times, dim=0)
 
 
 def range_mask(vectors: Sequence[Tensor], values: Tensor) -> Tensor:
-    """Return 0 where an eigenvalue is a rounding error, else 1, in fp32 and in the shape of
-    ``values``.
+    """Return a mask in fp32 and in the shape of ``values``: 0 where an eigenvalue is a rounding
+    error, else 1.
 
-    In a block of width b, an eigenvalue is a rounding error if it is below max(8, sqrt(b)) eps of
-    the largest one. All eigenvalues of a block of zeros get 1.
+    In a block of width b, an eigenvalue counts as a rounding error if it is below max(8, sqrt(b))
+    eps times the block's largest eigenvalue. All eigenvalues of a block of zeros get 1.
 
     Args:
-        vectors: eigenvectors, [n, b, b] for each group of equal blocks. () for a side that is
-            diagonal. Its values are exact, so all of them get 1.
+        vectors: eigenvectors, [n, b, b] for each group of equal blocks; () for a diagonal side. The
+            eigenvalues of a diagonal side are exact, so all of them get 1.
     """
     if not vectors:
         return torch.ones_like(values)
@@ -286,7 +292,7 @@ def change_basis_(x_nOI: Tensor, old: LayerBasis | None, new: LayerBasis) -> Non
     """Rotate one layer's matrix from one eigenbasis into another, in place.
 
     The products are always in fp32, even if steps use a lower precision, because an error would
-    stay in the moments. A large matrix is processed some rows at a time.
+    stay in the moments. A large matrix is processed a few rows at a time.
 
     Args:
         x_nOI: fp32 [O, I], or [groups, O, I] for a layer in groups; contiguous.
@@ -294,7 +300,8 @@ def change_basis_(x_nOI: Tensor, old: LayerBasis | None, new: LayerBasis) -> Non
     """
     x_nOI = x_nOI.view(-1, *x_nOI.shape[-2:])
     with torch.autocast(x_nOI.device.type, enabled=False), fp32_products("ieee", x_nOI.device):
-        # Q_G'^T Q_G and Q_A^T Q_A' for the new Q', or () for a side that does not change
+        # Q_G'^T Q_G and Q_A^T Q_A', where Q' is new and Q is old, or () for a side that does not
+        # change
         left = [vectors.mT for vectors in _overlap(None if old is None else old.G, new.G)]
         right = _overlap(None if old is None else old.A, new.A)
         if not is_large(x_nOI):
@@ -307,8 +314,8 @@ def change_basis_(x_nOI: Tensor, old: LayerBasis | None, new: LayerBasis) -> Non
 
 
 def _overlap(old: Eigenbasis | None, new: Eigenbasis) -> Sequence[Tensor]:
-    """Return Q^T Q' for an old Q and a new Q', in groups of blocks. Return () if both are the same.
-    An identity has no vectors."""
+    """Return Q^T Q' for an old Q and a new Q', as one tensor for each group of blocks. Return () if
+    both are the same basis. A basis without vectors is the identity."""
     vectors = () if new is old else new.vectors
     if old is None or not old.vectors or not vectors:
         return vectors
@@ -316,14 +323,14 @@ def _overlap(old: Eigenbasis | None, new: Eigenbasis) -> Sequence[Tensor]:
 
 
 PIECE = 1 << 22
-"""Number of elements of a piece, 32 MiB in float64."""
+"""Number of elements of a piece in :func:`norms`, 32 MiB in float64."""
 
 
 def norms(x: Tensor) -> Tensor:
     """Return the norms of vectors [.., n] as float64 [..].
 
-    In fp32 the square of a finite number may be infinite. The vectors are processed in pieces,
-    because torch may copy each piece to float64.
+    The norms are computed in float64, because in fp32 the square of a finite number may be
+    infinite. The vectors are processed in pieces, because torch may copy them to float64.
     """
     parts = [
         torch.linalg.vector_norm(piece, dim=-1, dtype=torch.float64)

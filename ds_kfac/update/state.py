@@ -1,8 +1,8 @@
 """The state that a gradient worker keeps for a layer between steps: eigenbases or inverses, and
 moments of the rotated gradient.
 
-Shape suffixes: O, I the sides of a layer's matrix; nOI stands for [n, O, I], n matrices of one
-shape.
+Shape suffixes: O and I are the sides of a layer's matrix. nOI stands for [n, O, I], n matrices of
+one shape.
 """
 
 from collections.abc import Callable
@@ -23,19 +23,20 @@ class Moments:
     """State that an update rule accumulates from gradients. A subclass is a frozen dataclass of
     fp32 tensors.
 
-    A tensor whose name contains ``_OI`` has the shape of a gradient. All others are scalars. The
-    shapes depend on whose moments they are:
+    A tensor whose name contains ``_OI`` has the shape of a gradient. All other tensors have one
+    number for each matrix. The shapes of the two kinds are, for the moments of
 
     - one layer: [O, I] and [];
     - one layer in groups: [groups, O, I] and [groups];
     - a group of layers (``groups.py``): [n, O, I] and [n].
 
-    Note: A second moment in another basis. Only the diagonal of the second moment is kept. In
-    another basis the second moment is not diagonal, so its diagonal there can only be approximated:
-    it is computed with the squares of the entries of Q in place of Q (:meth:`LayerBasis.squared`).
+    Note: A second moment in another basis. Only the diagonal of the second moment is kept. The
+    diagonal in another basis also depends on the other entries, so it can only be approximated. It
+    is computed as if the other entries were zero, with the squares of Q's entries in place of Q
+    (:meth:`LayerBasis.squared`).
 
     Attributes:
-        NAME: name in checkpoints.
+        NAME: name of the class in checkpoints.
         ROTATES: whether moments are rotated into each new eigenbasis.
     """
 
@@ -60,7 +61,7 @@ class Moments:
         """
 
     def unrotated(self, basis: LayerBasis) -> Any:
-        """Return one layer's moments in the layer's own coordinates, for a layer that gives up its
+        """Return one layer's moments in the layer's own coordinates, for a layer that loses its
         eigenbasis."""
         return self
 
@@ -71,7 +72,7 @@ class CorrectedEigenvalues(Moments):
     arXiv:1806.03884).
 
     Attributes:
-        second_OI: running average of the squared rotated gradient.
+        second_OI: running average of the squared rotated gradient, called S below.
         updates: number of gradients in the average.
     """
 
@@ -90,21 +91,24 @@ class CorrectedEigenvalues(Moments):
         damping: Tensor | float,
         layer_mean: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Average gradients into S and divide them by the new S + damping, in one pass.
+        """Average gradients into S (``second_OI``), and divide the gradients by the new S +
+        damping, in one pass.
 
             S <- r S + (1 - r) terms rotated^2,   r = min(1 - 1/updates, decay)
 
-        The averaging window grows in the same way as that of factors. A gradient counts in S for at
-        most :data:`ds_kfac.curvature.factor.SPIKE` times the average, like a batch in a factor.
+        The averaging window grows in the same way as the window of factors. A gradient that is much
+        larger than the average is scaled down before it enters S, to at most
+        :data:`ds_kfac.curvature.factor.SPIKE` times the average, like a batch that enters a factor.
 
         Args:
             rotated_nOI: the rotated gradients. A large matrix is overwritten by the quotient.
-            norm_n: norms of the gradients, which rotation does not change. Where ``terms_n`` times
-                the squared norm is not finite, S does not change.
+            norm_n: norms of the gradients. (Rotation does not change a norm.) S does not change for
+                a matrix for which ``terms_n`` times the squared norm is not finite.
             terms_n: factors that convert squared gradients to the units of the Fisher.
             damping: number that is added to all eigenvalues.
-            layer_mean: maps the matrices' mean eigenvalues [n] to those of their layers, which are
-                the unit of ``damping``. None: ``damping`` is in units of the Fisher.
+            layer_mean: function that replaces the mean eigenvalue of each matrix [n] by the mean
+                over the matrix's layer. This mean is then the unit of ``damping``. None:
+                ``damping`` is in units of the Fisher.
 
         Returns three values: the quotient [n, O, I]; its inner product with ``rotated_nOI``, [n];
         and bool [n], whether the gradient was scaled down before it was averaged into S.
@@ -122,7 +126,7 @@ class CorrectedEigenvalues(Moments):
             numel = rotated_nOI.shape[-2] * rotated_nOI.shape[-1]
             new_mean = torch.where(usable, keep * old_mean + (1 - keep) * (size / numel), old_mean)
             units = layer_mean(new_mean)
-            # if S is 0, the gradient is 0, too, and any damping avoids 0 / 0
+            # if S is 0, the gradient is 0, too, and any positive damping avoids 0 / 0
             damping = damping * units.masked_fill(units == 0, 1.0)[:, None, None]
         weight = ((1 - keep) * terms)[:, None, None]
         keep = torch.where(usable, keep, 1.0)[:, None, None]
@@ -140,8 +144,8 @@ class CorrectedEigenvalues(Moments):
         return quotient, torch.stack(dots).sum(dim=0), (over > 1) & usable
 
     def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> None:
-        """Rotate S into a layer's first eigenbasis, approximately. S may come from another basis
-        that the layer has left. Later refreshes do not change S."""
+        """Rotate S into the new eigenbasis if the layer had none before (``old`` is None). The
+        result is approximate. If the layer had an eigenbasis, S does not change."""
         if old is None:
             change_basis_(self.second_OI, None, new.squared())
 
@@ -155,7 +159,8 @@ class AdamMoments(Moments):
     """Adam's state in the eigenbasis (SOAP, Vyas et al. 2024, arXiv:2409.11321).
 
     Attributes:
-        first_OI, second_OI: running averages of R and R^2, without bias correction.
+        first_OI, second_OI: running averages of R and R^2, where R is the rotated gradient, without
+            bias correction.
         updates: number of steps so far.
     """
 
@@ -167,8 +172,8 @@ class AdamMoments(Moments):
     updates: Tensor
 
     def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> None:
-        """Rotate the first moment. The second moment is rotated, approximately, only into a layer's
-        first eigenbasis. Later refreshes do not change it."""
+        """Rotate the first moment. The second moment is rotated only into the layer's first
+        eigenbasis, approximately. Later refreshes do not change it."""
         change_basis_(self.first_OI, old, new)
         if old is None:
             change_basis_(self.second_OI, None, new.squared())
@@ -183,8 +188,8 @@ class AdamMoments(Moments):
 
 @dataclass(frozen=True)
 class LayerState:
-    """The state of one layer: slices of its group's tensors (``groups.py``), or the contents of a
-    checkpoint.
+    """The state of one layer. Its tensors are slices of the tensors of the layer's group
+    (``groups.py``), or were read from a checkpoint.
 
     Attributes:
         terms: fp32 scalar, number of loss terms of the last captured batch. A mean gradient times
@@ -203,29 +208,29 @@ class LayerState:
 
     @cached_property
     def preconditioner(self) -> Any:
-        """The layer's preconditioner, see ``Method.of_layer``. It is None while a side has no
-        decomposition; gradients are then not preconditioned."""
+        """The layer's preconditioner, see ``Method.of_layer``. None while a side has no
+        decomposition, so that gradients are not preconditioned."""
         if self.A is None or self.G is None:
             return None
         return self.method.of_layer(self.G, self.A)
 
     @cached_property
     def basis(self) -> LayerBasis | None:
-        """The eigenbasis of the layer's Fisher. It is None while a side has no decomposition, and
-        always None with a method that has no eigenbases."""
+        """The eigenbasis of the layer's Fisher. None while a side has no decomposition, and always
+        None with a method that has no eigenbases."""
         return self.preconditioner if self.method.rotates else None
 
     def without(self, *, A: Decomposition | None, G: Decomposition | None) -> "LayerState":
         """Return this state with its moments rotated out of the bases of the given sides.
 
         Args:
-            A, G: old bases of sides that are identities from now on; None for a side that keeps its
-                basis.
+            A, G: old basis of a side that is the identity from now on; None for a side that keeps
+                its basis.
         """
         bases = [basis for basis in (A, G) if isinstance(basis, Eigenbasis) and basis.vectors]
         if not bases or self.moments is None:
             return self
-        identity = Eigenbasis((), bases[0].values)  # its values are not read
+        identity = Eigenbasis((), bases[0].values)  # the values of this eigenbasis are not read
         given_up = LayerBasis(
             G if isinstance(G, Eigenbasis) else identity,
             A if isinstance(A, Eigenbasis) else identity,

@@ -1,2 +1,2 @@
-"""Where DeepSpeed keeps gradients in each engine mode, and how they travel to a layer's owner and
-back."""
+"""Where DeepSpeed keeps gradients in each engine mode, and how K-FAC moves them to the layers'
+workers and the results back."""

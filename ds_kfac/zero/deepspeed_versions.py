@@ -1,9 +1,10 @@
 """Access to DeepSpeed's private attributes, and to attributes that some supported versions lack.
 
-Each such attribute has one function here, and no other file reads it. The function's docstring says
-since which version the attribute exists, and what older versions have instead. "Since 0.18.9" means
-that 0.18.9 is the first version in :data:`TESTED` that has the attribute. The self-test at attach
-checks where the installed version keeps gradients.
+Each such attribute is read by one function of this file, and by no other file. The function's
+docstring says since which version the attribute exists, and what older versions have instead.
+"Since 0.18.9" means that 0.18.9 is the first version in :data:`TESTED` that has the attribute. "All
+versions" means that all of them have it. The self-test at attach checks where the installed version
+keeps gradients.
 """
 
 import inspect
@@ -37,9 +38,9 @@ def check() -> None:
     """Raise ImportError if the installed DeepSpeed is too old. The message says what to install."""
     if Version(deepspeed.__version__).release < Version(OLDEST).release:
         raise ImportError(
-            f"ds_kfac: deepspeed {deepspeed.__version__} is older than {OLDEST}, the oldest that "
-            f"ds_kfac works with: pip install 'deepspeed>={OLDEST}' ({TESTED[-1]} is the newest "
-            "tested one)"
+            f"ds_kfac: deepspeed {deepspeed.__version__} is older than {OLDEST}, the oldest "
+            f"version that ds_kfac works with: pip install 'deepspeed>={OLDEST}' ({TESTED[-1]} is "
+            "the newest tested version)"
         )
 
 
@@ -59,7 +60,7 @@ def untested() -> str | None:
 
 @contextmanager
 def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """Give an attribute of an instance or a module another value inside the ``with`` block."""
+    """Replace the value of an attribute of an instance or a module inside the ``with`` block."""
     before = vars(holder).get(name)
     setattr(holder, name, value)
     try:
@@ -69,8 +70,8 @@ def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def restore(holder: Any, name: str, before: Any) -> None:
-    """Restore an instance's attribute. If ``before`` is None, the instance itself had no such
-    attribute, only its class, so the attribute is deleted."""
+    """Set an instance's attribute to ``before``. If ``before`` is None, delete the attribute,
+    because the instance had only its class's attribute."""
     if before is None:
         delattr(holder, name)
     else:
@@ -83,8 +84,8 @@ def wrap_attribute(
     """Replace a method of an instance by ``wrapper(original, *arguments, **keywords)``. Return a
     function that removes the wrapper.
 
-    If other code has wrapped our wrapper in the meantime, ours cannot be removed from its chain.
-    For this case a call goes straight to the original method while ``is_active`` returns False.
+    If other code has wrapped our wrapper in the meantime, our wrapper cannot be removed. It then
+    stays, but calls only the original method while ``is_active`` returns False.
     """
     original = getattr(holder, name)
 
@@ -98,8 +99,8 @@ def wrap_attribute(
 
 
 def put_attribute(holder: Any, name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute of an instance. Return a function that restores the old value, unless other
-    code has set the attribute in the meantime."""
+    """Set an attribute of an instance. Return a function that restores the old value. The function
+    does nothing if other code has set the attribute in the meantime."""
     before = vars(holder).get(name)
     setattr(holder, name, value)
 
@@ -114,18 +115,19 @@ def put_attribute(holder: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 def offload_faults(micro_batches: int) -> tuple[str, ...]:
-    """Return the faults of ZeRO-1/2 with offload, which 0.19.0 fixed."""
+    """Return descriptions of the faults of ZeRO-1/2 with offload. 0.19.0 fixed them."""
     if micro_batches < 3 or Version(deepspeed.__version__).release >= (0, 19):
         return ()
     return (
-        "before 0.19 it sums the first and the last micro-batch of a step alone with offload: use "
-        "deepspeed 0.19, or 2 micro-batches a step at most",
+        "before 0.19, with offload, it uses only the first and the last micro-batch of a step: use "
+        "deepspeed 0.19, or at most 2 micro-batches a step",
     )
 
 
 def accumulation_faults(optimizer: Any, micro_batches: int) -> tuple[str, ...]:
-    """Return the faults of ZeRO-2 without offload. 0.17.6 and 0.18.0 have them, 0.17.0 and 0.18.9
-    do not. The function inspects DeepSpeed's source, so it works for other versions, too."""
+    """Return descriptions of the faults of ZeRO-2 without offload. 0.17.6 and 0.18.0 have such a
+    fault, 0.17.0 and 0.18.9 do not. The function inspects DeepSpeed's source, so it works for all
+    versions."""
     code = inspect.getsource(type(optimizer).independent_gradient_partition_epilogue)
     mended = "all_grad_tensors[i] =" not in code or "in self.all_grad_tensors" in code
     if micro_batches < 2 or mended or not optimizer.partition_gradients:
@@ -137,8 +139,9 @@ def accumulation_faults(optimizer: Any, micro_batches: int) -> tuple[str, ...]:
 
 
 def reduction_faults(optimizer: Any) -> tuple[str, ...]:
-    """Return the faults of ZeRO-1/2 that leave gradients unaveraged over ranks. Versions up to
-    0.19.4 have them, 0.19.8 does not. The function inspects DeepSpeed's source."""
+    """Return descriptions of the faults with which ZeRO-1/2 does not average gradients over ranks.
+    Versions up to 0.19.4 have such faults, 0.19.8 does not. The function inspects DeepSpeed's
+    source."""
     cls = type(optimizer)
     if optimizer.use_grad_accum_attribute and "grad_accum.to(" in inspect.getsource(
         cls.get_gradient_for_reduction
@@ -158,35 +161,37 @@ def reduction_faults(optimizer: Any) -> tuple[str, ...]:
 
 
 def bf16_optimizer_faults() -> tuple[str, ...]:
-    """Return the faults of BF16_Optimizer. 0.18.9 has them, 0.18.0 does not; 0.19.0 fixed them."""
+    """Return descriptions of the faults of BF16_Optimizer. 0.18.9 has such a fault, 0.18.0 and
+    0.19.0 do not."""
     if not (0, 18, 0) < Version(deepspeed.__version__).release < (0, 19):
         return ()
     return (
-        "before 0.19 it adds a step's last micro-batch after gradients were averaged, so each rank "
+        "before 0.19 it averages gradients before it adds a step's last micro-batch, so each rank "
         "trains on its own: use deepspeed 0.19",
     )
 
 
 def pipeline_faults(micro_batches: int) -> tuple[str, ...]:
-    """Return the faults of pipelines. Up to 0.18.0 no stage divides gradients by the number of
-    micro-batches. In 0.18.9 and 0.19.0 all stages but the last divide by it twice."""
+    """Return descriptions of the faults of pipelines. Up to 0.18.0, no stage divides gradients by
+    the number of micro-batches. In 0.18.9 and 0.19.0, all stages but the last divide gradients by
+    this number twice."""
     if micro_batches < 2 or Version(deepspeed.__version__).release >= (0, 19, 4):
         return ()
     return (
-        "before 0.19.4 stages do not average gradients over the micro-batches of a step, but sum "
-        "them or divide twice: use deepspeed 0.19.4, or 1 micro-batch a step",
+        "before 0.19.4 stages do not average gradients over the micro-batches of a step: they sum "
+        "gradients, or divide twice; use deepspeed 0.19.4, or 1 micro-batch a step",
     )
 
 
 def gather_faults(backend: str) -> tuple[str, ...]:
-    """Return the faults of ZeRO-3 with gloo, whose gathers can end in any order. 0.19.4 has them,
-    0.19.8 does not. The function inspects DeepSpeed's source."""
+    """Return descriptions of the faults of ZeRO-3 with gloo, which may finish gathers in any order.
+    0.19.4 has such a fault, 0.19.8 does not. The function inspects DeepSpeed's source."""
     code = inspect.getsource(partition_parameters.Init._allgather_params_coalesced)
     if backend != "gloo" or "launch_handles[-1].wait()" not in code:
         return ()
     return (
-        "with gloo this DeepSpeed may compute with parameters that are not gathered yet: it waits "
-        "for the last of several gathers alone; use deepspeed 0.19.8, or NCCL",
+        "with gloo this DeepSpeed may compute with parameters that are not gathered yet, because "
+        "it waits only for the last of several gathers: use deepspeed 0.19.8, or NCCL",
     )
 
 
@@ -194,26 +199,26 @@ def gather_faults(backend: str) -> tuple[str, ...]:
 
 
 INSTRUCTIONS = "_INSTRUCTION_MAP"
-"""Name of the pipeline engine's table of instructions, which is looked up on the instance. All
+"""Name of the attribute in which a pipeline engine looks up its table of instructions. All
 versions."""
 
 
 def manual_backward(engine: Any) -> bool:
-    """Return whether the user has scaled the loss of the next backward pass with ``engine.scale``.
+    """Return whether the user has called ``engine.scale`` on the loss of the next backward pass.
     Since 0.18.9."""
     return getattr(engine, "_manual_backward_expected", False)
 
 
 def caller_sets_boundaries(engine: Any) -> bool:
-    """Return whether the caller, not the engine, decides where a step ends.
+    """Return whether the caller, not the engine, decides which backward pass is the last of a step.
     ``managed_gradient_accumulation`` exists since 0.19.4."""
     managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
     return not managed or engine._is_gradient_accumulation_boundary is not None
 
 
 def computes_norms(engine: Any) -> bool:
-    """Return whether ZeRO computes gradient norms: ``zero_optimization.compute_grad_norm``, since
-    0.19.8. Older versions always compute them."""
+    """Return whether ZeRO computes gradient norms. This is ``zero_optimization.compute_grad_norm``
+    since 0.19.8. Older versions always compute norms."""
     return getattr(engine, "zero_compute_grad_norm", lambda: True)()
 
 
@@ -225,9 +230,10 @@ def sent_in(parameter: Any) -> torch.dtype:
 
 
 def reduced_in(engine: Any) -> set[torch.dtype]:
-    """Return the dtypes in which gradients are summed over ranks: the config's
-    ``communication_data_type``, and the dtype of the ZeRO optimizer. The latter is the dtype of the
-    first parameter that ZeRO was given. (ZeRO-1 and 2 give all parameters the same dtype.)"""
+    """Return the dtypes in which gradients may be summed over ranks: the config's
+    ``communication_data_type``, and the dtype of the ZeRO optimizer. The ZeRO optimizer has the
+    dtype of the first parameter that it was given. (ZeRO-1 and 2 give all parameters the same
+    dtype.)"""
     dtypes = (
         getattr(engine, "communication_data_type", None),
         getattr(engine.optimizer, "dtype", None),
@@ -252,14 +258,14 @@ def offload(engine: Any) -> Any:
 
 
 def writes_in_background(engine: Any) -> bool:
-    """Return whether checkpoints are written after ``save_checkpoint`` has returned. Since
-    0.17.6."""
+    """Return whether DeepSpeed writes checkpoints in the background, after ``save_checkpoint`` has
+    returned. Since 0.17.6."""
     return getattr(engine.checkpoint_engine, "is_decoupled", lambda: False)()
 
 
 def grad_scaler(engine: Any) -> Any:
-    """Return the GradScaler that torch_autocast uses in fp16, or None. ZeRO has one since 0.17.6,
-    the engine at stage 0 since 0.18.0."""
+    """Return the GradScaler that torch_autocast uses in fp16, or None. ZeRO has a GradScaler since
+    0.17.6, the engine at stage 0 since 0.18.0."""
     optimizer = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
     return optimizer or getattr(engine, "torch_autocast_z0_gradscaler", None)
 
@@ -283,14 +289,14 @@ def sequence_parallel_size() -> int:
 
 
 def loss_scale(optimizer: Any) -> float:
-    """Return the loss scale of an FP16_Optimizer or FP16_UnfusedOptimizer. It lies in
-    ``loss_scale_config`` since 0.18.9."""
+    """Return the loss scale of an FP16_Optimizer or FP16_UnfusedOptimizer. It is an attribute of
+    ``loss_scale_config`` since 0.18.9, and of the optimizer before."""
     return float(getattr(optimizer, "loss_scale_config", optimizer).cur_scale)
 
 
 def multiplies_loss(optimizer: Any) -> bool:
     """Return whether an FP16_Optimizer or FP16_UnfusedOptimizer multiplies the loss by its loss
-    scale. They no longer do since 0.18.9."""
+    scale. Only versions before 0.18.9 do so."""
     return not hasattr(optimizer, "loss_scale_config")
 
 
@@ -304,12 +310,12 @@ def lacks_loss_scale(optimizer: Any) -> bool:
 
 UNSCALE = "unscale_and_clip_grads"
 """Name of the method with which ZeRO and the 16-bit optimizers divide gradients by the loss scale
-and clip them, in place. It is called once for each parameter group, before the inner optimizer
-steps. All versions."""
+and clip them, in place. DeepSpeed calls the method once for each parameter group, before the inner
+optimizer steps. All versions."""
 
 
 class _Probe:
-    """A stand-in for an outer optimizer that has one gradient with a single element, 1."""
+    """Stand-in for an outer optimizer. Its only gradient has a single element, 1."""
 
     def __init__(self, optimizer: Any) -> None:
         held = SimpleNamespace(
@@ -325,8 +331,9 @@ class _Probe:
 
 
 def unscaling(optimizer: Any, *arguments: Any) -> Tensor | None:
-    """Return the factor by which :data:`UNSCALE`, called with these arguments, multiplies
-    gradients: a scalar tensor on the device, or None if it multiplies by nothing.
+    """Return the factor by which the method :data:`UNSCALE`, called with these arguments,
+    multiplies gradients. This is a scalar tensor on the device, or None if the method does not
+    change gradients.
 
     The factor is measured by calling the method with a gradient of 1. At stages 1 and 2 and for
     FP16_Optimizer the first argument is a list of gradients; at stage 3 it is the number of a
@@ -344,8 +351,8 @@ def unscaling(optimizer: Any, *arguments: Any) -> Tensor | None:
 
 
 def bf16_clipping(optimizer: Any) -> Tensor | None:
-    """Return the factor by which BF16_Optimizer has multiplied gradients in this step. None if it
-    does not clip, or if the optimizer is another one. All versions."""
+    """Return the factor by which BF16_Optimizer has multiplied gradients in this step. Return None
+    if it does not clip, or if ``optimizer`` is of another class. All versions."""
     if not isinstance(optimizer, BF16_Optimizer) or not optimizer.clip_grad:
         return None
     device = get_accelerator().current_device_name()
@@ -354,7 +361,7 @@ def bf16_clipping(optimizer: Any) -> Tensor | None:
 
 
 def skips_by_rank(optimizer: Any) -> bool:
-    """Return whether ZeRO lets a GradScaler decide whether a step is skipped. The GradScaler
+    """Return whether ZeRO lets a GradScaler decide whether a step is skipped. The GradScaler then
     decides for each rank and each parameter group separately. Versions before 0.19.8 do this.
 
     The function inspects the source of the whole class, because stage 3 wraps its ``step``.
@@ -372,11 +379,11 @@ def gives_gradients(optimizer: Any) -> bool:
 
 
 def never_steps(optimizer: Any) -> bool:
-    """Return whether FP16_Optimizer in fp16 returns before every inner step. 0.17.6 and 0.18.0 do
-    so, 0.17.0 and 0.18.9 do not.
+    """Return whether FP16_Optimizer in fp16 always returns before the inner optimizer's step.
+    0.17.6 and 0.18.0 do so, 0.17.0 and 0.18.9 do not.
 
-    The function inspects DeepSpeed's source: in faulty versions the ``return`` stands outside of
-    the branch for an overflow.
+    The function inspects DeepSpeed's source. In faulty versions the ``return`` is outside of the
+    branch for an overflow.
     """
     if (
         not isinstance(optimizer, FP16_Optimizer)
@@ -389,32 +396,32 @@ def never_steps(optimizer: Any) -> bool:
 
 
 def looks_alone(optimizer: Any) -> bool:
-    """Return whether each rank of ZeRO-1 decides from the gradients of its own slice alone whether
-    to skip a step. 0.17.6 does so, 0.17.0 and 0.18.0 do not. The function inspects DeepSpeed's
-    source."""
+    """Return whether each rank of ZeRO-1 looks only at the gradients of its own slice to decide
+    whether to skip a step. 0.17.6 does so, 0.17.0 and 0.18.0 do not. The function inspects
+    DeepSpeed's source."""
     if getattr(optimizer, "partition_gradients", True) or not getattr(
         optimizer, "check_grad_overflow", False
     ):
-        return False  # not ZeRO-1, or it never looks
+        return False  # not ZeRO-1, or no rank looks at gradients
     is_told = "check_overflow(partition_gradients=" in inspect.getsource(type(optimizer).step)
     return is_told and "if partition_gradients:" in inspect.getsource(type(optimizer).has_overflow)
 
 
 def backup_optimizer(optimizer: Any) -> Any | None:
-    """Return the second inner optimizer, which ZeRO-3 has if its first sub-groups are not
-    offloaded, or None. All versions."""
+    """Return ZeRO-3's second inner optimizer, or None. ZeRO-3 has one if its first sub-groups are
+    not offloaded. All versions."""
     return getattr(optimizer, "backup_optimizer", None)
 
 
 @contextmanager
 def unchanged(optimizer: Any) -> Iterator[None]:
     """Let an outer optimizer take a step with artificial gradients inside the ``with`` block, and
-    leave no trace of that step.
+    undo the step's effects afterwards.
 
-    Afterwards the optimizer's attributes and lists are what they were before. Parameters are not
-    linked to optimizer states, which do not exist yet. Parameters of ZeRO-3 that the step gathered
-    are released again: while a parameter is gathered, DeepSpeed does not notice that a module uses
-    a parameter of another module.
+    Afterwards the optimizer's attributes and lists are what they were before. During the step,
+    parameters are not linked to optimizer states, because no states exist yet. Parameters of ZeRO-3
+    that the step gathered are released again, because while a parameter is gathered, DeepSpeed does
+    not notice that a module uses a parameter of another module.
     """
     link = "_lazy_init_hp_params_optimizer_state"
     scaler = "torch_autocast_gradscaler"
@@ -441,7 +448,7 @@ def unchanged(optimizer: Any) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.callback(put_back)
-        # a scaler has no scale before its first loss
+        # a GradScaler has no scale before its first loss
         for name, stand_in in ((link, lambda: None), (scaler, None)):
             if getattr(optimizer, name, None) is not None:
                 stack.enter_context(replaced(optimizer, name, stand_in))
@@ -449,7 +456,8 @@ def unchanged(optimizer: Any) -> Iterator[None]:
 
 
 def is_gathered(parameter: Any) -> bool:
-    """Return whether a parameter of ZeRO-3 is gathered, that is, whole in memory. All versions."""
+    """Return whether a parameter of ZeRO-3 is gathered, so that the whole parameter is in memory.
+    All versions."""
     return parameter.ds_status is partition_parameters.ZeroParamStatus.AVAILABLE
 
 
@@ -459,14 +467,14 @@ COMPACT = "_use_compact_grad_partition_buffer"
 
 
 def master_dtype(optimizer: Any) -> torch.dtype:
-    """Return the dtype of masters and their gradients with offload. Since 0.18.9 it need not be
+    """Return the dtype of masters and their gradients with offload. Before 0.18.9 this is always
     fp32."""
     return getattr(optimizer, "master_weights_and_grads_dtype", torch.float32)
 
 
 def gradient_dtype(optimizer: Any) -> torch.dtype:
-    """Return the dtype of gradients without offload: ``data_types.grad_accum_dtype``. Before 0.19.8
-    stage 2 uses the parameters' dtype instead."""
+    """Return the dtype of gradients without offload. This is ``data_types.grad_accum_dtype``, but
+    the parameters' dtype at stage 2 before 0.19.8."""
     halves = (
         getattr(optimizer, "partition_gradients", False) and optimizer.dtype is not torch.float32
     )
@@ -480,22 +488,23 @@ def gradient_dtype(optimizer: Any) -> torch.dtype:
 
 
 def is_aligned(optimizer: Any) -> bool:
-    """Return ``zero_optimization.parameter_alignment``, which exists since 0.19.8."""
+    """Return whether ZeRO-1/2 aligns parameters in its flat buffers:
+    ``zero_optimization.parameter_alignment``, since 0.19.8."""
     return getattr(optimizer, "parameter_alignment", False)
 
 
 def applies_nonfinite(optimizer: Any) -> bool:
-    """Return whether ZeRO-1/2 applies bf16 gradients that are not finite. Before 0.17.6, which
-    brought ``check_grad_overflow``, it always does."""
+    """Return whether ZeRO-1/2 applies bf16 gradients that are not finite. It does so unless
+    ``check_grad_overflow`` is set, which exists since 0.17.6."""
     return optimizer.dtype == torch.bfloat16 and not getattr(
         optimizer, "check_grad_overflow", False
     )
 
 
 def offsets(optimizer: Any, group: int) -> Sequence[int]:
-    """Return where each parameter of ``round_robin_bit16_groups[group]`` begins in ZeRO-1/2's flat
-    buffer, in elements. DeepSpeed stores these offsets since 0.19.8, which can align parameters. In
-    older versions parameters lie end to end."""
+    """Return the offset of each parameter of ``round_robin_bit16_groups[group]`` in ZeRO-1/2's flat
+    buffer, in elements. DeepSpeed stores these offsets since 0.19.8, because that version can align
+    parameters. In older versions the parameters follow each other without gaps."""
     if (stored := getattr(optimizer, "round_robin_bit16_offsets", None)) is not None:
         return stored[group]
     return list(
@@ -504,8 +513,8 @@ def offsets(optimizer: Any, group: int) -> Sequence[int]:
 
 
 def wait_for_offload(optimizer: Any) -> None:
-    """Wait for gradients that ZeRO-1/2 copies to the host in the background, since 0.19.8. In older
-    versions the step itself waits."""
+    """Wait for the gradients that ZeRO-1/2 copies to the host in the background. This is needed
+    since 0.19.8. In older versions DeepSpeed's step itself waits."""
     getattr(optimizer, "_wait_for_offload_copies", lambda: None)()
 
 
@@ -522,8 +531,8 @@ def states_are_linked(optimizer: Any) -> bool:
 
 
 def link_states(optimizer: Any) -> bool:
-    """Link ZeRO-1/2's parameters to their optimizer states again if they were linked. Return
-    whether they were. All versions."""
+    """Link ZeRO-1/2's parameters to their optimizer states again, if DeepSpeed has already linked
+    them. Return whether it had. All versions."""
     if not optimizer._hp_optimizer_states_linked:
         return False
     optimizer._hp_optimizer_states_linked = False
@@ -532,8 +541,8 @@ def link_states(optimizer: Any) -> bool:
 
 
 def compact_buffer(optimizer: Any, group: int) -> Any:
-    """Return an empty buffer in which ZeRO-1/2 accumulates a group's gradients, since 0.19.8. None
-    if it accumulates them in a list of tensors."""
+    """Return an empty buffer of the kind in which ZeRO-1/2 accumulates a group's gradients since
+    0.19.8. Return None if it accumulates them in a list of tensors."""
     if not getattr(optimizer, COMPACT, lambda group: False)(group):
         return None
     return optimizer._build_compact_grad_partition_buffer(group)
@@ -544,8 +553,8 @@ def flat_partition(optimizer: Any, group: int, gradients: list[Tensor]) -> list[
 
     Args:
         gradients: whole gradients of the parameters in ``params_in_partition[group]``. DeepSpeed
-            cuts the slice from them. It reads them from ``all_grad_tensors`` since 0.17.6, and from
-            the parameters before.
+            cuts this rank's slice from them. It reads the gradients from ``all_grad_tensors`` since
+            0.17.6, and from the parameters before.
     """
     params = optimizer.params_in_partition[group]
     named = {}
@@ -571,15 +580,16 @@ def flat_partition(optimizer: Any, group: int, gradients: list[Tensor]) -> list[
 
 def forget_gradients(optimizer: Any) -> None:
     """Drop the gradients that ZeRO-1/2 keeps outside of ``averaged_gradients`` (see
-    :func:`flat_partition`), and reset its count of backward passes. With offload and without the
-    reset, DeepSpeed would add the next gradients to those of the earlier backward pass."""
+    :func:`flat_partition`), and reset its count of backward passes. The reset is needed with
+    offload, because otherwise DeepSpeed would add the next gradients to the dropped ones."""
     for name in ("all_grad_tensors", "_offload_accumulated_param_ids"):
         getattr(optimizer, name, set()).clear()
     optimizer.micro_step_id = -1
 
 
 def accumulated(optimizer: Any) -> list[Any]:
-    """Return ZeRO-1/2's gradients that wait for a step. The list has None where there are none."""
+    """Return the gradients that ZeRO-1/2 keeps until the next step, as a list. An entry is None if
+    a group has no gradients."""
     return [
         *optimizer.averaged_gradients.values(),
         *getattr(optimizer, "all_grad_tensors", {}).values(),
@@ -587,20 +597,22 @@ def accumulated(optimizer: Any) -> list[Any]:
 
 
 def accumulated_on_host(optimizer: Any) -> bool:
-    """Return whether ZeRO-1/2 with offload has gradients that wait for a step.
+    """Return whether ZeRO-1/2 with offload keeps gradients that no step has applied yet.
 
-    ``_offload_accumulated_param_ids`` shows it since 0.19.8. In older versions ``micro_step_id``
-    does: it counts backward passes since the last step, starting from -1.
+    Since 0.19.8, ``_offload_accumulated_param_ids`` is not empty in this case. In older versions
+    ``micro_step_id`` is at least 0: it counts backward passes since the last step, starting from
+    -1.
     """
     reduced = getattr(optimizer, "_offload_accumulated_param_ids", None)
     return optimizer.micro_step_id >= 0 if reduced is None else bool(reduced)
 
 
 def accumulated_at_stage_3(optimizer: Any) -> bool:
-    """Return whether ZeRO-3 has gradients that wait for a step.
+    """Return whether ZeRO-3 keeps gradients that no step has applied yet.
 
-    ``micro_step_id`` counts backward passes since the last step, starting from 0. Since 0.18.9 it
-    increases only in the next forward pass, and a flag tells whether the last backward pass ran.
+    ``micro_step_id`` counts backward passes since the last step, starting from 0. Since 0.18.9 the
+    counter increases only in the next forward pass, and a flag is set as soon as the last backward
+    pass has run.
     """
     return optimizer.micro_step_id > 0 or getattr(optimizer, "_epilogue_ran_this_backward", False)
 
@@ -609,8 +621,8 @@ def accumulated_at_stage_3(optimizer: Any) -> bool:
 
 
 def with_global_state(optimizer: Any, new: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Replace entries of the optimizer-wide state that stages 1, 2 and BF16_Optimizer load from a
-    universal checkpoint, inside the ``with`` block."""
+    """Replace entries of the optimizer-wide state inside the ``with`` block. ZeRO-1, ZeRO-2 and
+    BF16_Optimizer load this state from a universal checkpoint."""
     if not hasattr(optimizer, "_load_global_state"):
         return nullcontext()
     original = optimizer._load_global_state

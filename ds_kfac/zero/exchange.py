@@ -1,14 +1,15 @@
-"""Bring whole gradients to the layers' gradient workers, and results back to every shard.
+"""Move gradients to the layers' gradient workers, and results back to the ranks that hold shards.
 
 ZeRO gives a rank shards of flattened parameters, and a shard is usually not a whole matrix. So the
 shards of a layer travel to its gradient workers, which assemble them into a matrix [O, I]. The
 results travel back to the ranks that hold the shards.
 
-Note: Raw gradients. A gradient is *raw* if DeepSpeed has not multiplied it by the seam's factor yet
-    and will do so after K-FAC's step. In one step the gradients of some parameter groups may be raw
-    and those of others not. All shards travel in the same form: raw if
-    :attr:`ShardLayout.sends_raw`, because 16 bits then hold them exactly, otherwise as they will be
-    applied. A result that overwrites a raw gradient is divided by the factor first.
+Note: Raw gradients. A gradient is *raw* if DeepSpeed will multiply it by the seam's factor (the
+    unscaling and clipping of this step) only after K-FAC's step. In one step the gradients of some
+    parameter groups may be raw, while the gradients of other groups are not. All shards travel in
+    the same form. If :attr:`ShardLayout.sends_raw`, they travel raw, because 16 bits then hold them
+    exactly. Otherwise they travel multiplied by the factor. A result that overwrites a raw gradient
+    is divided by the factor first.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -29,7 +30,8 @@ Span = tuple[int, int]
 
 
 class ExchangePlan:
-    """All transfers between the shards of a map and the gradient workers. Uses no communication.
+    """Plan of all transfers between the shards of a map and the gradient workers. Creating it needs
+    no communication.
 
     Args:
         workers: layer name -> ranks of its gradient workers; one rank if gradients are partitioned.
@@ -68,14 +70,16 @@ class FlatGradient:
 
 
 class Gradients:
-    """Whole gradients of a rank's layers: layer name -> fp32 matrix [O, I], as it will be applied.
+    """Whole gradients of a rank's layers: layer name -> fp32 matrix [O, I], after unscaling and
+    clipping.
 
     Take each gradient with :meth:`pop`, so that a step does not keep a layer's gradient and its
     result in memory at the same time. A gradient may be DeepSpeed's own memory, which only the
     exchange may write to.
 
     Args:
-        matrices: layer name -> (matrix [O, I], factor by which it must still be multiplied).
+        matrices: layer name -> (matrix [O, I], factor by which the matrix must still be multiplied,
+            or None).
         copies: names of layers whose matrices are not DeepSpeed's own memory.
     """
 
@@ -98,19 +102,19 @@ class Gradients:
         return name in self._copies or factor is not None or matrix_OI.dtype is not torch.float32
 
     def pop(self, name: str) -> Tensor:
-        """Return a layer's gradient and drop it here."""
+        """Return a layer's gradient, and drop this object's reference to it."""
         matrix_OI = self[name]
         del self._matrices[name]
         return matrix_OI
 
 
 class GradientExchange:
-    """Moves gradients between a layout's shards and matrices [O, I] on the layers' workers, and
-    results back.
+    """Moves gradients from a layout's shards to matrices [O, I] on the layers' workers, and results
+    back to the shards.
 
-    In a step, the caller calls :meth:`begin`, sends :attr:`gather_part`, passes what arrived to
-    :meth:`gathered`, calls :meth:`put` with the results, sends :meth:`scatter_part`, and passes
-    what arrived to :meth:`write`.
+    In a step, the caller calls :meth:`begin`, sends :attr:`gather_part`, passes the arrivals to
+    :meth:`gathered`, calls :meth:`put` with the results, sends :meth:`scatter_part`, and passes the
+    arrivals to :meth:`write`.
 
     Args:
         workers: layer name -> ranks of its gradient workers.
@@ -121,7 +125,7 @@ class GradientExchange:
         params: layer name -> the layer's parameters.
         shards: index of a parameter -> the shards of the parameter on this rank.
         sent: index of a parameter -> the spans of its result that this rank sends to other ranks.
-        gradients: shard on this rank -> view of its gradient, which the result overwrites.
+        gradients: shard on this rank -> view of the shard's gradient, which the result overwrites.
     """
 
     def __init__(
@@ -156,7 +160,7 @@ class GradientExchange:
         self.gather_part = MessagePart("gradients", self.plan.gather, self._to_wire, gather_dtype)
 
     def begin(self) -> None:
-        """Look up where gradients lie in this step."""
+        """Look up where DeepSpeed keeps gradients in this step."""
         self._outbox.clear()  # a step that raised an error may have left results here
         self.gradients = self.layout.gradients()
 
@@ -166,8 +170,8 @@ class GradientExchange:
         return self._as_sent(self._shard_at[move.param, move.start])
 
     def _as_sent(self, shard: Shard) -> Tensor:
-        """Return a shard's gradient in the form in which it travels: raw, or as it will be
-        applied."""
+        """Return a shard's gradient in the form in which it travels, see "Raw gradients" at the top
+        of this file."""
         layout = self.layout
         gradient = self.gradients[shard]
         if layout.seam.factor is None:
@@ -180,7 +184,7 @@ class GradientExchange:
         return gradient
 
     def gathered(self, received: Arrivals) -> Gradients:
-        """Return the whole gradients of :attr:`owned`."""
+        """Return the whole gradients of the layers in :attr:`owned`."""
         arrivals: dict[int, Arrivals] = {}
         for move, values in received:
             arrivals.setdefault(move.param, []).append((move, values))
@@ -195,9 +199,9 @@ class GradientExchange:
         return Gradients(matrices, copies)
 
     def _flat(self, param: int, arrivals: Arrivals) -> FlatGradient:
-        """Return the whole gradient of a parameter. It is DeepSpeed's memory if this rank has all
-        of the gradient in one shard. Otherwise it is assembled from this rank's shards and from
-        those that have arrived."""
+        """Return the whole gradient of a parameter. If this rank has all of the gradient in one
+        shard, the result is DeepSpeed's memory. Otherwise the result is assembled from this rank's
+        shards and from the shards that have arrived."""
         layout = self.layout
         shards = self.shards.get(param, [])
         numel = layout.shards.numels[param]
@@ -215,33 +219,35 @@ class GradientExchange:
     def _matrix(
         self, layer: LayerSpec, flats: Sequence[FlatGradient]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return a layer's gradient [O, I] and the factor by which it must still be multiplied.
+        """Return a layer's gradient [O, I], and the factor by which it must still be multiplied, or
+        None.
 
         Args:
             flats: gradients of the weight and, if there is one, of the bias.
         """
         factor = self.layout.seam.factor
         all_raw = all(flat.is_raw for flat in flats)
-        # a weight and its bias may be in two parameter groups, so only one of them may be raw
+        # only one of a weight and its bias may be raw, if they are in two parameter groups
         weight, *bias = (
             scaled(flat.values, factor) if flat.is_raw and not all_raw else flat.values
             for flat in flats
         )
-        # with a bias the matrix is a copy
+        # if the layer has a bias, the matrix is a copy of both gradients
         matrix_OI = LAYERS[layer.kind].matrix(weight, bias[0] if bias else None, layer.shape)
         if any(map(self.layout.lacks, self.params[layer.name])):
-            # the optimizer changes all parameters of a layer or none of them
+            # if DeepSpeed will not step one parameter of a layer, no other parameter of it may
+            # change
             matrix_OI = torch.zeros_like(matrix_OI)
         return matrix_OI, factor if all_raw else None
 
     # results to their shards
 
     def put(self, layers: Sequence[LayerSpec], matrices: Sequence[Tensor]) -> None:
-        """Accept the results of layers, one matrix of the layer's shape for each layer.
+        """Take the results of layers, one matrix of the layer's shape for each layer.
 
-        Elements that belong to shards on this rank are written there. Elements for other ranks are
-        kept for :meth:`scatter_part`, in the dtype in which they travel. A parameter that was
-        frozen after attach gets zeros.
+        Elements that belong to shards on this rank are written to these shards. Elements for other
+        ranks are kept for :meth:`scatter_part`, in the dtype in which they travel. The result of a
+        parameter that was frozen after attach is replaced by zeros.
         """
         shards: list[Shard] = []
         values: list[Tensor] = []
@@ -265,8 +271,8 @@ class GradientExchange:
     def _is_rounded(self, layer: LayerSpec, param: int) -> bool:
         """Return whether this rank must round a result to the dtype in which it travels.
 
-        Other ranks receive the rounded result. Without the same rounding here, replicas would drift
-        apart, and so would copies of a layer on different tensor-parallel ranks.
+        Other ranks receive the rounded result. If this rank did not round, too, replicas of a
+        weight would drift apart, and so would copies of a layer on different tensor-parallel ranks.
         """
         is_replica = self.layout.replicated and param in self.sent
         is_copy = layer.copies > 1 and self.layout.world > 1
@@ -275,9 +281,9 @@ class GradientExchange:
     def memory(self, layers: Sequence[LayerSpec]) -> Tensor | None:
         """Return the memory of these layers' gradients as one fp32 tensor [n, O, I].
 
-        The caller can write results to this tensor instead of calling :meth:`put`. None if the
-        gradients do not form one such tensor, if a result is also needed elsewhere, or if a result
-        must be changed before it is written.
+        The caller can write results to this tensor instead of calling :meth:`put`. Return None if
+        the gradients do not form one such tensor, if another rank also needs a result, or if a
+        result must be changed before it is written.
         """
         views = []
         for layer in layers:
@@ -295,9 +301,9 @@ class GradientExchange:
         return together.flatten(1, -2)
 
     def _stays_in_place(self, layer: LayerSpec) -> bool:
-        """Return whether a layer's result simply overwrites the layer's gradient: the whole
-        gradient lies on this rank in one shard, no other rank needs the result, and it is written
-        unchanged."""
+        """Return whether a layer's result simply overwrites the layer's gradient. This is so if
+        this rank has the whole gradient in one shard, no other rank needs the result, and the
+        result is written unchanged."""
         param, *bias = self.plan.of_layer[layer.name]
         shards = self.shards.get(param, [])
         if bias or len(shards) != 1 or shards[0].numel < self.layout.shards.numels[param]:
@@ -319,15 +325,16 @@ class GradientExchange:
         )
 
     def sent_off(self) -> None:
-        """Free the results for other ranks. Call this once they have been copied to a message."""
+        """Free the results for other ranks. Call this after they have been copied to a message."""
         self._outbox.clear()
 
     def write(self, received: Arrivals, scales: Mapping[str, Tensor] | None = None) -> None:
-        """Write received results of other ranks' layers to where the inner optimizer reads
-        gradients, then scale the results of all layers.
+        """Write the results that other ranks have sent to the memory from which the inner optimizer
+        reads gradients. Then scale the results of all layers.
 
         Args:
-            scales: layer name -> scalar that multiplies the layer's result. Has all layers.
+            scales: layer name -> scalar by which the layer's result is multiplied, for all layers;
+                None: results are not scaled.
         """
         self._write(
             [self._shard_at[move.param, move.start] for move, _ in received],
@@ -335,11 +342,12 @@ class GradientExchange:
         )
         if scales is not None and self.gradients:
             self._scale(scales)
-        self.gradients = {}  # views: DeepSpeed's step frees their memory
+        self.gradients = {}  # views would keep memory alive that DeepSpeed's step frees
 
     def _scale(self, scales: Mapping[str, Tensor]) -> None:
         """Multiply each result on this rank by its layer's scale."""
-        by_device: dict[torch.device, list[Shard]] = {}  # offload may put gradients on the host
+        # with offload, some gradients may be on the host
+        by_device: dict[torch.device, list[Shard]] = {}
         for shard, gradient in self.gradients.items():
             by_device.setdefault(gradient.device, []).append(shard)
         stacked = torch.stack([*scales.values()])
@@ -352,7 +360,7 @@ class GradientExchange:
 
     def _write(self, shards: Sequence[Shard], values: list[Tensor]) -> None:
         """Write values to this rank's shards. Values for raw gradients are divided by the factor
-        with which DeepSpeed will still multiply them. May change the list ``values``."""
+        first, because DeepSpeed will multiply them by it. May change the list ``values``."""
         if not shards:
             return
         for index, shard in enumerate(shards):
@@ -366,19 +374,21 @@ class GradientExchange:
         return LAYERS[layer.kind].split(matrix_OI, has_bias=layer.bias is not None)
 
     def group_indices(self, layer: LayerSpec) -> tuple[int, ...]:
-        """Return the index of the optimizer's parameter group for each parameter of a layer."""
+        """Return, for each parameter of a layer, the index of its parameter group in the
+        optimizer."""
         return tuple(self.layout.group_index(param) for param in self.params[layer.name])
 
 
 def scaled(x: Tensor, factor: Tensor | None) -> Tensor:
-    """Return x * factor in fp32. ``factor`` gets one dimension first, because torch does not let a
-    tensor without dimensions promote 16 bits to fp32."""
+    """Return x * factor in fp32. ``factor`` is given a dimension first, because in torch a tensor
+    without dimensions does not promote 16 bits to fp32."""
     assert factor is not None
     return x * factor.view(1)
 
 
 def _cut_out(flat: Tensor, span: Span, dtype: torch.dtype) -> Tensor:
-    """Return a span of a flat tensor in ``dtype``. The span is copied, so that it does not keep the
-    rest of the tensor in memory, unless it is the whole tensor and already has this dtype."""
+    """Return a span of a flat tensor in ``dtype``. The result is a copy, so that it does not keep
+    the rest of the tensor in memory. If the span is the whole tensor and the dtype is the same, the
+    result is a view."""
     part = flat.narrow(0, *span)
     return part.to(dtype, copy=len(part) < len(flat))

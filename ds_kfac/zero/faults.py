@@ -1,4 +1,5 @@
-"""Known faults of DeepSpeed's engine modes that K-FAC cannot fix, for the attach report."""
+"""Known faults of DeepSpeed's engine modes. K-FAC cannot fix them, so the attach report lists
+them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,12 +14,13 @@ from ds_kfac.zero.stages import BF16, Stage3, Stage12, ZeroLayout
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of all DeepSpeed versions.
+    """A fault that all DeepSpeed versions have.
 
     Attributes:
         mode: class of the layouts that may have the fault.
         applies: function that returns whether a layout has the fault.
-        text: description of what DeepSpeed does, formatted with ``layout``.
+        text: description of DeepSpeed's fault, a format string whose field ``layout`` is the
+            layout.
     """
 
     mode: type
@@ -31,7 +33,8 @@ def has_sparse_modules(engine: Any) -> bool:
 
 
 def schedules_a_replaced_adagrad(engine: Any) -> bool:
-    """Return whether the user's scheduler changes an Adagrad that ZeRO has replaced by its own."""
+    """Return whether the user's scheduler changes the learning rate of an Adagrad that ZeRO has
+    replaced by its own Adagrad."""
     inner = engine.basic_optimizer
     scheduled = getattr(engine.lr_scheduler, "optimizer", None)
     return isinstance(inner, torch.optim.Adagrad) and scheduled is inner
@@ -42,24 +45,24 @@ FAULTS = (
         ShardLayout,
         lambda layout: layout.divisor != layout.averaged_over,
         "it sums gradients over the {layout.engine.sequence_parallel_size} ranks of a sequence "
-        "instead of averaging: right for a loss that is a mean over the whole sequence, that many "
-        "times too large for one over a rank's own tokens",
+        "instead of averaging them. This is right for a loss that is a mean over the whole "
+        "sequence. For a mean over a rank's own tokens, gradients are that many times too large",
     ),
     Fault(
         Replicated,
         lambda layout: layout.engine.pipeline_parallelism and layout.engine.gradient_clipping(),
-        "at stage 0 it clips every pipeline stage by the norm of the first one's gradients alone",
+        "at stage 0 it clips every pipeline stage by the norm of the first stage's gradients only",
     ),
     Fault(
         Replicated,
         lambda layout: layout.engine.gradient_clipping() and has_sparse_modules(layout.engine),
-        "it does not clip sparse gradients, as those of nn.Embedding(sparse=True)",
+        "it does not clip sparse gradients, such as those of nn.Embedding(sparse=True)",
     ),
     Fault(
         Half,
         lambda layout: deepspeed_versions.lacks_loss_scale(layout.optimizer),
         "at stage 0 fp16 it divides gradients by a loss scale it never multiplied by (deepspeed PR "
-        "8393): steps of SGD are too small by it, and clipping sees a norm that is",
+        "8393): steps of SGD, and the norm that clipping sees, are too small by this factor",
     ),
     Fault(
         ZeroLayout,
@@ -70,8 +73,8 @@ FAULTS = (
     Fault(
         ZeroLayout,
         lambda layout: deepspeed_versions.has_dynamic_scale(layout.optimizer),
-        "in a step in which the loss scale grows it divides by the new scale: that step is half as "
-        "long, unless it is clipped",
+        "in a step in which the loss scale grows, it divides gradients by the new scale: they are "
+        "half as large, unless they are clipped",
     ),
     Fault(
         ZeroLayout,
@@ -82,7 +85,8 @@ FAULTS = (
     Fault(
         ZeroLayout,
         lambda layout: layout.grad_scaler and layout.optimizer.clip_grad > 0,
-        "with torch_autocast fp16 it clips the gradient while it carries the GradScaler's scale",
+        "with torch_autocast fp16 it clips gradients before it divides them by the GradScaler's "
+        "scale",
     ),
     Fault(
         Stage12,
@@ -90,7 +94,7 @@ FAULTS = (
             layout.optimizer.round_robin_gradients
             and not deepspeed_versions.is_aligned(layout.optimizer)
         ),
-        "with round_robin_gradients safe_get_full_* and universal checkpoints read other "
+        "with round_robin_gradients, safe_get_full_* and universal checkpoints read the wrong "
         "parameters",
     ),
     Fault(
@@ -101,8 +105,8 @@ FAULTS = (
     Fault(
         Stage3,
         lambda layout: not layout.offloads,
-        "a parameter outside of K-FAC layers that a step does not use is stepped with its last "
-        "gradient again",
+        "if a step does not use a parameter outside of K-FAC layers, it steps the parameter with "
+        "its last gradient again",
     ),
 )
 
@@ -136,12 +140,13 @@ OF_VERSIONS: tuple[tuple[type, Callable[[Any], tuple[str, ...]]], ...] = (
         ),
     ),
 )
-"""Faults of some DeepSpeed versions: (class of layouts, function that returns the faults of a
-layout of this class)."""
+"""Faults of some DeepSpeed versions, as pairs (class of layouts, function that returns descriptions
+of the faults of a layout of this class)."""
 
 
 def faults(layout: ShardLayout) -> Sequence[str]:
-    """Return the faults of an engine's mode, in sentences about DeepSpeed."""
+    """Return descriptions of the faults of an engine's mode. In their sentences, "it" is
+    DeepSpeed."""
     found = [
         fault.text.format(layout=layout)
         for fault in FAULTS

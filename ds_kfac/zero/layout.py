@@ -1,6 +1,6 @@
-"""Interface of an engine mode, which says where the gradients lie when the inner optimizer is about
-to step (``seam.py``). This file also has the modes of stage 0, in which every rank holds every
-averaged gradient."""
+"""Interface of an engine mode. A mode knows where DeepSpeed keeps gradients when the inner
+optimizer is about to step (``seam.py``). This file also has the modes of stage 0, in which every
+rank holds every averaged gradient."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -21,11 +21,11 @@ from ds_kfac.zero.seam import Seam
 from ds_kfac.zero.shards import ParameterPart, Shard, ShardMap
 
 KnownGradient = Callable[[nn.Parameter], Tensor]
-"""Function that returns a parameter's full flat gradient, for the self-test."""
+"""Function that returns a parameter's whole flat gradient, for the self-test."""
 
 
 class ShardLayout(ABC):
-    """One engine mode.
+    """Locations of the gradients in one engine mode.
 
     DeepSpeed gives its inner optimizer *masters*. A master is a parameter itself, an fp32 copy of a
     parameter, or a flat tensor with many parameters. ``shards.py`` explains shards, parts and
@@ -35,19 +35,21 @@ class ShardLayout(ABC):
         engine: a DeepSpeedEngine.
         params: parameters of the model.
         group: the ranks that average their gradients.
-        parts: parts of parameters that are read and written separately; None: whole parameters.
+        parts: parts of the parameters that K-FAC reads and writes separately; None: whole
+            parameters.
         seam: the engine's seam; None: a new one.
 
     Attributes:
-        parts: parts of the parameters that are read and written separately.
+        parts: parts of the parameters that K-FAC reads and writes separately.
         of_parameters: shards of whole parameters, as DeepSpeed keeps them. ``Shard.param`` is an
             index in ``params``.
         shards: shards of the parts. ``Shard.param`` is an index in ``parts``.
         own: shards of the parts on this rank.
         averaged_over: number of ranks whose gradients are averaged.
         divisor: number by which DeepSpeed divides the sum of the ranks' gradients.
-        groups: for each of the optimizer's parameter groups, its parameters.
-        position: id of a parameter -> (index of its group, its index in the group).
+        groups: parameters of each of the optimizer's parameter groups.
+        position: id of a parameter -> (index of the parameter's group, index of the parameter in
+            the group).
     """
 
     replicated = False
@@ -64,7 +66,7 @@ class ShardLayout(ABC):
         self.engine = engine
         self.optimizer = engine.optimizer
         self.seam = Seam(engine) if seam is None else seam
-        # Any: DeepSpeed adds ds_shape and others to parameters
+        # Any, because DeepSpeed adds attributes such as ds_shape to parameters
         self.params: tuple[Any, ...] = tuple(params)
         self.group = group
         self.world = dist.get_world_size(group)
@@ -74,7 +76,7 @@ class ShardLayout(ABC):
         # exception: it also divides by the number of sequence ranks.
         averages_sequence = engine.zero_optimization_stage() == 3 and engine.zero_reduce_scatter()
         summed = 1 if averages_sequence else engine.sequence_parallel_size
-        # also for experts' gradients, although fewer ranks have those
+        # this also applies to experts, although fewer ranks have their gradients
         self.averaged_over = dist.get_world_size(engine.seq_data_parallel_group)
         self.divisor = self.averaged_over / summed
         self.groups = parameter_groups(self.optimizer)
@@ -104,23 +106,23 @@ class ShardLayout(ABC):
         return [replace(shard, rank=rank) for shard in on_first for rank in range(self.world)]
 
     def _offset(self, param: nn.Parameter) -> int:
-        """Return where the parameter begins in its master, in elements."""
+        """Return the index of the parameter's first element in its master."""
         return 0
 
     @abstractmethod
     def master(self, shard: Shard) -> Any:
-        """Return the master that contains a shard of this rank, from element ``shard.offset`` on.
+        """Return the master that contains a shard of this rank. The shard begins at the master's
+        element ``shard.offset``.
 
         Args:
             shard: a shard of :attr:`shards`.
         """
 
     def gradients(self) -> dict[Shard, Tensor]:
-        """Return this rank's shards -> flat views of their gradients, fp32 or bf16.
+        """Return shard -> flat view of the shard's gradient (fp32 or bf16), for this rank's shards.
 
-        The views point to where the gradients lie now: in a master's ``grad``, or in the buffer
-        from which DeepSpeed will form it. DeepSpeed will still multiply :meth:`raw` gradients by
-        the seam's factor.
+        The memory is a master's ``grad``, or the buffer from which DeepSpeed will form that
+        ``grad``. DeepSpeed will still multiply :meth:`raw` gradients by the seam's factor.
         """
         return {shard: self._gradient(shard) for shard in self.own}
 
@@ -132,19 +134,21 @@ class ShardLayout(ABC):
         return False
 
     def lacks(self, param: Any) -> bool:
-        """Return whether DeepSpeed will leave a parameter out of this step because its gradient was
+        """Return whether DeepSpeed will not step a parameter in this step because its gradient was
         removed."""
         return False
 
     sends_raw = False
-    """Whether gradients travel raw, that is, in the 16 bits to which they are already rounded."""
+    """Whether gradients travel raw (see "Raw gradients" in ``exchange.py``). They then travel
+    without loss in the 16 bits to which they are already rounded."""
 
     def param_of(self, part: int) -> Any:
-        """Return the parameter to which a part belongs. ``part``: the part's index."""
+        """Return the parameter to which a part belongs. ``part`` is an index in :attr:`parts`."""
         return self.params[self.parts[part].param]
 
     def span(self, part: int) -> tuple[int, int]:
-        """Return (first element of a part in its parameter, number of elements of the part)."""
+        """Return (index of the part's first element in its parameter, number of elements of the
+        part)."""
         param = self.parts[part].param
         return self.parts[part].span(self.of_parameters.numels[param])
 
@@ -156,7 +160,8 @@ class ShardLayout(ABC):
     @cached_property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """dtype of the averaged gradients. They also travel in this dtype, so without loss."""
+        """dtype of the averaged gradients. Gradients also travel in this dtype, so they are not
+        rounded again."""
 
     @property
     def rounded_to(self) -> set[torch.dtype]:
@@ -181,23 +186,23 @@ class ShardLayout(ABC):
         """Clean up after DeepSpeed's step, whether it was applied or not."""
 
     def loss_scale(self) -> Tensor | float:
-        """Return the factor by which ``engine.backward`` and ``engine.scale`` multiply a loss. Does
-        not synchronise with the device."""
+        """Return the factor by which ``engine.backward`` and ``engine.scale`` multiply a loss,
+        without synchronising with the device."""
         return scaler_scale(self.grad_scaler) if self.grad_scaler else 1.0
 
     def backward_scale(self, announced: bool) -> Tensor | float:
-        """Return the loss scale of a backward pass.
+        """Return the factor by which the loss of a backward pass was multiplied.
 
         Args:
-            announced: True for ``engine.backward``; False for a plain ``loss.backward()``, whose
-                loss only newer versions of DeepSpeed scale.
+            announced: True for ``engine.backward``; False for a plain ``loss.backward()``. In the
+                latter case the loss was multiplied only if the user has called ``engine.scale``.
         """
         scales = announced or deepspeed_versions.manual_backward(self.engine)
         return self.loss_scale() if scales else 1.0
 
     @classmethod
     def is_waiting(cls, engine: Any) -> bool:
-        """Return whether this rank has a gradient that waits for a step. The self-test would
+        """Return whether this rank has a gradient that no step has applied yet. The self-test would
         overwrite such a gradient."""
         gradients = ((p.grad, getattr(p, "grad_accum", None)) for p in engine.module.parameters())
         return any(
@@ -206,13 +211,15 @@ class ShardLayout(ABC):
 
     def guard_states(self, refuse: Callable[[str], Any]) -> None:
         """Make DeepSpeed's ``safe_get_full_optimizer_state`` and ``safe_set_full_optimizer_state``
-        raise an error on every rank, because the optimizer has no states for these parameters.
+        raise an error on every rank, because the optimizer has no states for the layers'
+        parameters.
 
         Without this, DeepSpeed would fail only on the ranks that hold a part of the parameter, and
         the other ranks would wait forever.
 
         Args:
-            refuse: function that raises the error; called with the name of the optimizer state.
+            refuse: function that raises the error. It is called with the name of the optimizer
+                state.
         """
         for param in self.params:
             # ZeRO-1/2 and BF16_Optimizer add these methods to parameters
@@ -224,13 +231,13 @@ class ShardLayout(ABC):
 
     @abstractmethod
     def install(self, known: KnownGradient) -> None:
-        """Fill DeepSpeed's gradient buffers as its reduction would if ``known`` returned the
-        averaged gradients."""
+        """Fill DeepSpeed's gradient buffers with the gradients that ``known`` returns, as if they
+        were the averaged gradients of a backward pass."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Reset the gradient buffers to their state before a first backward pass. The buffers stay
-        the same objects."""
+        """Reset the gradient buffers to their state before the first backward pass. The buffers
+        stay the same objects."""
 
 
 def _guarded(
@@ -241,16 +248,16 @@ def _guarded(
 
 
 def flat_gradient(master: Any) -> Tensor:
-    """Return a flat view of a master's gradient. A gradient that is not contiguous, such as that of
-    a weight in channels_last, is made contiguous first."""
+    """Return a flat view of a master's gradient. A gradient that is not contiguous, such as the
+    gradient of a weight in channels_last, is made contiguous first."""
     if not master.grad.is_contiguous():
         master.grad.data = master.grad.contiguous()
     return master.grad.view(-1)
 
 
 def parameter_groups(optimizer: Any) -> list[list[Any]]:
-    """Return the model's parameters by optimizer group. ZeRO's ``param_groups`` cannot be used,
-    because they hold flat slices instead of parameters."""
+    """Return a list of the model's parameters for each of the optimizer's groups. ZeRO's
+    ``param_groups`` cannot be used, because they have flat slices instead of parameters."""
     for attribute in ("bit16_groups", "bf16_groups", "fp16_groups"):
         if (groups := getattr(optimizer, attribute, None)) is not None:
             return groups
@@ -258,14 +265,14 @@ def parameter_groups(optimizer: Any) -> list[list[Any]]:
 
 
 def scaler_scale(scaler: Any) -> Tensor | float:
-    """Return a torch GradScaler's scale as a tensor on its device. ``get_scale()`` would
-    synchronise. Before the first loss, return the initial scale."""
+    """Return a torch GradScaler's scale as a tensor on the device. (``get_scale()`` would
+    synchronise.) Before the first loss, return the initial scale as a number."""
     scale = scaler._scale
     return scaler._init_scale if scale is None else scale
 
 
 class Replicated(ShardLayout):
-    """Stage 0: every rank has every averaged gradient, in the parameters."""
+    """Stage 0. Every rank has every averaged gradient in the parameters' ``grad``."""
 
     replicated = True
 
@@ -298,7 +305,8 @@ class Bare(Replicated):
         return self.params[self.parts[shard.param].param]
 
     def lacks(self, param: Any) -> bool:
-        return param.requires_grad and param.grad is None  # frozen parameters count as zero
+        # the gradient of a frozen parameter counts as zero
+        return param.requires_grad and param.grad is None
 
     def _gradient(self, shard: Shard) -> Tensor:
         param = self.master(shard)
@@ -310,8 +318,8 @@ class Bare(Replicated):
 class Half(Replicated):
     """Stage 0 with FP16_Optimizer or FP16_UnfusedOptimizer, in fp16 or bf16.
 
-    Masters are fp32 copies: FP16_Optimizer has one flat copy of each parameter group,
-    FP16_UnfusedOptimizer a copy of each parameter. If a parameter has no gradient, its master's
+    Masters are fp32 copies. FP16_Optimizer has one flat copy of each parameter group, and
+    FP16_UnfusedOptimizer has a copy of each parameter. If a parameter has no gradient, its master's
     gradient is zero.
     """
 
@@ -322,8 +330,8 @@ class Half(Replicated):
 
     @cached_property
     def _offsets(self) -> dict[int, int]:
-        """Id of a parameter -> where it begins in its group's flat master (FP16_Optimizer), in
-        elements."""
+        """Id of a parameter -> index of its first element in its group's flat master
+        (FP16_Optimizer)."""
         offsets: dict[int, int] = {}
         for params in self.groups:
             starts = accumulate((param.numel() for param in params), initial=0)
@@ -338,7 +346,7 @@ class Half(Replicated):
         return self._flat[group] if self._flat else self.optimizer.fp32_groups[group][place]
 
     def end(self) -> None:
-        # up to 0.18.0 DeepSpeed keeps bf16 gradients and adds those of the next step to them
+        # up to 0.18.0 DeepSpeed keeps bf16 gradients and adds the next step's gradients to them
         self.optimizer.zero_grad()
 
     def loss_scale(self) -> float:

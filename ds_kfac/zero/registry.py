@@ -1,14 +1,14 @@
 """An engine's domains, and the layout of its gradients.
 
 A domain is a group of ranks together with the parameters whose gradients are averaged over these
-ranks. K-FAC assigns, reduces and preconditions the layers of a domain as if the domain were the
-whole job. Only kl-clip's sum and checkpoints span all domains.
+ranks. K-FAC treats the layers of a domain as if the domain were the whole job. Only kl-clip's sum
+and checkpoints span all domains. The table shows the domains of each kind of parallelism.
 
-    parallelism     group               domains of a rank       layers of other ranks
-    none, Ulysses   sequence x data     one                     the same
-    pipeline        data                one, its stage's        other stages'
-    tensor          data                one, its shards'        other shards; copies of uncut ones
-    experts         data; expert data   dense; one per ep_size  other experts
+    parallelism     group               domains of a rank           layers of other ranks
+    none, Ulysses   sequence x data     one                         the same layers
+    pipeline        data                one: its stage              layers of other stages
+    tensor          data                one: its shards             other shards; copied layers
+    experts         data; expert data   dense; one for each ep_size other experts
 """
 
 from collections import Counter
@@ -43,13 +43,13 @@ class Domain:
     """A process group and the parameters that it trains.
 
     Attributes:
-        name: unique in the job; "" if the job is one domain.
-        params: the trained parameters.
-        names: the parameters' names in the engine's module.
+        name: name of the domain, unique in the job; "" if the job has only one domain.
+        params: trained parameters of the domain.
+        names: names of the parameters in the engine's module.
         group: DeepSpeed's process group that averages the parameters' gradients.
         shard: (this rank's index, number of ranks) among the ranks that hold shards of one weight.
-        first_experts: name of a list or stack of experts on this rank -> index of its first expert
-            in the whole mixture of experts.
+        first_experts: module name of a list or stack of experts on this rank -> index of its first
+            expert among the experts of all ranks.
     """
 
     name: str
@@ -71,20 +71,21 @@ class Domain:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raise ValueError if checkpoints would hold two layers under one name. The check runs at
-    attach, so that the first save does not fail."""
+    """Raise ValueError if two layers have the same name in checkpoints. Attach calls this, because
+    otherwise only the first save would fail."""
     if twice := [name for name, times in Counter(names).items() if times > 1]:
         raise ValueError(
-            "ds_kfac cannot attach: checkpoints would hold two layers under one name, "
+            "ds_kfac cannot attach: two layers would have the same name in checkpoints, "
             f"{twice[0]!r}; rename one of the modules, or exclude it (kfac.layers.exclude)"
         )
 
 
 def tensor_shard(engine: Any) -> tuple[int, int]:
-    """Return this rank's index among the ranks that hold shards of one weight, and their number."""
+    """Return this rank's index among the ranks that hold shards of one weight, and the number of
+    these ranks."""
     mpu = engine.mpu
-    # a pipeline's grid counts stages as model parallel, and DeepSpeed's sequence-parallel state
-    # counts sequence groups as such: neither holds shards of weights
+    # A pipeline's grid counts stages as model parallelism, and DeepSpeed's sequence-parallel state
+    # counts sequence groups as model parallelism. Neither stages nor sequence groups shard weights.
     if mpu is None or isinstance(engine, PipelineEngine):
         return 0, 1
     if hasattr(mpu, "initialize_sequence_parallel") and not hasattr(
@@ -95,7 +96,8 @@ def tensor_shard(engine: Any) -> tuple[int, int]:
 
 
 def domains(engine: Any, params: Sequence[nn.Parameter]) -> tuple[Domain, ...]:
-    """Return this rank's domains, the dense one first. ``params``: the optimizer's parameters."""
+    """Return this rank's domains. The domain of dense layers is the first. ``params`` are the
+    optimizer's parameters."""
     trained = tuple(p for p in params if p.requires_grad)
     shard = tensor_shard(engine)
     mixtures: dict[str, list[Any]] = {}
@@ -127,7 +129,7 @@ def domains(engine: Any, params: Sequence[nn.Parameter]) -> tuple[Domain, ...]:
 
 
 def _dense_name(engine: Any, shard: tuple[int, int], *, has_experts: bool) -> str:
-    """Return the name of the domain of this rank's dense layers; "" if the job has no other
+    """Return the name of the domain of this rank's dense layers, or "" if the job has no other
     domain."""
     if has_experts:
         return "dense"
@@ -161,12 +163,13 @@ SHARD_LAYOUTS: dict[type, type[ShardLayout]] = {
     FP16_Optimizer: Half,
     FP16_UnfusedOptimizer: Half,
 }
-"""The engine modes: exact class of ``engine.optimizer`` -> layout. :func:`shard_layout` raises an
-error for any other wrapper."""
+"""Exact class of ``engine.optimizer`` -> layout of the engine mode. :func:`shard_layout` raises an
+error if DeepSpeed wraps the optimizer in any other class."""
 
 
 def is_waiting(engine: Any) -> bool:
-    """Return whether any rank of an engine has a gradient that waits for a step. Collective."""
+    """Return whether any rank of an engine has a gradient that no step has applied yet.
+    Collective."""
     layout = SHARD_LAYOUTS.get(type(engine.optimizer), Bare)
     return any(gathered(layout.is_waiting(engine)))
 
@@ -178,8 +181,8 @@ def shard_layout(
     parts: Sequence[ParameterPart] | None = None,
     seam: Seam | None = None,
 ) -> ShardLayout:
-    """Return the layout of the engine's mode. Raises ValueError for an optimizer wrapper that is
-    not in :data:`SHARD_LAYOUTS`."""
+    """Return the layout of the engine's mode. Raise ValueError if DeepSpeed wraps the optimizer in
+    a class that is not in :data:`SHARD_LAYOUTS`."""
     optimizer = engine.optimizer
     wrapper = type(engine.optimizer)
     is_wrapper = isinstance(optimizer, DeepSpeedOptimizer)

@@ -1,19 +1,20 @@
 """Run K-FAC at the right moment: just before DeepSpeed's inner optimizer steps for the first time.
 
 The *outer* optimizer is DeepSpeed's wrapper. Its ``step`` checks for overflow, computes the norm,
-and may skip the step. If it does not skip, it calls the *inner* optimizer, which is the user's,
-once or once for each parameter group. Before an optimizer's step, torch calls the hooks that were
-added with ``register_step_pre_hook``. So a training step begins with the outer step, and the first
-inner step in it runs K-FAC. At stage 0 in fp32 there is no outer optimizer. There every inner step
-that has gradients is a training step.
+and may skip the step. If it does not skip the step, it calls the ``step`` of the *inner* optimizer,
+which is the user's optimizer, once or once for each parameter group. Before an optimizer's step,
+torch calls the hooks that were added with ``register_step_pre_hook``. A training step begins with
+the outer step, and K-FAC runs in such a hook before the first inner step. At stage 0 in fp32 there
+is no outer optimizer, so every inner step that has gradients is a training step.
 
     mode                        inner steps             gradients at the first inner step
-    stage 0, 16-bit wrappers    one                     as they will be applied
-    ZeRO 1, 2                   one for each group      group 0 as it will be applied, others raw
-    ZeRO 3                      one for each sub-group  the same, by sub-group
+    stage 0, 16-bit wrappers    one                     unscaled and clipped
+    ZeRO 1, 2                   one for each group      group 0 unscaled and clipped, others raw
+    ZeRO 3                      one for each sub-group  sub-group 0 the same, others raw
 
-DeepSpeed will still multiply raw gradients by :attr:`Seam.factor`. DeepSpeed checks for overflow,
-computes norms and clips before K-FAC runs, so it sees the same gradients as without K-FAC.
+DeepSpeed will still multiply raw gradients by :attr:`Seam.factor`, which unscales and clips them.
+DeepSpeed checks for overflow and computes norms before K-FAC runs, so it sees the same gradients as
+without K-FAC.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,24 +34,24 @@ NO_HOOKS = (
     "the optimizer that it wraps"
 )
 CLOSURE = (
-    "ds_kfac: the optimizer's step got an argument. K-FAC works with the gradients that are there, "
-    "so it takes no closure"
+    "ds_kfac: the optimizer's step got an argument. K-FAC works with gradients that were computed "
+    "before the step, so it supports no closure"
 )
 BYPASSED = (
-    "ds_kfac: the inner optimizer was stepped outside of the step of the optimizer around it, "
-    "which K-FAC watches, so it would train without K-FAC. A program that calls or puts back an "
-    "engine.optimizer.step of before attach must take the one of after attach; to train without "
-    "K-FAC call engine.kfac.detach()"
+    "ds_kfac: the inner optimizer was stepped outside of engine.optimizer.step, which K-FAC "
+    "watches, so this step would train without K-FAC. If the program saved engine.optimizer.step "
+    "before attach and calls or restores it, it must save the method after attach. To train "
+    "without K-FAC, call engine.kfac.detach()"
 )
 
 OUTSIDE_INFERENCE = torch.inference_mode(False)
-"""A decorator that leaves inference mode, in which a program may call ``engine.step()``. Hooks of
-later passes change tensors that a step has created, and torch forbids this for tensors that were
-created in inference mode."""
+"""Decorator for functions that run outside of inference mode, even if a program calls
+``engine.step()`` in inference mode. Hooks of later passes change tensors that a step has created,
+and torch forbids changing tensors that were created in inference mode."""
 
 
 class State(Enum):
-    """The phase of an engine's step, as the seam sees it."""
+    """The phases of an engine's step that the seam distinguishes."""
 
     CLOSED = "K-FAC does not watch"
     IDLE = "between two steps"
@@ -67,7 +68,7 @@ class Steps(Protocol):
         factor by which DeepSpeed has multiplied the gradients."""
 
     def begin(self) -> None:
-        """Prepare for a step that DeepSpeed begins but may still skip."""
+        """Prepare for a step that DeepSpeed has begun but may still skip."""
 
     def step(self) -> None:
         """Run K-FAC's step. DeepSpeed will not skip the step any more, and the weights have not
@@ -80,7 +81,7 @@ class Steps(Protocol):
         """Clean up after a step that raised an error, here or in DeepSpeed. Local.
 
         Args:
-            begun: True if :meth:`step` was called. The state is then inconsistent.
+            begun: True if :meth:`step` was called. K-FAC's state is then inconsistent.
         """
 
 
@@ -89,18 +90,18 @@ class Seam:
 
     Attributes:
         inner: the user's optimizer.
-        outer: the object that decides whether a step is applied: DeepSpeed's wrapper, or a
-            GradScaler at stage 0. None if every step is applied.
+        outer: object that decides whether a step is applied: DeepSpeed's wrapper, or at stage 0 a
+            GradScaler. None if every step is applied.
         groups: all parameter groups of the inner optimizer. During a step, DeepSpeed gives the
             inner optimizer only one group at a time.
-        factor: scalar on the device by which DeepSpeed multiplies this step's gradients (1 / loss
-            scale, and clipping). None if DeepSpeed multiplies by nothing, or if K-FAC does not need
-            the factor.
+        factor: scalar on the device by which DeepSpeed multiplies this step's gradients: 1 / loss
+            scale, times the clipping factor. None if DeepSpeed does not multiply gradients, or if
+            K-FAC does not need the factor.
         inverse: 1 / factor. A result that DeepSpeed will multiply by ``factor`` is multiplied by
-            ``inverse`` first. 0 if ``factor`` is 0, for example when an infinite norm is clipped:
-            then no weight changes.
+            ``inverse`` first. If ``factor`` is 0, for example because DeepSpeed clips by an
+            infinite norm, ``inverse`` is 0, so that no weight changes.
         prepared: number of masters whose gradients DeepSpeed has already multiplied by ``factor``.
-            It does so in the masters' order.
+            These are the first ones.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -108,7 +109,7 @@ class Seam:
         self.engine = engine
         self.scaler = deepspeed_versions.grad_scaler(engine)
         self._is_bare = isinstance(optimizer, torch.optim.Optimizer)
-        # not always engine.basic_optimizer: ZeRO replaces the user's Adagrad by its own
+        # not always engine.basic_optimizer, because ZeRO replaces the user's Adagrad by its own
         self.inner = optimizer if self._is_bare else optimizer.optimizer
         self.outer = self.scaler if self._is_bare else optimizer
         self._optimizers = [self.inner]
@@ -120,13 +121,14 @@ class Seam:
         self.prepared = 0
         self._steps: Any = None
         self._state = State.CLOSED
-        self._installed = ExitStack()  # of hooks and wrappers
-        # depth of nested inner steps: torch runs the hooks in the step of a class and again in the
-        # step of its base class
+        self._installed = ExitStack()  # removes hooks and wrappers
+        # depth of nested inner steps, because torch runs the hooks in the step of a class and again
+        # in the step of its base class
         self._depth = 0
 
     def open(self, steps: Steps) -> None:
-        """Start calling ``steps``. Raises ValueError if the optimizer supports no hooks."""
+        """Install hooks and wrappers, and call the methods of ``steps`` from now on. Raise
+        ValueError if the optimizer supports no hooks."""
         self._steps = steps
         self._state = State.IDLE
         if self.outer is not None:
@@ -144,8 +146,8 @@ class Seam:
         self._installed.close()
 
     def forget(self) -> None:
-        """Drop a step that has begun but not ended: it was interrupted. The next inner step then
-        begins a new step. Call this only when no step is running."""
+        """Drop a step that was interrupted, so that it has begun but not ended. The next inner step
+        then begins a new step. Call this only when no step is running."""
         if self._depth:
             self._interrupted()
 
@@ -180,7 +182,7 @@ class Seam:
         self._state = State.DECIDING
         self.groups = self.inner.param_groups
         self.prepared = 0
-        # at stage 0 engine.step() has clipped before this point: keep the factor of the clipping
+        # at stage 0 engine.step() has already clipped, and ``factor`` is the clipping factor
         if not self._is_bare:
             self.factor = None
 
@@ -188,8 +190,8 @@ class Seam:
     def _restored_groups(self) -> Iterator[None]:
         """Restore the inner optimizers' parameter groups if an outer step raises an error.
 
-        While DeepSpeed steps one group, it removes the others from the inner optimizer. After an
-        error it does not put them back, so every later step would fail.
+        While DeepSpeed steps one group, it removes all other groups from the inner optimizer. After
+        an error it does not add them again, so every later step would fail.
         """
         before = [
             (
@@ -250,9 +252,9 @@ class Seam:
     # the factor
 
     def complete_factor(self) -> None:
-        """Complete :attr:`factor` and set :attr:`inverse`. Two multipliers are added here: the
-        scale of a GradScaler, and the clipping of BF16_Optimizer, which has no method that could be
-        wrapped."""
+        """Complete :attr:`factor` and set :attr:`inverse`. Two multipliers are included here,
+        because no method could be wrapped that shows them: the scale of a GradScaler, and the
+        clipping factor of BF16_Optimizer."""
         if self.scaler is not None and self.scaler._scale is not None:
             unscaled = self.scaler._scale.reciprocal().reshape(())
             self.factor = unscaled if self.factor is None else self.factor * unscaled
@@ -264,8 +266,8 @@ class Seam:
 
     @property
     def _needs_factor(self) -> bool:
-        """Whether the factor is needed even if DeepSpeed has already multiplied all gradients by
-        it. Two cases need it: a proof of rows, and the self-test, which runs before
+        """Whether K-FAC needs the factor even if DeepSpeed has already multiplied all gradients by
+        it. A proof of rows needs the factor, and so does the self-test, which runs before
         :meth:`open`."""
         return self._steps is None or self._steps.proves
 
@@ -290,6 +292,7 @@ class Seam:
 
     def _clip(self, original: Callable[..., Any]) -> Any:
         # DeepSpeed does not report its clipping factor, so compare the norms before and after
+        # clipping
         if not self._needs_factor:
             return original()
         gradients = [p.grad for group in self.groups for p in group["params"] if p.grad is not None]
@@ -308,7 +311,7 @@ class Seam:
     def stubbed(self, stub: Callable[[], None]) -> Iterator[Callable[[], Any]]:
         """Replace the inner optimizer's step by ``stub`` during the self-test.
 
-        Yields the outer optimizer's step function. It takes a step with the gradients in
+        Yields the outer optimizer's ``step``. Calling it takes a step with the gradients in
         DeepSpeed's buffers, but changes no weight.
         """
         state = self._state
@@ -336,8 +339,8 @@ class Seam:
 
 
 def _with_hooks(optimizer: Any) -> Any:
-    """Return the optimizer if it supports hooks, else the optimizer that it wraps. timm's
-    Lookahead, for example, supports no hooks."""
+    """Return the optimizer if it supports hooks, else the optimizer that it wraps. For example,
+    timm's Lookahead supports no hooks. Raise ValueError if neither supports hooks."""
     for candidate in (optimizer, *vars(optimizer).values()):
         if isinstance(candidate, torch.optim.Optimizer) and hasattr(
             candidate, "_optimizer_step_pre_hooks"

@@ -1,11 +1,12 @@
-"""A test at attach that the installed DeepSpeed keeps gradients where we read and write them. If it
-does not, attach raises an error instead of training with wrong gradients.
+"""Test at attach whether the installed DeepSpeed keeps gradients where ds_kfac reads and writes
+them. If it does not, attach raises an error, so that no job trains with wrong gradients.
 
 DeepSpeed's code fills its gradient buffers with known values. Then the outer optimizer takes two
 steps, in which the inner optimizer only records the gradients that it is given. The first step runs
-without K-FAC. In the second, the gradients are sent to the layers' workers, which check them and
-send each value back with a small constant added. Between the two records, every preconditioned
-element must have grown by this constant, and all others must be equal, in every parameter group.
+without K-FAC. In the second step, the gradients are sent to the layers' workers, which check them
+and send each value back with a small constant added. In the second record, the gradients of K-FAC's
+parameters must be larger by this constant, and all other gradients must be the same as in the first
+record.
 """
 
 import zlib
@@ -21,22 +22,24 @@ from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
 
 MODULUS = 113
-"""Period of the known values, a prime. A shifted sequence of 1 .. 113 differs from the right one at
-every element. Twice such a value, and up to 3 more than that, is exact in bf16."""
+"""Period of the known values, a prime. If values arrive at a wrong offset, every element differs
+from the right one, unless the offset is a multiple of 113. Twice a number of 1 .. 113, plus up to
+3, is exact in bf16."""
 ADDED = 2.0
 FRACTION = 2.0**-4
-"""Also added where results are kept in more than 16 bits. It is lost if a result is rounded to 16
-bits, so the test notices such rounding."""
+"""Fraction that is added, too, if gradients are kept in fp32. Rounding to 16 bits would remove it,
+so the test notices such rounding."""
 TOLERANCE = 1e-4
-"""Absolute tolerance of values that have been multiplied by the loss scale, divided by it, and
-clipped. It is much smaller than the rounding error of bf16."""
+"""Absolute tolerance for known values that have been multiplied by the loss scale, divided by the
+loss scale, and clipped. It is much smaller than the rounding error of bf16."""
 
 
 def self_test(exchange: GradientExchange, channel: Channel) -> None:
     """Run the test that this module describes. Collective; changes nothing.
 
     Raises:
-        RuntimeError: on every rank; the message says what failed on which rank.
+        RuntimeError: the test failed on some rank. Every rank raises the error, and the message
+            says what failed on which rank.
     """
     layout = exchange.layout
     headline = (
@@ -48,8 +51,8 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
     errors: list[str] = []
 
     def noting(exchanges: bool) -> list[Tensor]:
-        """Let the outer optimizer take a step. Return the gradient of every master, as the inner
-        optimizer gets it."""
+        """Let the outer optimizer take a step. Return the gradient of every master that the inner
+        optimizer gets."""
         noted: list[Tensor] = []
 
         def inner_step() -> None:
@@ -84,8 +87,8 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
                 problems.append(f"DeepSpeed stepped {len(before)} tensors, then {len(after)}")
             for group, (noted, with_exchange) in enumerate(zip(before, after, strict=False)):
                 plain = noted.cpu() / factor
-                # known() gives even numbers to K-FAC's parameters and odd numbers to others;
-                # padding has 0
+                # known() returns even numbers for K-FAC's parameters and odd numbers for all other
+                # parameters. Padding is 0.
                 ours = (plain.round() % 2 == 0) & (plain.round() > 0)
                 expected = plain + test.added * ours.float()
                 if not torch.allclose(
@@ -101,7 +104,7 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
 
 
 class _Test:
-    """The known values of one test, and the check of a round trip to the workers."""
+    """Known gradients of one self-test, and the check that gradients reach the workers."""
 
     def __init__(self, exchange: GradientExchange) -> None:
         self.exchange = exchange
@@ -116,24 +119,24 @@ class _Test:
         self.added = ADDED if any(dtype.itemsize == 2 for dtype in dtypes) else ADDED + FRACTION
 
     def known(self, param: nn.Parameter) -> Tensor:
-        """Return the known gradient of a parameter, fp32 [numel]. Its values are 2, 4 .. 226,
-        repeated, starting at a number that depends on the parameter's name. If the parameter is in
-        no layer, each value is 1 larger."""
+        """Return the known gradient of a parameter, fp32 [numel]. Its values cycle through 2, 4 ..
+        226, beginning at a number that depends on the parameter's name. If the parameter is in no
+        K-FAC layer, each value is larger by 1."""
         start = zlib.crc32(self.names[id(param)].encode()) % MODULUS
         device = self.layout.engine.device
         values = torch.arange(self.layout._numel(param), device=device, dtype=torch.int32)
-        # in place, because an embedding of a vocabulary is large
+        # in place, because embeddings are large
         values = values.add_(start).remainder_(MODULUS).add_(1).mul_(2)
         return values.add_(id(param) not in self.ours).float()
 
     def exchanged(self, channel: Channel) -> list[str]:
-        """Send gradients to their workers and results back. Return descriptions of the faults.
-        Collective."""
+        """Send gradients to their workers, and results back. Return descriptions of wrong gradients
+        at this rank's workers. Collective."""
         exchange = self.exchange
         layout = self.layout
         problems: list[str] = []
         exchange.begin()
-        # fp32 in both directions, so that nothing is rounded on the way
+        # fp32 in both directions, so that messages round nothing
         (arrived,) = deliver(
             [replace(exchange.gather_part, dtype=torch.float32)], channel, exchange.device
         )

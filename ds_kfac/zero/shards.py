@@ -1,6 +1,6 @@
-"""Plans for moving gradients: which rank holds which elements, which layer the elements belong to,
-and which of them travel to the layer's worker and back. Plans need no communication and are the
-same on every rank. ``comm/message.py`` executes them.
+"""Plans for moving gradients. A plan knows which rank holds which elements, which layer the
+elements belong to, and which elements travel to the layer's worker and back. Making plans needs no
+communication, and every rank makes the same plans. ``comm/message.py`` executes them.
 
     part    one of several equal parts of a flattened parameter. A stack of experts that is one
             parameter has a part for each expert; a large head may be cut into parts
@@ -25,13 +25,13 @@ elements."""
 
 @dataclass(frozen=True, order=True)
 class Shard:
-    """Elements start .. start + numel of the gradient of a flattened parameter, or of a part of
-    one, held by ``rank``.
+    """Elements start .. start + numel of the gradient of a flattened parameter, or of a part of a
+    parameter. ``rank`` holds them.
 
     Attributes:
         param: index of the parameter or part in :attr:`ShardMap.numels`.
         group: index of DeepSpeed's parameter group or sub-group that stores the shard.
-        offset: where the shard begins in that group's storage on ``rank``, in elements.
+        offset: index of the shard's first element in that group's storage on ``rank``.
     """
 
     param: int
@@ -51,13 +51,14 @@ class ParameterPart:
     count: int = 1
 
     def span(self, numel: int) -> tuple[int, int]:
-        """Return (first element, number of elements) in a parameter of ``numel`` elements."""
+        """Return (index of the part's first element, number of elements) if the parameter has
+        ``numel`` elements."""
         return self.index * (numel // self.count), numel // self.count
 
 
 @dataclass(frozen=True)
 class ShardMap:
-    """All shards of the preconditioned parameters, or of parts of them.
+    """All shards of the preconditioned parameters, or of the parts of these parameters.
 
     Each element is on exactly one rank if gradients are partitioned, and on all ranks if they are
     replicated.
@@ -88,7 +89,7 @@ class ShardMap:
 
     @cached_property
     def of_param(self) -> tuple[tuple[Shard, ...], ...]:
-        """The shards of each parameter."""
+        """The shards of each parameter or part, on all ranks."""
         shards: list[list[Shard]] = [[] for _ in self.numels]
         for shard in self.shards:
             shards[shard.param].append(shard)
@@ -96,7 +97,7 @@ class ShardMap:
         return tuple(tuple(sorted(of_one, key=order)) for of_one in shards)
 
     def held(self, params: Sequence[int]) -> tuple[int, ...]:
-        """Return how many elements of ``params`` each rank holds."""
+        """Return for each rank the number of elements of ``params`` that the rank holds."""
         held = [0] * self.world
         for param in params:
             for shard in self.of_param[param]:
@@ -107,8 +108,8 @@ class ShardMap:
         return tuple(shard for shard in self.shards if shard.rank == rank)
 
     def cut(self, parts: Sequence[ParameterPart]) -> "ShardMap":
-        """Return the map of the given parts, in which ``Shard.param`` is an index in ``parts``. A
-        shard that covers several parts is cut."""
+        """Return the map of the shards of ``parts``, in which ``Shard.param`` is an index in
+        ``parts``. A shard that covers several parts is cut into several shards."""
         shards: list[Shard] = []
         numels = []
         for number, part in enumerate(parts):
@@ -128,8 +129,8 @@ class ShardMap:
 def partition_flat(
     numel: int, param: int, group: int, offset: int, size: int, world: int
 ) -> list[Shard]:
-    """Return the shards of a parameter that begins at ``offset`` in a flat buffer of which each
-    rank holds ``size`` elements (ZeRO-1/2)."""
+    """Return the shards of a parameter in a flat buffer (ZeRO-1/2). The parameter begins at element
+    ``offset`` of the buffer, and each rank holds ``size`` consecutive elements of the buffer."""
     shards: list[Shard] = []
     for rank in range(world):
         start = max(offset, rank * size)
@@ -142,8 +143,8 @@ def partition_flat(
 
 
 def partition_chunks(numel: int, param: int, group: int, offset: int, world: int) -> list[Shard]:
-    """Return the shards of a parameter that is cut into ``world`` equal chunks, the last ones
-    padded (ZeRO-3)."""
+    """Return the shards of a parameter that is cut into ``world`` equal chunks (ZeRO-3). The last
+    chunks may contain padding, which belongs to no shard."""
     chunk = -(-numel // world)
     return [
         Shard(param, rank * chunk, min(chunk, numel - rank * chunk), rank, group, offset)
@@ -153,7 +154,7 @@ def partition_chunks(numel: int, param: int, group: int, offset: int, world: int
 
 
 def parameter_names(layers: Sequence[LayerSpec]) -> list[str]:
-    """Return the names of the preconditioned parameters, each once."""
+    """Return the names of the layers' parameters, each once."""
     return list(dict.fromkeys(name for layer in layers for name in layer.parameters))
 
 
@@ -176,14 +177,14 @@ def of_layers(layers: Sequence[LayerSpec]) -> Mapping[str, tuple[int, ...]]:
 
 
 def held_by_layer(layers: Sequence[LayerSpec], shards: ShardMap) -> Mapping[str, tuple[int, ...]]:
-    """Return layer name -> number of elements of the layer's gradient on each rank. ``shards``: the
-    shards of :func:`parts_of`."""
+    """Return layer name -> number of elements of the layer's gradient on each rank. ``shards`` is
+    the map of the parts in :func:`parts_of`."""
     return {name: shards.held(params) for name, params in of_layers(layers).items()}
 
 
 def plan_gather(shards: ShardMap, workers: Mapping[int, Sequence[int]]) -> RelayoutPlan:
-    """Return the moves that bring partitioned gradients to their workers. Each parameter or part
-    goes to its first worker. ``workers``: ``Shard.param`` -> ranks."""
+    """Return the moves of partitioned gradients to their workers. Each parameter or part moves to
+    its first worker. ``workers`` is a mapping ``Shard.param`` -> ranks."""
     in_place = {
         (shard.param, shard.start)
         for shard in shards.shards
@@ -198,8 +199,8 @@ def plan_gather(shards: ShardMap, workers: Mapping[int, Sequence[int]]) -> Relay
 
 
 def plan_scatter(shards: ShardMap, workers: Mapping[int, Sequence[int]]) -> RelayoutPlan:
-    """Return the moves that bring results to every rank that holds a shard. For partitioned
-    gradients these are the moves of :func:`plan_gather` in the opposite direction."""
+    """Return the moves of results from their workers to every rank that holds a shard. For
+    partitioned gradients these are the moves of :func:`plan_gather` in the opposite direction."""
     moves = []
     for shard in shards.shards:
         worker = worker_that_sends_to(workers[shard.param], shard.rank, shards.world)
@@ -209,8 +210,9 @@ def plan_scatter(shards: ShardMap, workers: Mapping[int, Sequence[int]]) -> Rela
 
 
 def worker_that_sends_to(workers: Sequence[int], rank: int, world: int) -> int:
-    """Return the worker that sends a result to a rank. Ranks form consecutive groups with one
-    worker each; the worker may be the rank itself."""
+    """Return the worker from which ``rank`` receives a result. All ranks are divided into groups of
+    consecutive ranks with one worker each, and this is the worker of the rank's group. It may be
+    the rank itself."""
     return workers[rank // (world // len(workers))]
 
 
@@ -225,8 +227,8 @@ def planned_shards(
     """Predict, without an engine, where DeepSpeed will put the layers' gradients.
 
     Args:
-        groups: for each of the optimizer's parameter groups, (name, number of elements) of its
-            trained parameters, in the optimizer's order.
+        groups: (name, number of elements) of the trained parameters of each of the optimizer's
+            parameter groups, in the optimizer's order.
         stage: ZeRO stage; 0 if every rank has every averaged gradient. At stage 3, ``Shard.group``
             and ``Shard.offset`` depend on ZeRO's sub-groups and are set to 0.
         round_robin: ``round_robin_gradients`` of ZeRO-1/2.

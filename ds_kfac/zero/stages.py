@@ -1,15 +1,16 @@
-"""The engine modes with flat masters, in which a rank steps only its part of the parameters. ZeRO
+"""The engine modes in which masters are flat and a rank steps only its part of the parameters. ZeRO
 steps the masters one after the other.
 
 With ZeRO-1/2 and BF16_Optimizer, every parameter group is one flat buffer that is cut into equal
 slices, and a rank steps its slice. With ZeRO-3, every parameter is cut into ``world`` equal chunks,
-the last ones padded, and a master holds the chunks of one sub-group on this rank.
+of which the last may be padded. A master consists of this rank's chunks of the parameters of one
+sub-group.
 
 When ZeRO steps its first master, the gradients of the other masters are still raw. Without offload
-they lie in lists of tensors, which DeepSpeed will concatenate to the flat gradient. With offload
-they lie in the masters' ``grad``. In a list, an fp16 gradient is replaced by an fp32 tensor before
-a result is written, because fp16 may not hold the result. DeepSpeed's concatenation promotes dtypes
-and so keeps fp32.
+they are in lists of tensors, which DeepSpeed will concatenate to the flat gradient. With offload
+they are in the masters' ``grad``. In a list, an fp16 gradient is replaced by an fp32 tensor before
+a result is written, because the result may be out of fp16's range. DeepSpeed's concatenation
+promotes dtypes, so the result stays in fp32.
 """
 
 from abc import abstractmethod
@@ -74,22 +75,23 @@ class BF16(ShardLayout):
 
     @classmethod
     def is_waiting(cls, engine: Any) -> bool:
-        # p.grad does not show it: it stays until the next backward pass, although it has already
-        # been added to fp32_groups_gradients
+        # p.grad does not show this, because it exists until the next backward pass, although it has
+        # already been added to fp32_groups_gradients
         return any(map(any, engine.optimizer.fp32_groups_has_gradients))
 
 
 class ZeroLayout(ShardLayout):
-    """What ZeRO-1/2 and ZeRO-3 have in common.
+    """Base class of the layouts of ZeRO-1/2 and ZeRO-3.
 
     Attributes:
         offloads: whether DeepSpeed keeps gradients and masters on the host.
     """
 
     OFFLOADS = ""
-    """Name of the DeepSpeed attribute that says whether it offloads."""
+    """Name of the DeepSpeed optimizer's attribute that tells whether it offloads."""
     MASTERS = ""
-    """Name of DeepSpeed's list of flat fp32 masters, one for each group."""
+    """Name of the DeepSpeed optimizer's list of flat fp32 masters, one for each group or
+    sub-group."""
 
     def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
         super().__init__(engine, *values, **named)
@@ -115,12 +117,12 @@ class ZeroLayout(ShardLayout):
         return super().loss_scale() if self.grad_scaler else float(self.optimizer.loss_scale)
 
     def begin(self) -> None:
-        """Check that there are gradients, or with offload drop those of the last step.
+        """Check that there are gradients or, with offload, drop gradients of the last step.
 
-        Without offload: raise RuntimeError if there was no backward pass since the last step.
-        Otherwise ranks without layers would wait for the others. With offload: zero the buffers of
-        parameters that had no gradient. DeepSpeed leaves our last result there, and it would be
-        preconditioned again.
+        Without offload, raise RuntimeError if there was no backward pass since the last step.
+        Without this error, ranks without layers would wait for the other ranks. With offload, zero
+        the buffers of parameters that had no gradient in this step. DeepSpeed leaves K-FAC's last
+        result there, which K-FAC would precondition again.
         """
         if not self.offloads:
             if all(own is None for own in self.optimizer.averaged_gradients.values()):
@@ -149,8 +151,8 @@ class ZeroLayout(ShardLayout):
 
     @abstractmethod
     def _entry(self, shard: Shard) -> tuple[list[Tensor], int, int]:
-        """Return where a raw gradient lies: a list of tensors, the index of a tensor in the list,
-        and the gradient's first element in that tensor."""
+        """Return the location of a shard's raw gradient as a triple: a list of tensors, the index
+        of a tensor in the list, and the index of the gradient's first element in that tensor."""
 
     # for the self-test: DeepSpeed's own functions fill the buffers
 
@@ -163,7 +165,7 @@ class ZeroLayout(ShardLayout):
 
     def clear(self) -> None:
         if not self.offloads:
-            # clear the dict, do not replace it: DeepSpeed has linked parameters to it
+            # the dict is cleared, not replaced, because DeepSpeed has linked parameters to it
             self.optimizer.averaged_gradients.clear()
             return
         self.optimizer.norm_for_param_grads.clear()
@@ -172,7 +174,7 @@ class ZeroLayout(ShardLayout):
 
 
 class Stage12(ZeroLayout):
-    """ZeRO-1/2: DeepSpeedZeroOptimizer keeps a slice of every parameter group's flat buffer on
+    """ZeRO-1/2. DeepSpeedZeroOptimizer keeps a slice of every parameter group's flat buffer on
     every rank."""
 
     OFFLOADS = "cpu_offload"
@@ -205,15 +207,16 @@ class Stage12(ZeroLayout):
         super().begin()
 
     def end(self) -> None:
-        """Link parameters to their optimizer states again after the first step. DeepSpeed links
-        them when it has stepped only the first group, and the other groups have no states yet."""
+        """Link parameters to their optimizer states again after the first step, because DeepSpeed
+        links them when only the first group has been stepped and the other groups have no states
+        yet."""
         self._linked = self._linked or deepspeed_versions.link_states(self.optimizer)
 
     def _entry(self, shard: Shard) -> tuple[list[Tensor], int, int]:
         gradients = self.optimizer.averaged_gradients
         group = shard.group
         flat = getattr(gradients[group], "flat_partition", None)
-        if flat is not None:  # DeepSpeed reads this buffer and ignores the list that has it
+        if flat is not None:  # DeepSpeed reads this buffer and ignores the list
             gradients[group] = [flat]
         if group not in self._starts:
             *starts, end = accumulate((entry.numel() for entry in gradients[group]), initial=0)
@@ -281,7 +284,7 @@ class Stage12(ZeroLayout):
 
 
 class Stage3(ZeroLayout):
-    """ZeRO-3: DeepSpeedZeroOptimizer_Stage3 keeps a chunk of every parameter on every rank."""
+    """ZeRO-3. DeepSpeedZeroOptimizer_Stage3 keeps a chunk of every parameter on every rank."""
 
     OFFLOADS = "offload_optimizer"
     MASTERS = "fp32_partitioned_groups_flat"
@@ -305,7 +308,7 @@ class Stage3(ZeroLayout):
         return shards
 
     def _chunk_start(self, param: Any) -> int:
-        """Return where a parameter's chunk begins in its master, in elements."""
+        """Return the index of the first element of a parameter's chunk in its master."""
         return self.optimizer.grad_position[self.optimizer.get_param_id(param)][1]
 
     def group_index(self, param: nn.Parameter) -> int:
@@ -319,8 +322,8 @@ class Stage3(ZeroLayout):
             self._chunks = [gradients[group][place] for group, place in self._places]
 
     def end(self) -> None:
-        """Zero the gradients. Otherwise, if the next step does not use a parameter, DeepSpeed would
-        step it with its old gradient."""
+        """Zero the gradients. If the next step does not use a parameter, DeepSpeed would otherwise
+        step the parameter with its old gradient."""
         while self._chunks:
             self._chunks.pop().zero_()
 
@@ -331,8 +334,8 @@ class Stage3(ZeroLayout):
 
     @classmethod
     def is_waiting(cls, engine: Any) -> bool:
-        # the buffers do not show it: they keep the last step's gradient until the next backward
-        # pass overwrites it
+        # the buffers do not show this, because they keep the last step's gradient until the next
+        # backward pass overwrites it
         return deepspeed_versions.accumulated_at_stage_3(engine.optimizer)
 
     def install(self, known: KnownGradient) -> None:

@@ -1,11 +1,12 @@
 """Rescale weights after a step (Osawa et al. 2019, arXiv:1811.12019; SP-NGD). This is meant for
-layers followed by a norm, where the size of a weight only acts as a learning rate:
+layers that are followed by a norm, because there the size of a weight only changes the effective
+learning rate:
 
     w <- w min(1, sqrt(2 O) / (|w| + 1e-9))        O is the first dimension of w: outputs
 
 DeepSpeed's fp32 masters and the weights that the model computes with are multiplied by the same
-factor. Every rank computes it from the norm of the whole weight, which at stage 3 is summed over
-the chunks of all ranks.
+factor. Every rank computes the factor from the norm of the whole weight. At stage 3 the norm is
+computed from the chunks of all ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,13 +26,14 @@ SMALLEST = 1e-9
 
 
 class WeightRescaling:
-    """Rescales linear and convolutional layers.
+    """Rescales the weights of linear and convolutional layers.
 
     Args:
         layers: the layers to which the layout's parts belong, in the order of the parts.
 
     Attributes:
-        weights: indices of the layout's parts that are rescaled. If empty, do not call the object.
+        weights: indices of the layout's parts that are rescaled. If the list is empty, do not call
+            the object.
     """
 
     def __init__(self, layout: ShardLayout, layers: Sequence[LayerSpec]) -> None:
@@ -48,7 +50,7 @@ class WeightRescaling:
         factors = (self._limits / (self._norms() + SMALLEST)).clamp(max=1.0)
         for part, factor in zip(self.weights, factors.unbind(), strict=True):
             if not self.layout.param_of(part).requires_grad:
-                continue  # frozen after attach: no step changes it
+                continue  # frozen after attach, so no step changes it
             for view in (*self._computed_with(part), *self._masters(part)):
                 view.mul_(factor.to(view.device))
 
@@ -66,8 +68,8 @@ class WeightRescaling:
         return squares.sqrt()
 
     def _masters(self, part: int) -> Iterator[Tensor]:
-        """Yield views of a weight in this rank's masters. Yields nothing if the inner optimizer
-        steps the parameter itself."""
+        """Yield views of a weight in this rank's masters. Yield nothing if the parameter itself is
+        the master."""
         layout = self.layout
         for shard in layout.shards.of_param[part]:
             if shard.rank != layout.rank or layout.master(shard) is layout.param_of(part):
@@ -81,8 +83,8 @@ class WeightRescaling:
                 yield master.view(-1).narrow(0, shard.offset, shard.numel)
 
     def _computed_with(self, part: int) -> list[Tensor]:
-        """Return the tensors of a weight with which the model computes on this rank. At stage 3
-        these are the chunk, and the gathered weight while it exists."""
+        """Return the tensors with a weight's values that the model computes with on this rank. At
+        stage 3 these are this rank's chunk, and the gathered weight if it exists."""
         param = self.layout.param_of(part)
         if not isinstance(self.layout, Stage3):
             return [param.data]

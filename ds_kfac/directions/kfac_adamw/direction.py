@@ -1,37 +1,41 @@
-"""The directions that KFACAdamW steps along: Adam in the K-FAC eigenbasis, orthogonalized.
+"""Compute the directions along which KFACAdamW steps: Adam in the K-FAC eigenbasis, orthogonalized.
 
     _adam            R = Q_G^T dW Q_A                  the gradient, rotated
                      m <- b1 m + (1 - b1) R
                      v <- b2 v + (1 - b2) R^2
-                     U = m^ / (sqrt(v / (1 - b2^k)) + eps), with Nesterov's m^;
-                         0 in the null spaces of A and G
+                     U = m^ / (sqrt(v / (1 - b2^k)) + eps), with Nesterov's m^ and step number k;
+                         U is set to 0 in the null spaces of A and G
     _orthogonalize   X = (the orthogonal factor of U S) S,  S = diag(alpha / mean alpha + c)^-p
     _finish          U <- size sqrt(max(O, I)) X / |X|, and back: Q_G U Q_A^T
     optimizer.py     W <- W - lr (Q_G U Q_A^T + weight_decay W)
 
-with p = ``adam.whiten`` and c = 0.01. Layers of one shape take these steps in one batch. As many
-groups are processed together as may be in memory at the same time.
+with p = ``adam.whiten`` and c = 0.01. Layers of one shape form a group and are stepped in one
+batch. As many groups are processed together as fit into memory, see :func:`chunks`.
 
 Sources: the second moment is SOAP's (Vyas et al. 2024, arXiv:2409.11321), but the eigenbasis is
-K-FAC's instead of Shampoo's. The orthogonal factor is Muon's (Jordan et al. 2024), who takes it of
-plain momentum. S makes the step the steepest descent step under the norm |U A^p|. This norm bounds
-how much the output responds to each input direction, where Muon's bounds the weight's change.
-Mousse (arXiv:2603.09697) whitens momentum on both sides.
+K-FAC's instead of Shampoo's. Taking the orthogonal factor comes from Muon (Jordan et al. 2024),
+which takes the orthogonal factor of plain momentum. S makes the step the steepest descent step
+under the norm |U A^p|. This norm bounds how much the output responds to each input direction, while
+Muon's norm bounds the change of the weight. Mousse (arXiv:2603.09697) whitens momentum on both
+sides.
 
-Note: Layers that stand still. Such a layer takes no step, does not decay, and keeps its moments:
+Note: Layers that stand still. The following layers take no step, do not decay, and keep their
+moments:
 
-- A layer whose averaged gradient is exactly zero was not used. torch's AdamW skips a parameter
-  whose gradient is None in the same way. Each tensor-parallel shard is checked by itself.
+- A layer whose averaged gradient is exactly zero, because the step did not use it. torch's AdamW
+  skips a parameter whose gradient is None in the same way. Each tensor-parallel shard is checked by
+  itself.
 - A layer whose parameters are frozen, or whose learning rate is 0.
 - A layer whose gradient is not finite, or so large that the moments could not hold its square.
   These layers are counted, and a warning names them.
 
-Note: The size of a step. The singular values of an orthogonalized step are on average
-SIZE sqrt(longer side / shorter side). Then a step changes an output by the same amount at every
-width (Yang et al. 2023, arXiv:2310.17813). Their factor sqrt(O / I) is too small for O < I, and so
-is Muon's sqrt(max(1, O / I)); docs/notes/kfacadamw.md has measurements. Norms and heads keep Adam's
-direction and have the learning rate adam_lr. A head has BASE / I times that, but at least lr,
-because Adam's direction also grows with the width.
+Note: The size of a step. The singular values of an orthogonalized step are on average SIZE
+sqrt(longer side) / sqrt(shorter side), so that a step changes an output by the same amount at every
+width (Yang et al. 2023, arXiv:2310.17813). If O is below I, the factor sqrt(O / I) of Yang et al.
+is too small, and so is Muon's factor sqrt(max(1, O / I)); docs/notes/kfacadamw.md has measurements.
+Norms and heads keep Adam's direction. Norms have the learning rate adam_lr. A head has the learning
+rate adam_lr times BASE / I, but at least lr, because Adam's direction changes outputs more at
+larger widths.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -61,26 +65,28 @@ from ds_kfac.update.state import AdamMoments
 from ds_kfac.zero.exchange import GradientExchange, Gradients
 
 LARGEST = 1e15
-"""Gradients with an entry of this size or larger do not enter the moments. The square of a smaller
+"""Gradients with an entry of at least this size do not enter the moments. The square of any smaller
 entry is far below the largest fp32 number."""
 INFINITY = float("inf")
 
 
 class AdamDirection(Direction):
-    """Steps this rank's layers as the module's docstring says.
+    """Computes the directions of this rank's layers, as the module's docstring describes.
 
-    Vectors have an entry per layer, in the order of ``layers``, unless they have one per map of a
-    group.
+    Vectors have one entry for each layer, in the order of ``layers``, or one entry for each map of
+    a group (see "Maps" in ``group_step.py``).
 
     Args:
         optimizer: the engine's innermost optimizer, of a class in ``optimizer.py``.
 
     Attributes:
-        steps: for each of ``layer_groups``, its constants and where it stands in the step.
-        chunks: the same, in lists: the groups whose directions are in memory at the same time.
+        steps: for each of ``layer_groups``, an object with the group's constants and intermediate
+            results.
+        chunks: the objects of ``steps`` in lists. The directions of all groups in a list are in
+            memory at the same time.
         moves: bool [layers], whether the layer has a learning rate above 0.
-        copies: fp32 [layers], how many ranks have a copy of the layer.
-        used_slice: the entries of this domain's layers in ``optimizer.used``.
+        copies: fp32 [layers], number of tensor-parallel ranks that have a copy of the layer.
+        used_slice: slice of ``optimizer.used`` with the entries of this domain's layers.
     """
 
     def __init__(self, plan: Plan, exchange: GradientExchange, optimizer: Any) -> None:
@@ -110,8 +116,8 @@ class AdamDirection(Direction):
         self.recorded = recorded_step(
             plan, self.layer_groups, exchange, {"factor_is_zero": is_zero}
         )
-        # The optimizer knows the layers of all domains: first those of the domains before this one,
-        # then this domain's in the plan's order.
+        # The optimizer knows the layers of all domains: first the layers of the domains before this
+        # one, then the layers of this domain in the plan's order.
         self.names_in_plan = [layer.name for layer in plan.layers]
         layers_before = len(optimizer.used)
         self.used_slice = slice(layers_before, layers_before + len(plan.layers))
@@ -121,7 +127,7 @@ class AdamDirection(Direction):
 
     def _announce(self) -> None:
         """Tell the optimizer which slices of the parameters that it steps belong to which layer.
-        Parameters that are frozen now have no slices: they do not decay."""
+        Parameters that are frozen now get no slices, so that they do not decay."""
         exchange = self.exchange
         # layer name -> the layer's index in optimizer.used
         indices = range(self.used_slice.start, self.used_slice.stop)
@@ -142,7 +148,7 @@ class AdamDirection(Direction):
         self.frozen = self._frozen()
 
     def _frozen(self) -> list[bool]:
-        """Return for each parameter of the layers whether it is frozen now."""
+        """Return, for each parameter of the layers, whether the parameter is frozen now."""
         return [
             not parameter.requires_grad
             for of_layer in self.exchange.params.values()
@@ -174,12 +180,12 @@ class AdamDirection(Direction):
     def _directions(
         self, tensors: StepTensors | RecordedTensors, factor_is_zero: Tensor | None = None
     ) -> Outcome:
-        """Compute every group's results and put each of them as soon as it is there. The host
-        decides nothing here, because a recording does not run the host's code.
+        """Compute the results of every group, and pass each to the exchange as soon as it is
+        computed. The host decides nothing here, because a recording does not run the host's code.
 
         Args:
-            factor_is_zero: see :class:`StepContext`. The gradients are 0 then, so the layers stand
-                still. Here they are counted.
+            factor_is_zero: see :class:`StepContext`. If it is True, the gradients are 0, so that
+                all layers stand still. This method counts them as replaced.
         """
         for chunk in self.chunks:
             for step in chunk:
@@ -195,7 +201,7 @@ class AdamDirection(Direction):
         used = torch.cat([step.used for step in self.steps])
         squared = torch.cat([step.squared for step in self.steps])
         if factor_is_zero is not None:
-            # as gradients are that are not finite (the flag is fp32 where the step is recorded)
+            # counted like gradients that are not finite (in a recorded step the flag is fp32)
             largest = largest.masked_fill(factor_is_zero.bool(), torch.nan)
         finite = largest < INFINITY
         left_out = finite & (largest >= LARGEST)
@@ -210,17 +216,19 @@ class AdamDirection(Direction):
         )
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        # DeepSpeed has replaced the states by loaded ones: no program has removed them
+        # Loading has replaced the states. This must not be mistaken for a program that removes
+        # them.
         self.optimizer.marked = frozenset()
 
     def _begin_anew(
         self, taken_away: frozenset[Tensor], groups: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Set moments to zero, as Adam's would be after a program has removed states from
-        ``optimizer.state``.
+        """Set moments to zero, because a program has removed states from ``optimizer.state``, after
+        which Adam's moments would be zero, too.
 
-        The layers whose weight's state was removed begin anew. If DeepSpeed steps flat parameters
-        in place of the model's, no state belongs to a single layer, and all layers begin anew.
+        The moments of the layers whose weight's state was removed are set to zero. If DeepSpeed
+        steps flat parameters in place of the model's, no state belongs to a single layer, and the
+        moments of all layers are set to zero.
 
         Args:
             taken_away: the parameters whose state was removed.
@@ -234,13 +242,13 @@ class AdamDirection(Direction):
                     torch._foreach_zero_([*vars(group.state(index).moments).values()])
 
     def _adam(self, step: GroupStep, tensors: StepTensors | RecordedTensors) -> None:
-        """Rotate a group's gradients, update its moments, and leave U in ``step.x_nOI``. Before the
-        first refresh nothing is rotated: this is plain Adam."""
+        """Rotate a group's gradients, update its moments, and store U in ``step.x_nOI``. Before the
+        first refresh nothing is rotated, so U is plain Adam's direction."""
         group = step.group
         betas, eps = self.betas_and_eps[self.parameter_groups[group.names[0]][0]]
         gradient_nOI, may_overwrite = tensors.take(group)
-        # The largest entry tells an unused layer, a gradient that is not finite and one that is too
-        # large apart, so no other pass over the gradient is needed.
+        # The largest entry shows whether a layer was unused, and whether its gradient is not finite
+        # or too large, so one pass over the gradient is enough.
         largest_n = torch.linalg.vector_norm(gradient_nOI.flatten(1), ord=INFINITY, dim=1)
         largest = largest_n.view(len(group.layers), -1).amax(dim=1)
         step.largest = largest
@@ -249,7 +257,7 @@ class AdamDirection(Direction):
         rotated = gradient_nOI
         if rotation is not None:
             rotated = rotation.rotate(gradient_nOI, overwrite=may_overwrite)
-        # a basis in blocks may leave the matrix transposed, but moments are not
+        # a rotation in blocks may return a transposed matrix, but moments are not transposed
         rotated = rotated.contiguous()
         may_overwrite = may_overwrite or rotated.data_ptr() != gradient_nOI.data_ptr()
         moments = group.moments
@@ -265,8 +273,8 @@ class AdamDirection(Direction):
             eps=eps,
         )
         if rotation is not None:
-            # This must come before the rows leave the eigenbasis. Columns of a direction that is
-            # orthogonalized are left to the whitening, which sets them to 0 there.
+            # This must be done while the rows are in the eigenbasis. If the direction is
+            # orthogonalized, the whitening sets columns to 0.
             if rotation.G:
                 direction.mul_(rotation.rows_with_gradients(moments.second_OI)[:, :, None])
             step.columns = rotation.columns_with_gradients(moments.second_OI)
@@ -275,13 +283,14 @@ class AdamDirection(Direction):
         step.x_nOI = direction
 
     def _orthogonalize(self, steps: Sequence[GroupStep]) -> None:
-        """Replace U by X in ``x_nOI`` of these steps.
+        """Replace the direction U by its orthogonalized direction X in ``x_nOI`` of each of the
+        steps.
 
-        Maps with the same sides, as they are or transposed, are iterated together, whatever layers
-        they belong to. Nothing else of the directions is kept in memory.
+        Maps with the same two sides, in either order, are iterated together, even if they belong to
+        different layers. The copies that are made for one iteration are freed before the next one.
         """
         maps: list[Any] = []  # tensors [.., rows, I]; None once a map is no longer needed
-        owners: list[GroupStep] = []  # of each map
+        owners: list[GroupStep] = []  # owner of each map
         for step in steps:
             if step.rows_first and step.group.rotation is not None:
                 step.x_nOI = step.group.rotation.restore(step.x_nOI, columns=False)
@@ -302,16 +311,16 @@ class AdamDirection(Direction):
             indices = [index for index, owner in enumerate(owners) if owner is step]
             if step.blocks:
                 for rows, index in zip(row_blocks(step.x_nOI, step.blocks), indices, strict=True):
-                    # a block whose rows lie apart was copied to make a map of it
+                    # a block whose rows are not contiguous was copied to make a map of it
                     if rows.data_ptr() != maps[index].data_ptr():
                         rows.copy_(maps[index].view(rows.shape))
             for index in indices:
-                maps[index] = None  # frees such a copy while those of later steps are still needed
+                maps[index] = None  # frees the copy of a block before later steps are processed
             step.sizes = [norms[index] for index in indices]
 
     def _whitening(self, step: GroupStep) -> Tensor | None:
-        """Return S of a group's maps. It is the same whether rows are rotated or not. None: the
-        group has no eigenbases."""
+        """Return S of a group's maps, which does not depend on whether rows are rotated. Return
+        None if the group has no eigenbases or does not rotate."""
         rotation = step.group.rotation
         if rotation is None or not self.config.adam.rotate:
             return None
@@ -319,10 +328,11 @@ class AdamDirection(Direction):
         return rotation.whitening(self.config.adam.whiten, step.columns, repeats=repeats)
 
     def _finish(self, step: GroupStep, memory: Tensor | None) -> None:
-        """Rotate X back, Q_G X Q_A^T, and scale it to its size; 0 for a layer that stands still.
+        """Rotate X back to Q_G X Q_A^T, and scale it to the size of a step. The result of a layer
+        that stands still is 0.
 
         Args:
-            memory: where to write the result; None: in place of X.
+            memory: tensor to which the result is written; None: it overwrites X.
         """
         rotation = step.group.rotation
         if rotation is not None:
@@ -346,7 +356,7 @@ class AdamDirection(Direction):
         step.squared = length.square_().masked_fill_(~used, 0.0).view(-1, step.maps).sum(dim=1)
 
     def _scale_blocks(self, step: GroupStep) -> None:
-        """Scale each block of a fused weight's rows to a norm of its own."""
+        """Scale each block of a fused weight's rows to the norm of the block's step."""
         blocks = row_blocks(step.x_nOI, step.blocks)
         # [blocks, layers]
         norm = torch.stack([torch.linalg.vector_norm(rows, dim=(-3, -2, -1)) for rows in blocks])

@@ -1,4 +1,4 @@
-"""What the report, the logs and the estimate want to know about KFACAdamW."""
+"""Descriptions and costs of KFACAdamW, for the report, the logs and the estimate."""
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
@@ -71,7 +71,7 @@ class KFACAdamWFacts(RuleFacts):
             for pattern in patterns:
                 if not any(named(pattern, name) for name in names[key]):
                     without_effect.append(
-                        f"kfac.adam.{key} {pattern!r}, which no layer's name ends with"
+                        f"kfac.adam.{key} {pattern!r}: no layer's name ends with it"
                     )
         for pattern in options.blocks:
             matching = [layer for name, layer in fused.items() if named(pattern, name)]
@@ -122,11 +122,12 @@ def _adam_factors(options: AdamConfig, layers: Sequence[LayerSpec], ratio: float
 
 
 def _workspace(plan: Plan, chunk: Sequence[Sequence[LayerSpec]]) -> int:
-    """Return the bytes of a chunk's directions, plus those of the larger one of two stages.
+    """Return the bytes of a chunk's directions, plus the temporary bytes of the stage that needs
+    more:
 
-    - Adam's stage works on one group at a time. In addition to what becomes the group's direction,
-      it holds two tensors of the same size: the gradient, and the half rotated gradient.
-    - The Newton-Schulz stage works on all maps with the same sides together.
+    - Adam's stage works on one group at a time. In addition to the tensor that becomes the group's
+      direction, it needs two tensors of the same size: the gradient, and the half rotated gradient.
+    - The Newton-Schulz stage works on all maps with the same two sides together.
     """
     itemsize = 2 if plan.precision.products == "tf32" else 4
     directions = 0
@@ -141,7 +142,7 @@ def _workspace(plan: Plan, chunk: Sequence[Sequence[LayerSpec]]) -> int:
         if keeps_direction(plan.config.adam, group[0]) is not None:
             continue
         blocks = group[0].blocks
-        # the rows of a block lie apart, so they are copied
+        # the rows of a block are not contiguous, so they are copied
         if blocks and sum(blocks) < group[0].shape[-2]:
             copied_blocks += 4 * numel
         for sides, count in Counter(sides for layer in group for sides in layer.maps).items():
@@ -149,8 +150,8 @@ def _workspace(plan: Plan, chunk: Sequence[Sequence[LayerSpec]]) -> int:
             iterated_with = tuple(sorted(sides)) if plan.batched else (group[0].name, sides)
             bytes_by_sides[iterated_with] += nbytes
             largest_group = max(largest_group, nbytes)
-    # Maps of several groups are iterated together up to the elements of chunk_budget(). workspace()
-    # has about 3 elements for each of theirs.
+    # Maps of several groups are iterated together as long as they have at most chunk_budget()
+    # elements. For each of these, workspace() counts about 3 elements.
     limit = 3 * itemsize * chunk_budget(batched=plan.batched, numel=chunk[0][0].numel)
     several_groups = max((min(nbytes, limit) for nbytes in bytes_by_sides.values()), default=0)
     newton_schulz_stage = max(largest_group, several_groups) + copied_blocks

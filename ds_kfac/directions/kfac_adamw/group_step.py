@@ -1,5 +1,5 @@
-"""One group of layers in a step of KFACAdamW: how large a layer's step is, and which parts of its
-matrix are orthogonalized by themselves."""
+"""One group of layers in a step of KFACAdamW. This module defines how large a layer's step is, and
+which parts of its matrix are orthogonalized separately."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -16,18 +16,20 @@ from ds_kfac.update.newton_schulz import FULL
 from ds_kfac.update.rotation import chunk_budget
 
 SIZE = 27.0
-"""Frobenius norm of an orthogonalized step, divided by sqrt(max(O, I)). It was measured with
-gpt_small (benchmarks/convergence), whose width is 128, at AdamW's best learning rate."""
+"""Frobenius norm of an orthogonalized step at a learning rate of 1, divided by sqrt(max(O, I)). The
+value was measured with gpt_small (benchmarks/convergence), whose width is 128, at AdamW's best
+learning rate."""
 BASE = 128
-"""A head with at most this many inputs has the learning rate adam_lr. A head with I inputs has BASE
-/ I times that, but at least lr."""
+"""Number of inputs of a head whose learning rate is adam_lr. A head with I inputs has the learning
+rate adam_lr times BASE / I, but at least lr."""
 
 
 def keeps_direction(options: AdamConfig, layer: LayerSpec) -> str | None:
-    """Return why a layer keeps Adam's direction; None if its direction is orthogonalized.
+    """Return a text that says why a layer keeps Adam's direction, or None if its direction is
+    orthogonalized.
 
-    Each shard of a tensor-parallel layer is orthogonalized by itself, and so is each group of a
-    grouped convolution. An entry's step then has the same size as in an undivided layer.
+    Each shard of a tensor-parallel layer is orthogonalized separately, and so is each group of a
+    grouped convolution. The step of each weight element has the same size as in an undivided layer.
     """
     if layer.keeps_direction is not None:
         return layer.keeps_direction
@@ -41,11 +43,12 @@ def keeps_direction(options: AdamConfig, layer: LayerSpec) -> str | None:
 
 
 def step_norm(layer: LayerSpec, rows: int | None = None) -> float:
-    """Return what SIZE is multiplied by: the square root of the longer side of the matrix that is
-    orthogonalized.
+    """Return the norm of a step in units of :data:`SIZE`, which is the square root of the longer
+    side of the matrix that is orthogonalized.
 
-    This is the layer's matrix, or that of one group of a layer in groups, or a block of its rows. A
-    tensor-parallel shard gets its part of the norm that the undivided layer would have.
+    This matrix is the layer's matrix, the matrix of one group of a layer in groups, or a block of
+    the layer's rows. The squared norms of all tensor-parallel shards of a layer add up to the
+    squared norm of the undivided layer.
 
     Args:
         rows: number of the block's rows in this shard; None: the matrix has no blocks.
@@ -56,7 +59,8 @@ def step_norm(layer: LayerSpec, rows: int | None = None) -> float:
 
 
 def adam_factor(options: AdamConfig, layer: LayerSpec, ratio: float) -> float:
-    """Return the factor of a layer's direction if it keeps Adam's; 1 for an orthogonalized one.
+    """Return the factor by which Adam's direction of a layer is multiplied, or 1 if the direction
+    is orthogonalized.
 
     Args:
         ratio: adam_lr / lr.
@@ -69,40 +73,44 @@ def adam_factor(options: AdamConfig, layer: LayerSpec, ratio: float) -> float:
 
 
 class GroupStep:
-    """A group of layers in a step of KFACAdamW: constants, and what the step has computed so far.
+    """A group of layers in a step of KFACAdamW, with constants and intermediate results of the
+    step.
 
-    Note: Maps. A map is a matrix that is orthogonalized by itself: a layer's matrix, that of one
-    group of a grouped convolution, or a block of a fused weight's rows. There are three cases:
+    Note: Maps. A map is a matrix that is orthogonalized separately: a layer's matrix, the matrix of
+    one group of a grouped convolution, or a block of a fused weight's rows. There are three cases:
 
-    - All maps of a layer have one shape and lie next to each other. They are views of its matrix:
-      ``maps`` is their number, and ``blocks`` is empty.
-    - The blocks of a fused weight have several shapes, or their rows lie apart. ``blocks`` lists
-      them. They are orthogonalized and scaled one by one; in all other steps the layer counts as
-      one map.
-    - The direction is not orthogonalized. ``maps`` is as in the first case.
+    - All maps of a layer have one shape and are consecutive views of the layer's matrix. ``maps``
+      is their number, and ``blocks`` is empty.
+    - The blocks of a fused weight have several shapes, or their rows are not contiguous. ``blocks``
+      lists their numbers of rows. They are orthogonalized and scaled one by one. Everywhere else
+      the layer counts as one map.
+    - The direction is not orthogonalized. ``maps`` and ``blocks`` are as in the first case.
 
     Attributes:
-        group: the layers.
-        layer_slice: the entries of these layers in vectors with an entry per layer of this rank.
+        group: layers of the group and their state.
+        layer_slice: slice with the entries of these layers in vectors that have an entry for each
+            layer of this rank.
         orthogonal: whether the directions are orthogonalized.
         maps: number of maps of a layer.
-        blocks: numbers of rows of the maps in the second case above; else ().
-        rows_first: whether the rows leave the eigenbasis before the orthogonalization, and only the
-            columns after it. This is so for a fused weight, because blocks are rows of the weight,
-            not of its rotation.
-        normalized: whether :func:`scale_to` gives each map its norm. If not, the result is
+        blocks: number of rows of each map in the second case above, otherwise ().
+        rows_first: whether rows are rotated back before the orthogonalization, and only columns
+            after it. This is so for a fused weight, because its blocks are rows of the weight, not
+            of the rotated weight.
+        normalized: whether each map is scaled to a given norm (``target``). If False, it is
             multiplied by a factor.
-        target, full: fp32 [layers x maps]. If ``normalized``, the norm of a map's result, and FULL
-            times the root of its number of elements; else the factor, and 1.
-        block_target, block_full: the same for ``blocks``, fp32 [blocks, 1].
-        x_nOI: fp32 [n, O, I], the direction as far as it is computed.
+        target, full: fp32 [layers x maps]. If ``normalized``, the norm of each map's result, and
+            the norm of Adam's direction from which on the result has this norm (FULL times the root
+            of the number of elements). Otherwise the factor, and 1.
+        block_target, block_full: ``target`` and ``full`` of each of ``blocks``, fp32 [blocks, 1].
+        x_nOI: fp32 [n, O, I], intermediate result that becomes the direction.
         columns: fp32 [n, I], 1 for columns of the direction that count, 0 for others, see
-            :meth:`ds_kfac.update.rotation.Rotation.columns_with_gradients`. Only with eigenbases.
-        largest: fp32 [layers], largest entry of the gradient.
+            :meth:`ds_kfac.update.rotation.Rotation.columns_with_gradients`. It exists only if the
+            group has eigenbases.
+        largest: fp32 [layers], largest absolute entry of each layer's gradient.
         used: bool [layers], whether the layer takes a step.
-        squared: fp32 [layers], squared norm of the direction.
-        sizes: norms of the matrices that were orthogonalized: one tensor [layers x maps], or a
-            tensor [layers] for each of ``blocks``.
+        squared: fp32 [layers], squared norm of each layer's final direction.
+        sizes: norms that the maps had before they were orthogonalized: one tensor [layers x maps],
+            or a tensor [layers] for each of ``blocks``.
     """
 
     x_nOI: Tensor
@@ -150,43 +158,45 @@ class GroupStep:
             self.block_target, self.block_full = constants_of_blocks.T[..., None]
 
     def maps_to_orthogonalize(self) -> list[Tensor]:
-        """Return the group's maps as tensors [matrices, rows, I]: one with all maps, or one for
-        each of ``blocks``. They are views of ``x_nOI`` unless a block's rows lie apart."""
+        """Return the group's maps as a list of tensors [matrices, rows, I]: one tensor with all
+        maps, or one tensor for each of ``blocks``. They are views of ``x_nOI``, unless a block's
+        rows are not contiguous."""
         if self.blocks:
             return [rows.flatten(-3, -2) for rows in row_blocks(self.x_nOI, self.blocks)]
         return [self.x_nOI.view(len(self.target), -1, self.x_nOI.shape[-1])]
 
 
 def _norm_and_full(layer: LayerSpec, rows: int | None) -> tuple[float, float]:
-    """Return the norm of an orthogonalized result, and FULL times the root of its number of
-    elements.
+    """Return ``target`` and ``full`` of an orthogonalized map, see :class:`GroupStep`.
 
     Args:
-        rows: number of a block's rows; None: all rows.
+        rows: number of rows of the block that is the map; None: all rows.
     """
     height = layer.shape[-2] if rows is None else rows
     return SIZE * step_norm(layer, rows), FULL * (height * layer.shape[-1]) ** 0.5
 
 
 def row_blocks(x_OI: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Split a matrix's rows into the blocks of a fused weight, see :attr:`LayerSpec.blocks`.
+    """Split the rows of matrices into the blocks of a fused weight, see :attr:`LayerSpec.blocks`.
 
     Args:
         x_OI: [.., O, I].
-        sizes: numbers of rows of the blocks, which repeat until all rows are used; () for a single
-            block with all rows.
+        sizes: number of rows of each block. The blocks repeat until all rows are used. () for a
+            single block with all rows.
 
-    Returns a view [.., repeats, size, I] for each of the sizes.
+    Returns a list with a view [.., repeats, size, I] for each of ``sizes``.
     """
     sizes = list(sizes) or [x_OI.shape[-2]]
     return list(x_OI.unflatten(-2, (-1, sum(sizes))).split(sizes, dim=-2))
 
 
 def same_sides(maps: Sequence[Tensor]) -> list[list[int]]:
-    """Return lists of indices of maps that have the same sides, as they are or transposed.
+    """Return lists of the indices of maps. The maps of a list have the same two sides, in either
+    order.
 
-    The maps of a list have at most as many elements as :func:`ds_kfac.update.rotation.chunk_budget`
-    allows for a matrix of their size. A map that has more is alone.
+    Together the maps of a list have at most as many elements as
+    :func:`ds_kfac.update.rotation.chunk_budget` allows for a matrix of their size. A map with more
+    elements has a list of its own.
     """
     open_lists: dict[Hashable, list[int]] = {}
     full_lists: list[list[int]] = []

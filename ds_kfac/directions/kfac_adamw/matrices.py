@@ -1,7 +1,7 @@
-"""Which parameters are matrices.
+"""Decide which parameters outside of K-FAC layers are matrices.
 
-KFACAdamW steps a matrix in no K-FAC layer with its parameter group's ``lr``, and all other
-parameters in no layer with ``adam_lr``. The attach report counts matrices by the same rule.
+KFACAdamW steps such matrices with their parameter group's ``lr``, and all other parameters outside
+of K-FAC layers with ``adam_lr``. The attach report counts matrices by the same rule.
 """
 
 from collections.abc import Collection
@@ -15,9 +15,10 @@ from ds_kfac.model.scan import Scan
 
 
 def other_matrices(model: nn.Module, scan: Scan) -> set[str]:
-    """Return the names of the matrices in no K-FAC layer, trained or frozen.
+    """Return the names of the matrices that are in no K-FAC layer, including frozen matrices.
 
-    Tables, in which rows are looked up as in an embedding, are not matrices.
+    Tables do not count as matrices. A table is a parameter whose rows are looked up, as in an
+    embedding.
     """
     in_layers = {name for layer in scan.layers for name in layer.parameters}
     in_tables = tables_and_embeddings(model)
@@ -54,7 +55,7 @@ def biases_of(matrices: Collection[str], names: Collection[str]) -> set[str]:
 
 
 def tables_and_embeddings(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters in which rows are looked up."""
+    """Return the parameters whose rows are looked up."""
     found = tables(model)
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -75,11 +76,13 @@ def _long_sides(parameter: nn.Parameter) -> int:
 def _is_matrix_of(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
     """Return whether a module's own parameter is a matrix.
 
-    With three or more sides, of which one but the last is 1, it was made to be broadcast, unless it
-    is the kernel of a linear layer or of a convolution. A kernel may have any sides of 1: those of
-    a 1x1 convolution, or a first one along which it is modulated for each example.
+    A parameter with three or more sides, of which any but the last is 1, is usually made to be
+    broadcast, so it is not a matrix. The kernel of a linear layer or of a convolution is an
+    exception, because kernels may have sides of 1, for example in a 1x1 convolution, or a first
+    side of 1 along which the kernel is modulated for each example.
     """
-    # The parameter is not compared with module.weight: TorchScript has no parameters by name.
+    # The parameter is not compared with module.weight, because TorchScript modules do not offer
+    # parameters by name.
     if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
         return is_matrix(parameter)
     shape = parameter_shape(parameter)

@@ -1,18 +1,18 @@
-"""KFACAdamW, the optimizer that DeepSpeed steps. It is AdamW, except for parameters whose direction
-K-FAC has computed.
+"""The optimizer that DeepSpeed steps for KFACAdamW. It is AdamW, except for parameters whose
+directions K-FAC has computed.
 
-DeepSpeed's optimizers see flat slices of parameters, no matrices. So every parameter group is split
-before the engine exists. In groups marked :data:`FLAG` the gradient that arrives here is the
-finished direction U (``direction.py``), and
+DeepSpeed's optimizers see flat slices of parameters, not matrices. So every parameter group is
+split before the engine exists. In groups marked by :data:`FLAG`, the gradient is the finished
+direction U (``direction.py``). For these groups the optimizer only computes
 
     W <- W - lr (U + weight_decay W)
 
-is left to do, without any state. All other groups are stepped by plain AdamW, of the class that
-DeepSpeed would use for it.
+and keeps no state. All other groups are stepped by plain AdamW, of the class that DeepSpeed would
+use for AdamW.
 
 A layer that a step did not use must not decay, but a flat slice does not show which layers it
-holds. So K-FAC states once which part of a parameter belongs to which layer (``slices``), and in
-every step which layers were used (``used``).
+contains. So K-FAC sets ``slices`` once, which maps parts of parameters to layers, and sets ``used``
+in every step, which says which layers the step used.
 """
 
 import difflib
@@ -34,28 +34,29 @@ from ds_kfac.config.keys import DEFAULTS, NAME
 from ds_kfac.log import warn
 
 FLAG = "kfac"
-"""Key of a parameter group whose parameters K-FAC preconditions."""
+"""Key that is true in parameter groups whose parameters K-FAC preconditions."""
 MATRIX = "kfac_matrix"
-"""Key of a parameter group of matrices that K-FAC has no layer for, and of their biases: AdamW
-steps them at lr."""
+"""Key that is true in parameter groups of matrices that are in no K-FAC layer, and of their biases.
+AdamW steps them at lr."""
 OWN = ("adam_lr", "torch_adam")
-"""Parameters that AdamW does not have. adam_lr: the learning rate of embeddings, norms and biases,
-and of heads as ``direction.py`` says; a schedule multiplies lr and adam_lr alike. torch_adam:
-whether torch's AdamW steps the parameters that K-FAC does not step."""
+"""Parameters of the optimizer that AdamW does not have. adam_lr: the learning rate of embeddings,
+norms and biases, from which that of heads is derived (``direction.py``). A schedule multiplies lr
+and adam_lr by the same factor. torch_adam: whether torch's AdamW steps the parameters that K-FAC
+does not step."""
 ADAM_RATIO = 8.0
 """adam_lr / lr if the user does not set adam_lr."""
 PARAMS: dict[str, Any] = {name: value for name, value in DEFAULTS.items() if name not in OWN}
-"""The parameters of the optimizer block that AdamW has, too, and their defaults."""
+"""Parameters of the optimizer that AdamW has, too, and their defaults."""
 PARAMS["betas"] = tuple(PARAMS["betas"])
 
 GROWS = (
-    f"{NAME}: a DeepSpeed engine steps this optimizer already: add groups before "
-    "deepspeed.initialize"
+    f"{NAME}: a DeepSpeed engine steps this optimizer already, so no group can be added; add "
+    "groups before deepspeed.initialize"
 )
 APART = (
     "KFACAdamW has split a parameter group in several: layers, other matrices, other parameters. "
-    "Their {key} is not one any more, by optimizer.param_groups it is {values}. If that is not "
-    "meant, set it for every group, not only for the first (docs/howto/troubleshoot.md)"
+    "Their {key} is not one any more: the values in optimizer.param_groups are {values}. If this "
+    "is not intended, set {key} in every group, not only in the first (docs/howto/troubleshoot.md)"
 )
 DETACHED = (
     "KFACAdamW: K-FAC was detached from this engine, so nothing computes directions for its "
@@ -78,21 +79,22 @@ class LayerSlice(NamedTuple):
 
 
 def no_state(key: str) -> NoReturn:
-    """Raise a ValueError: DeepSpeed looks for an optimizer state of a parameter of K-FAC's."""
+    """Raise ValueError. Called when DeepSpeed or the user reads or writes an optimizer state of a
+    parameter of a K-FAC layer."""
     raise ValueError(
-        f"{NAME}: there is no {key!r} of this parameter as DeepSpeed would have it: a K-FAC "
-        "layer's moments are in its eigenbasis, on the layer's gradient worker alone. Checkpoints "
-        "have them. Ask for states of other parameters only: those of parameter groups whose "
-        f'"{FLAG}" is not true. To begin anew with moments of zero, as after a restart, take the '
-        "state away: optimizer.state.clear(), or optimizer.state.pop(parameter)"
+        f"{NAME}: this parameter has no {key!r} in the optimizer, because a K-FAC layer's moments "
+        "are in its eigenbasis, on the layer's gradient worker alone. Checkpoints have them. Read "
+        f'or write states only of parameters in groups whose "{FLAG}" is not true. To restart with '
+        "moments of zero, remove the state: optimizer.state.clear(), or "
+        "optimizer.state.pop(parameter)"
     )
 
 
 class NoStates(dict[str, Any]):
-    """The entry of a K-FAC parameter in ``optimizer.state``, where AdamW would have moments.
+    """Entry of a K-FAC parameter in ``optimizer.state``. AdamW would have moments there.
 
-    If a program removes this entry, for example to begin anew when a schedule restarts, the layer's
-    moments are set to zero.
+    If a program removes this entry, for example because a schedule restarts, the layer's moments
+    are set to zero.
     """
 
     def __missing__(self, key: str) -> NoReturn:
@@ -105,8 +107,8 @@ class NoStates(dict[str, Any]):
 def without_step_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return an optimizer's bound ``step`` as its class defines it, without running step hooks.
 
-    torch adds the hooks to the ``step`` of every class that was instantiated. So they would run
-    twice if a class calls the ``step`` of its base class and both classes were instantiated.
+    torch adds hooks to the ``step`` of every class that was instantiated. If a class calls the
+    ``step`` of its base class and both classes were instantiated, the hooks would run twice.
     """
     bound: Any = step
     defined = inspect.unwrap(bound.__func__, stop=lambda function: not hasattr(function, "hooked"))
@@ -116,8 +118,8 @@ def without_step_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
 def part_of(parameter: Tensor, start: int, numel: int) -> Tensor:
     """Return a view of ``numel`` elements of a parameter, from element ``start`` on.
 
-    If the parameter is stored in another order than its shape, such as the weight of a
-    channels_last convolution at stage 0, the elements must be complete rows.
+    If the parameter is not contiguous, such as the weight of a channels_last convolution at stage
+    0, the elements must form complete rows.
     """
     if parameter.is_contiguous():
         return parameter.view(-1).narrow(0, start, numel)
@@ -126,18 +128,21 @@ def part_of(parameter: Tensor, start: int, numel: int) -> Tensor:
 
 
 class KFACAdamWStep:
-    """What the three classes below add to the Adam that they are derived from.
+    """Mixin of the three classes below. It adds the steps of K-FAC's layers to the Adam from which
+    a class is derived.
 
     Attributes:
-        slices: parameter -> the parts of it that belong to layers. The parameter may be a flat one
-            of DeepSpeed's. A parameter without an entry does not decay. The mapping is empty until
-            K-FAC is attached, because DeepSpeed steps with zeros before that, to allocate states.
-            It is None once K-FAC was detached.
-        used: fp32 [layers], 1 if the step uses the layer, else 0. Set it before each step.
-        adam_ratio: adam_lr / lr. Parameter groups have no adam_lr, because many of DeepSpeed's
-            schedulers set a single learning rate for all groups.
-        marked: parameters that had a :class:`NoStates` after the last step; empty after a load.
-        users: the optimizer with the parameter groups as the user knows them.
+        slices: parameter -> parts of the parameter that belong to layers. The parameter may be a
+            flat parameter that DeepSpeed made. A parameter without an entry does not decay. The
+            mapping is empty until K-FAC is attached, because before that DeepSpeed steps with
+            zeros, to allocate states. None after K-FAC was detached.
+        used: fp32 [layers], 1 for each layer that the step uses, else 0. Must be set before each
+            step.
+        adam_ratio: adam_lr / lr. Parameter groups have no value of their own for adam_lr, because
+            many of DeepSpeed's schedulers set a single learning rate for all groups.
+        marked: parameters that had a :class:`NoStates` after the last step. Empty after a state was
+            loaded.
+        users: the user's optimizer, whose parameter groups are not split; None if there is none.
     """
 
     slices: Mapping[Tensor, Sequence[LayerSlice]] | None = MappingProxyType({})
@@ -160,7 +165,8 @@ class KFACAdamWStep:
 
     @torch.no_grad()
     def step(self, *arguments: Any, **keywords: Any) -> Any:
-        """Step ``param_groups``, of which DeepSpeed may present one at a time."""
+        """Step the groups in ``param_groups``. DeepSpeed may put only one group at a time into this
+        list."""
         preconditioned = [group for group in self.param_groups if group.get(FLAG)]
         others = [group for group in self.param_groups if not group.get(FLAG)]
         if preconditioned and self.slices is None:
@@ -171,7 +177,8 @@ class KFACAdamWStep:
         return loss
 
     def _step_by_adam(self, groups: list[dict[str, Any]], *arguments: Any, **keywords: Any) -> Any:
-        """Step these groups by the base class: matrices at lr, all other parameters at adam_lr."""
+        """Step these groups with the ``step`` of the base class: matrices at lr, all other
+        parameters at adam_lr."""
         presented = self.param_groups
         schedules = [(group["lr"], group["weight_decay"]) for group in groups]
         self.param_groups = groups
@@ -179,8 +186,9 @@ class KFACAdamWStep:
             for group, (rate, decay) in zip(groups, schedules, strict=True):
                 ratio = 1.0 if group.get(MATRIX) else self.adam_ratio
                 group["lr"] = rate * ratio
-                # Adam decays by lr * weight_decay. Dividing by the ratio lets all parameters decay
-                # alike. With a learning rate of 0 a parameter does not decay, either.
+                # Adam decays by lr * weight_decay. Dividing the decay by the ratio makes all
+                # parameters decay at the same rate. With a learning rate of 0 a parameter does not
+                # decay, either.
                 group["weight_decay"] = decay / ratio if ratio else 0.0
             return without_step_hooks(super().step)(*arguments, **keywords)  # type: ignore[misc]
         finally:
@@ -210,17 +218,17 @@ class KFACAdamWStep:
             torch._foreach_addcmul_(parameters, directions, rates, value=-1)
 
     def _marked_now(self) -> frozenset[Tensor]:
-        """Return the parameters that have a :class:`NoStates` now."""
+        """Return the parameters that have a :class:`NoStates` entry now."""
         states = self.state.items()  # type: ignore[attr-defined]
         return frozenset(parameter for parameter, state in states if type(state) is NoStates)
 
     def taken_away(self) -> frozenset[Tensor]:
-        """Return the parameters whose :class:`NoStates` a program has removed since the last
+        """Return the parameters whose :class:`NoStates` entry a program has removed since the last
         step."""
         return self.marked - self._marked_now()
 
     def _decay(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """Decay the layers that the step uses as AdamW does, W <- (1 - lr weight_decay) W."""
+        """Decay the layers that the step uses: W <- (1 - lr weight_decay) W, as in AdamW."""
         amount = group["lr"] * group["weight_decay"]
         if not isinstance(amount, Tensor) and amount == 0:
             return
@@ -240,21 +248,21 @@ class KFACAdamWStep:
         torch._foreach_mul_(parts, [factors[layer] for layer in layers])
 
     def _used_on(self, device: torch.device) -> Tensor:
-        """Return ``used`` on the device of the parameters, which may be offloaded. It is copied
-        there once for all groups of a step."""
+        """Return ``used`` on a device. Parameters may be offloaded to another device. The copy is
+        made once for all groups of a step."""
         if device not in self._used_by_device:
             self._used_by_device[device] = self._used.to(device)
         return self._used_by_device[device]
 
     def check_parts(self, *, here: bool, groups: Sequence[Mapping[str, Any]]) -> None:
         """Warn once if the parts of one of the user's groups have different learning rates or
-        decays. A program causes this if it sets only those of ``param_groups[0]``, which held all
-        parameters before the split.
+        weight decays. This happens if a program sets them only in ``param_groups[0]``, which had
+        all parameters before the split.
 
         Args:
             here: whether this rank writes the warning.
-            groups: all parameter groups. ``param_groups`` has only those that DeepSpeed steps at
-                the moment.
+            groups: all parameter groups. (``param_groups`` has only the group that DeepSpeed steps
+                at the moment.)
         """
         if self._has_warned:
             return
@@ -273,19 +281,19 @@ class KFACAdamWStep:
         made.
 
         Raises:
-            RuntimeError: it is another group, added after the split. Its matrices would be stepped
-                at adam_lr, too, and its gradients would not be clipped.
+            RuntimeError: the group was added after the split. Its matrices would be stepped at
+                adam_lr, too, and its gradients would not be clipped.
         """
         if FLAG not in param_group:
             raise RuntimeError(GROWS)
         super().add_param_group(param_group)  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with zeros as moments of K-FAC's groups.
+        """Return the optimizer's state, with zeros as moments of the parameters of K-FAC's layers.
 
-        DeepSpeed's tools, ds_to_universal among them, expect moments of every parameter. Each is a
-        single zero, expanded to the parameter's shape, and takes 4 bytes in a file. K-FAC's files
-        have the real moments.
+        DeepSpeed's tools, such as ds_to_universal, expect moments of every parameter. Such a moment
+        is a single zero, expanded to the parameter's shape, and takes 4 bytes in a file. The files
+        that K-FAC writes contain the real moments.
         """
         saved = super().state_dict()  # type: ignore[misc]
         steps = (state["step"] for state in saved["state"].values() if "step" in state)
@@ -314,8 +322,8 @@ class KFACAdamWStep:
 
 
 def _vector(number: Tensor | float, device: torch.device) -> Tensor:
-    """Return a number as fp32 [1]. CUDA would round a tensor without dimensions to the parameter's
-    dtype, and in bf16 a factor of 0.999 is 1."""
+    """Return a number as a tensor, fp32 [1]. CUDA would round a tensor without dimensions to the
+    parameter's dtype, and a factor of 0.999 becomes 1 in bf16."""
     if isinstance(number, Tensor):
         return number.to(device, torch.float32).view(1)
     return torch.full((1,), number, dtype=torch.float32, device=device)
@@ -344,7 +352,7 @@ def build(groups: list[dict[str, Any]], params: Mapping[str, Any], *, offload: b
     """Make the optimizer of an ``"optimizer": {"type": "KFACAdamW", "params": ...}`` block.
 
     Args:
-        groups: parameter groups; those of K-FAC's layers are marked by :data:`FLAG`.
+        groups: parameter groups. Groups of K-FAC's layers are marked by :data:`FLAG`.
         params: the block's "params".
         offload: whether DeepSpeed keeps the optimizer on the CPU.
     """
@@ -358,8 +366,8 @@ def build(groups: list[dict[str, Any]], params: Mapping[str, Any], *, offload: b
     elif get_accelerator().device_name() == "cuda" and not torch_adam:
         optimizer = KFACFusedAdamW(groups, adam_w_mode=True, **options)
     else:
-        # for other devices DeepSpeed compiles its fused Adam at first use, which takes minutes and
-        # makes steps no faster
+        # For other devices, DeepSpeed would compile its fused Adam at first use. This takes minutes
+        # and makes steps no faster.
         optimizer = KFACTorchAdamW(groups, **options)
     optimizer.adam_ratio = ratio_of(params)
     return optimizer
@@ -373,12 +381,12 @@ def ratio_of(params: Mapping[str, Any]) -> float:
 
 
 def checked(given: Any, where: str) -> dict[str, Any]:
-    """Return the parameters whose value is neither null nor "auto". Numbers become floats, because
-    torch's AdamW does not accept 0 in place of 0.0.
+    """Check an optimizer's parameters, and return those whose value is neither null nor "auto".
+    Numbers become floats, because torch's AdamW does not accept 0 in place of 0.0.
 
     Args:
         given: parameters of the optimizer, by name.
-        where: the beginning of an error's text.
+        where: text with which errors begin.
 
     Raises:
         ValueError: ``given`` is not an object, a name is unknown, or a value is wrong.
@@ -397,7 +405,8 @@ def checked(given: Any, where: str) -> dict[str, Any]:
             raise ValueError(f"{where}{key}: got {reprlib.repr(value)}; must be {expected}")
     if "adam_lr" in params and params.get("lr") == 0:
         raise ValueError(
-            f"{where}lr: got 0; must be above 0 with adam_lr, whose ratio to it schedules keep"
+            f"{where}lr: got 0; must be above 0 if adam_lr is set, because schedules keep the "
+            "ratio adam_lr / lr"
         )
     converters: dict[str, Any] = {
         "betas": lambda pair: tuple(map(float, pair)),
@@ -407,17 +416,17 @@ def checked(given: Any, where: str) -> dict[str, Any]:
 
 
 def checked_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter group whose values of :data:`PARAMS` went through :func:`checked`. All
-    other values stay as they are.
+    """Return a parameter group in which the values of keys in :data:`PARAMS` were checked and
+    converted by :func:`checked`. All other values are not changed.
 
     Raises:
-        ValueError: a value is wrong, or only the optimizer as a whole can have it.
+        ValueError: a value is wrong, or a key can be set only for the whole optimizer.
     """
     for key in OWN:
         if key in group:
             raise ValueError(
-                f"{NAME}: {key} in a parameter group: it is the whole optimizer's, as are all but "
-                f"{', '.join(PARAMS)}; the group's lr scales both of its rates"
+                f"{NAME}: {key} in a parameter group: set it for the whole optimizer; a group can "
+                f"set only {', '.join(PARAMS)}, and the group's lr scales adam_lr, too"
             )
     others = {key: value for key, value in group.items() if key not in PARAMS}
     values = {key: value for key, value in group.items() if key in PARAMS}
@@ -425,7 +434,7 @@ def checked_group(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _expected(key: str, value: Any) -> str | None:
-    """Return in words what a parameter must be; None if its value is right."""
+    """Return a text that says which values a parameter may have, or None if its value is right."""
     if key == "torch_adam":
         return None if isinstance(value, bool) else "true or false"
     if key == "betas":

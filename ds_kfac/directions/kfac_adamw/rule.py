@@ -1,5 +1,5 @@
 """The update rule KFACAdamW: Adam in the eigenbasis, with an orthogonalized direction. The rule has
-an optimizer of its own, which DeepSpeed steps."""
+its own optimizer, which DeepSpeed steps."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -63,7 +63,7 @@ class KFACAdamWRule(UpdateRule):
         if not config.adam.rotate and config.factor.fisher is not None:
             raise ValueError(
                 "kfac.adam.rotate false keeps no factors; kfac.factor.fisher "
-                f'"{config.factor.fisher}" has no use'
+                f'"{config.factor.fisher}" has no effect'
             )
 
     def scanned(self, config: KFACConfig) -> LayerChoice:
@@ -101,8 +101,8 @@ class KFACAdamWRule(UpdateRule):
                 name = next(name for name, p in named.items() if p is parameter)
                 raise ValueError(
                     f"KFACAdamW: {name} is {'' if preconditioned else 'not '}preconditioned, but "
-                    "its parameter group says otherwise; the model or kfac.layers changed between "
-                    "ds_kfac.initialize and attach"
+                    "is in the wrong parameter group for that; the model or kfac.layers changed "
+                    "between ds_kfac.initialize and attach"
                 )
         for layer in layers:
             weight_group, *other_groups = [
@@ -114,9 +114,9 @@ class KFACAdamWRule(UpdateRule):
                         continue
                     raise ValueError(
                         f"KFACAdamW: {layer.weight} and its bias are in parameter groups of "
-                        f"different {key}, {weight_group[key]} and {group[key]}: they are stepped "
-                        "as one matrix, with one pair of moments; give both groups the same betas "
-                        "and eps, or exclude the layer (kfac.layers.exclude)"
+                        f"different {key}, {weight_group[key]} and {group[key]}, but they are "
+                        "stepped as one matrix, with one pair of moments; give both groups the "
+                        "same betas and eps, or exclude the layer (kfac.layers.exclude)"
                     )
 
     def release(self, optimizer: Any) -> None:

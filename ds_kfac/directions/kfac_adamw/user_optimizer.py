@@ -1,8 +1,8 @@
-"""KFACAdamW as a user asks for it: in the config's "optimizer" block, or as an object.
+"""KFACAdamW as the user selects it: in the config's "optimizer" block, or as an object.
 
-DeepSpeed gets another optimizer instead (``optimizer.py``), which is built before the engine. Its
-parameter groups are those of the user, each split into preconditioned parameters and the others.
-The model's layers decide which parameters are preconditioned.
+DeepSpeed gets another optimizer instead (``optimizer.py``), which is built before the engine. Each
+of the user's parameter groups is split into several groups of this optimizer. The model's layers
+decide which parameters are preconditioned and form a group of their own.
 """
 
 import gc
@@ -41,16 +41,17 @@ def split_groups(
     - vectors;
     - matrices that are in no layer, and their biases, marked by :data:`MATRIX`.
 
-    A group whose parameters have no elements is left out: DeepSpeed drops such parameters, and
-    fails at a group that has no others.
+    A group is left out if none of its parameters has elements, because DeepSpeed drops such
+    parameters and fails if a group has no other parameters.
 
     Args:
-        model_parameters: what ``deepspeed.initialize`` takes: parameters or parameter groups; None
-            for all parameters.
-        frozen: whether to keep groups that have only frozen parameters, which may be trained later.
+        model_parameters: parameters or parameter groups, as for ``deepspeed.initialize``; None: all
+            parameters of the model.
+        frozen: whether to keep groups that have only frozen parameters, because these may be
+            trained later.
 
-    Returns parameter groups. A parameter keeps the options, such as weight_decay, of the group that
-    it was in.
+    Returns parameter groups. Each has the options, such as weight_decay, of the group that it was
+    split from.
     """
     groups = list(model.parameters() if model_parameters is None else model_parameters)
     if not groups or not isinstance(groups[0], dict):
@@ -85,7 +86,8 @@ def experts_apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the parameter groups as DeepSpeed needs them for a model with experts.
 
     The parameters of each expert-parallel group of ranks must be in parameter groups of their own,
-    which have the name of that group of ranks. Groups that are already so are returned as they are.
+    which have the name of that group of ranks. If this is already so, the parameter groups are
+    returned unchanged.
     """
     mixed = [p for group in groups if not group.get("moe") for p in group["params"]]
     if not any(is_moe_param(p) for p in mixed):
@@ -97,32 +99,32 @@ def experts_apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [group for group in separated if group["params"]]
 
 
-# Note: The user's optimizer object. ``deepspeed.initialize`` replaces a ``ds_kfac.KFACAdamW``. The
-# user, or a scheduler that was made with the object, keeps using it. So its parameter groups become
-# views: they read and write the values of the groups that were split from them. The scheduler
-# still sees as many groups as there were when it was made.
+# Note: The user's optimizer object. ``deepspeed.initialize`` replaces a ``ds_kfac.KFACAdamW``
+# object by another optimizer, but the user, or a scheduler that was made with the object, keeps
+# using the object. So its parameter groups become views, which read and write the values of the
+# groups that were split from them. The scheduler still sees as many groups as when it was made.
 
 
 ORIGIN = "kfac_origin"
-"""Key of a group that is being split: the index of the user's group that it is a part of."""
+"""Key of a group that was split from a user's group. The value is the index of the user's group."""
 HIDDEN = ("params", FLAG, MATRIX)
-"""The keys whose values differ between the parts of a group."""
+"""Keys whose values may differ between the groups that were split from one group."""
 
 
 class Group(dict[str, Any]):
     """A parameter group of the user's optimizer.
 
     As soon as an engine steps the group, its values are those of the groups that were split from
-    it. All methods of a dict go through the first five methods below, which look the values up
-    there.
+    it. ``__getitem__``, ``__setitem__``, ``__delitem__``, ``__iter__`` and ``__len__`` look up
+    these groups, and all other methods of a dict use these five methods.
 
-    The group has a class of its own so that it can be recognized in another optimizer, too.
-    Accelerate with offload, for example, makes an optimizer from the groups of the user's.
+    The class also makes it possible to recognize the groups in another optimizer. For example,
+    Accelerate with offload makes an optimizer from the groups of the user's optimizer.
 
     Attributes:
-        options: options of the optimizer that the group was made for.
-        taken: the optimizer that DeepSpeed steps, and the indices of its groups that were split
-            from this one. ``(None, ())`` as long as no engine steps the group.
+        options: options of the :class:`KFACAdamW` that the group was made for.
+        taken: (the optimizer that DeepSpeed steps, indices of its groups that were split from this
+            group). ``(None, ())`` as long as no engine steps the group.
     """
 
     def __init__(self, values: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -131,16 +133,16 @@ class Group(dict[str, Any]):
         self.taken: tuple[Any, tuple[int, ...]] = (None, ())
 
     def _parts(self) -> list[dict[str, Any]]:
-        """Return the groups that have this group's values. They are looked up by index, because
-        loading a state puts new groups into an optimizer."""
+        """Return the groups that contain this group's values. They are looked up by index, because
+        loading a state replaces the group objects of an optimizer."""
         optimizer, numbers = self.taken
         return [optimizer.param_groups[number] for number in numbers] or [self]
 
     def _parts_to_change(self, key: str) -> list[dict[str, Any]]:
-        """Return the groups in which a value is to be set or deleted.
+        """Return the groups in which the value of a key must be set or deleted.
 
         Raises:
-            ValueError: an engine steps the group, and the value cannot change any more.
+            ValueError: an engine steps the group, so that this value cannot change any more.
         """
         if self.taken[1] and key in HIDDEN:
             raise ValueError(
@@ -183,7 +185,7 @@ class Group(dict[str, Any]):
         return repr(dict(self))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Copy the values only: a copy or a pickle does not belong to an engine."""
+        """Copy or pickle only the values, because a copy does not belong to an engine."""
         return Group, (dict(self), self.options)
 
 
@@ -200,7 +202,7 @@ for _name in (
     "update",
     "values",
 ):
-    # dict's implementations would not call the five methods
+    # dict's implementations would not call the five methods that Group defines
     setattr(Group, _name, getattr(MutableMapping, _name))
 
 
@@ -211,25 +213,27 @@ class KFACAdamW(torch.optim.Optimizer):
     ``deepspeed.initialize``, return it from Lightning's ``configure_optimizers``, pass it to
     Accelerate's ``prepare``, or pass
     ``optimizer_cls_and_kwargs=(ds_kfac.KFACAdamW, {"lr": 1e-3})`` to the Trainer. The DeepSpeed
-    config needs no "kfac" block then. If it has one, the block holds.
+    config then needs no "kfac" block. If it has a "kfac" block, the block's settings apply.
 
     Args:
         params: parameters or parameter groups, as for torch's AdamW.
-        lr: learning rate of the layers' matrices. AdamW's is a good first choice. Matrices that
-            K-FAC has no layer for have this learning rate, too.
-        adam_lr: learning rate of embeddings, norms and biases, and of heads as ``direction.py``
-            says; None: 8 lr. A schedule multiplies lr and adam_lr alike.
+        lr: learning rate of the layers' matrices. AdamW's learning rate is a good first choice.
+            Matrices that are in no K-FAC layer have this learning rate, too.
+        adam_lr: learning rate of embeddings, norms and biases, from which the learning rate of
+            heads is derived (``direction.py``); None: 8 lr. A schedule multiplies lr and adam_lr by
+            the same factor.
         betas: as for torch's AdamW.
         eps: as for torch's AdamW.
         weight_decay: as for torch's AdamW.
-        torch_adam: whether to step all other parameters by torch's AdamW, for a machine on which
-            DeepSpeed's would have to be compiled.
+        torch_adam: whether torch's AdamW steps all other parameters. Use it on a machine on which
+            DeepSpeed's Adam would have to be compiled.
 
     Raises:
-        ValueError: a wrong value.
+        ValueError: an argument has a wrong value.
     """
 
-    # A scheduler warns if its optimizer has not stepped. This one never does: DeepSpeed's does.
+    # A scheduler warns if its optimizer has not stepped. This optimizer never steps, because
+    # DeepSpeed steps another one.
     _opt_called = True
 
     def __init__(
@@ -260,24 +264,25 @@ class KFACAdamW(torch.optim.Optimizer):
         """Add a parameter group. Call this before ``deepspeed.initialize``.
 
         Raises:
-            RuntimeError: it is called later: DeepSpeed's flat groups cannot grow.
-            ValueError: the group has a wrong value, or one that only the optimizer as a whole can
-                have.
+            RuntimeError: an engine already steps the groups, and DeepSpeed's flat groups cannot
+                grow.
+            ValueError: the group has a wrong value, or a key that can be set only for the whole
+                optimizer.
         """
         if any(group.taken[1] for group in given_groups(self) or []):
             raise RuntimeError(GROWS)
         super().add_param_group(Group(checked_group(param_group), self.options))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the values of the parameter groups. A state of this optimizer has nothing else: an
-        engine's checkpoint has the moments.
+        """Load the values of the parameter groups. A state of this optimizer has no moments,
+        because these are in the engine's checkpoint.
 
         Raises:
-            ValueError: the state has moments, or other groups than this optimizer.
+            ValueError: the state has moments, or its groups do not fit this optimizer's groups.
         """
         if state_dict["state"]:
             raise ValueError(
-                f"{NAME}: a state with moments of another optimizer: load them by "
+                f"{NAME}: the state has moments, so another optimizer saved it: load them by "
                 "engine.load_checkpoint"
             )
         groups = self.param_groups
@@ -301,8 +306,8 @@ _MADE: "weakref.WeakSet[KFACAdamW]" = weakref.WeakSet()
 
 
 def unstepped(parameters: Iterable[Any]) -> int:
-    """Count the parameters that are in a :class:`KFACAdamW` which no engine has taken and which is
-    still referenced."""
+    """Return how many of these parameters are in a :class:`KFACAdamW` that still exists and that no
+    engine uses."""
     counted = set(parameters)
 
     def count() -> int:
@@ -317,18 +322,18 @@ def unstepped(parameters: Iterable[Any]) -> int:
 
 
 def given_groups(optimizer: Any) -> list[Group] | None:
-    """Return the groups of a :class:`KFACAdamW`, or of an optimizer that was made from its groups;
-    None for any other optimizer."""
+    """Return the groups of a :class:`KFACAdamW`, or of an optimizer that was made from the groups
+    of a :class:`KFACAdamW`. Return None for any other optimizer."""
     groups = getattr(optimizer, "param_groups", None)
     return groups if groups and all(isinstance(group, Group) for group in groups) else None
 
 
 def params_in(ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the optimizer's parameters if the config asks for it, else None.
+    """Return the parameters of KFACAdamW if the config names this optimizer, else None.
 
     Raises:
-        ValueError: the optimizer's name is misspelt, which DeepSpeed's error would not tell; a
-            parameter is unknown; or only a part of the optimizer is offloaded.
+        ValueError: the optimizer's name is misspelt (DeepSpeed's error would not suggest the right
+            one), a parameter is unknown, or only a part of the optimizer is offloaded.
     """
     block = ds_config.get("optimizer")
     name = block.get("type") if isinstance(block, Mapping) else None
@@ -340,20 +345,21 @@ def params_in(ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
                 f'DeepSpeed config: optimizer.type "{name}" does not exist; did you mean "{NAME}"?'
             )
         return None
-    _offloaded(ds_config)  # raises if only a part is
+    _offloaded(ds_config)  # raises an error if only a part is offloaded
     params = block.get("params")
     return checked({} if params is None else params, "DeepSpeed config: optimizer.params.")
 
 
 def _offloaded(ds_config: Mapping[str, Any]) -> bool:
-    """Whether the optimizer is offloaded. Raises ValueError if only a part of it is."""
+    """Whether the config offloads the optimizer. Raise ValueError if it offloads only a part of the
+    optimizer."""
     zero = ds_config.get("zero_optimization") or {}
     offload = zero.get("offload_optimizer") or {}
     ratio = offload.get("ratio", 1.0)
     if ratio < 1:
         raise ValueError(
             f"zero_optimization.offload_optimizer.ratio {ratio}: {NAME} cannot be offloaded in "
-            "part, DeepSpeed steps the rest with an AdamW of its own; leave ratio out"
+            "part, because DeepSpeed steps the rest with an AdamW of its own; leave ratio out"
         )
     return offload.get("device") in ("cpu", "nvme") or bool(zero.get("cpu_offload"))
 
@@ -364,26 +370,27 @@ def put_into(
     params: Mapping[str, Any] | None,
     ds_config: Mapping[str, Any],
 ) -> None:
-    """Replace arguments of ``deepspeed.initialize`` so that it takes our optimizer.
+    """Replace arguments of ``deepspeed.initialize`` so that the engine uses our optimizer.
 
     Args:
-        arguments: arguments of ``deepspeed.initialize``, which are changed.
-        choice: which layers of the model are preconditioned.
-        params: "params" of the config's optimizer block; None: the optimizer is an argument.
+        arguments: arguments of ``deepspeed.initialize``, which are changed in place.
+        choice: decides which layers of the model are preconditioned.
+        params: "params" of the config's optimizer block; None: the optimizer is the argument
+            ``optimizer``.
 
     Raises:
-        ValueError: something else in the arguments or the config contradicts it.
+        ValueError: another argument or setting does not work with this optimizer.
     """
     offload = _offloaded(ds_config)
     stage = (ds_config.get("zero_optimization") or {}).get("stage", 0)
-    # DeepSpeed's wrappers for ZeRO and for 16 bits never step a parameter that was frozen when they
-    # were made, and fail at a group that has no other parameters
+    # DeepSpeed's wrappers for ZeRO and for 16 bits never step a parameter that was frozen when the
+    # wrapper was made, and they fail if a group has only frozen parameters
     in_16_bits = [(ds_config.get(key) or {}).get("enabled") for key in ("fp16", "bf16", "bfloat16")]
     keep_frozen = not (stage or any(in_16_bits))
     if params is not None and arguments.get("optimizer") is not None:
         raise ValueError(
             f'optimizer.type "{NAME}" in the DeepSpeed config, and an optimizer= argument: choose '
-            "one"
+            "one of the two"
         )
     model = arguments["model"]
     parameters = arguments.get("model_parameters")
@@ -411,12 +418,12 @@ def put_into(
         return optimizer
 
     if (ds_config.get("expert_parallel") or {}).get("enabled"):
-        # AutoEP replaces layers, so the groups can only be split after that: DeepSpeed calls an
-        # optimizer that is a function late enough
+        # AutoEP replaces layers, and the groups must be split after that. If the optimizer is a
+        # function, DeepSpeed calls the function late enough.
         if is_object:
             raise ValueError(
-                f"expert_parallel replaces layers after {NAME} was made: name it in the DeepSpeed "
-                f'config instead, "optimizer": {{"type": "{NAME}", ..}}'
+                f"expert_parallel replaces layers after the {NAME} object was made: name it in the "
+                f'DeepSpeed config instead, "optimizer": {{"type": "{NAME}", ..}}'
             )
         if parameters is None:
             parameters = model.parameters()
@@ -431,13 +438,13 @@ def put_into(
 
 
 def with_users_groups(arguments: dict[str, Any], ds_config: Mapping[str, Any]) -> None:
-    """Let DeepSpeed make its scheduler with the user's optimizer, not with ours.
+    """Make DeepSpeed create its scheduler with the user's optimizer, not with ours.
 
-    A scheduler may have a value or a function for each parameter group. Their number is that of the
-    user's groups, but our optimizer has more groups.
+    A scheduler may have a list with a value or a function for each of the user's parameter groups.
+    Our optimizer has more groups.
 
     Args:
-        arguments: arguments of ``deepspeed.initialize``; ``lr_scheduler`` is replaced.
+        arguments: arguments of ``deepspeed.initialize``, in which ``lr_scheduler`` is replaced.
     """
     scheduler = arguments.get("lr_scheduler")
     block = ds_config.get("scheduler")
