@@ -91,7 +91,7 @@ def test_a_value_of_another_type_is_one_error_in_words_of_the_config(path):
 
 
 ROWS = "an integer of at least 1, or 'all'"
-COUNTS = "an integer of at least 1, or a list of such"
+COUNTS = "an integer of at least 1, or a list of such integers"
 
 
 @pytest.mark.parametrize(
