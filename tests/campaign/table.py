@@ -14,7 +14,7 @@ HEAD = """# Reliability
 
 What does a training run survive?
 
-A program tries it: `make campaign` runs `tests/campaign/`. It kills ranks, puts NaN, infinities and spikes into single
+`make campaign` tries this with the program `tests/campaign/`. It kills ranks, puts NaN, infinities and spikes into single
 steps, uses engines in unusual ways, runs one engine for thousands of steps, and reports how each case ended. `make
 test` tries {damages} kinds of damage to a checkpoint (`tests/deepspeed/damages.py`): each must be refused on every rank
 with nothing changed.
@@ -23,9 +23,9 @@ with nothing changed.
   in a run without kills.
 - **loud**: an error or a warning names the cause.
 - **crash**: an error does not name the cause, a correct program fails, or the disturbance did not take place.
-- **silent**: the result is wrong and nothing was said.
-- **hang**: no progress.
-- **lost**: work that a finished save contained is gone.
+- **silent**: the result is wrong, and no message says so.
+- **hang**: the case makes no progress.
+- **lost**: training steps that a finished save contained are gone.
 
 Known and not tried: a gradient spike in the first {settled} batches of a factor. K-FAC cannot recognize it yet, so it
 stays in the factor until the running average has forgotten it. Not tried either: a layer that only some ranks use at
