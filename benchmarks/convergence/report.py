@@ -231,7 +231,7 @@ def markdown(rows: list[Row], folder: str, plots: list[str], remarks: list[str])
     lines = [
         "# Convergence",
         "",
-        "This page was made by benchmarks/convergence. The columns are explained at its end. "
+        "This page was made by benchmarks/convergence. Its end explains the columns. "
         "[Which pages are current](README.md).",
         "",
     ]

@@ -14,7 +14,7 @@ HEAD = """# Reliability
 
 What does a training run survive?
 
-`make campaign` tries this with the program `tests/campaign/`. It kills ranks, puts NaN, infinities and spikes into single
+`make campaign` tries this with `tests/campaign/`. It kills ranks, puts NaN, infinities and spikes into single
 steps, uses engines in unusual ways, runs one engine for thousands of steps, and reports how each case ended. `make
 test` tries {damages} kinds of damage to a checkpoint (`tests/deepspeed/damages.py`): each must be refused on every rank
 with nothing changed.
