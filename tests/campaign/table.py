@@ -27,9 +27,9 @@ with nothing changed.
 - **hang**: the case makes no progress.
 - **lost**: training steps that a finished save contained are gone.
 
-Known and not tried: a gradient spike in the first {settled} batches of a factor. K-FAC cannot recognize it yet, so it
-stays in the factor until the running average has forgotten it. Not tried either: a layer that only some ranks use at
-ZeRO 2, where DeepSpeed alone aborts.
+Two known cases are not tried. In the first {settled} batches of a factor, K-FAC does not recognize a gradient spike, so the
+spike stays in the factor until the running average has forgotten it. And at ZeRO 2, DeepSpeed aborts if only some ranks
+use a layer, also without ds_kfac.
 
 DeepSpeed skips a step whose gradients are not finite, so K-FAC does not see them. At stage 0 in fp32, and in bf16 with
 `check_grad_overflow` off, DeepSpeed applies the step. The weights are then not finite, as without K-FAC; K-FAC's own
