@@ -200,9 +200,9 @@ def _sooner(one: str, other: str, pairs: list[tuple[Run, Run]], mean: float) -> 
             parts.append(step / len(worse.rows))
     if len(parts) < len(pairs):
         reached = f"{len(parts)} of {len(pairs)} seeds"
-        return f"; {other} reaches {one}'s loss with {reached}" if parts else ""
+        return f"; {other} reaches {one}'s final loss with {reached}" if parts else ""
     spread = f"{statistics.fmean(parts):.2f} ({min(parts):.2f} to {max(parts):.2f})"
-    return f"; {other} is at {one}'s in {spread} of its steps"
+    return f"; {other} reaches {one}'s final loss in {spread} of {one}'s steps"
 
 
 def steps_by_batch(best: Best) -> dict[str, dict[int, list[float]]]:
@@ -231,8 +231,8 @@ def markdown(rows: list[Row], folder: str, plots: list[str], remarks: list[str])
     lines = [
         "# Convergence",
         "",
-        "From benchmarks/convergence; what the columns mean is below. [Which pages are "
-        "current](README.md).",
+        "This page was made by benchmarks/convergence. Its end explains the columns. "
+        "[Which pages are current](README.md).",
         "",
     ]
     for task in dict.fromkeys(row["task"] for row in rows):
@@ -251,13 +251,14 @@ def markdown(rows: list[Row], folder: str, plots: list[str], remarks: list[str])
     return "\n".join([*lines, *remarks, *([""] if remarks else []), NOTES])
 
 
-NOTES = """Loss: on the test part of the data, mean over seeds, smallest to largest in brackets, at
-the rate that was best on the validation part with seed 0; the two parts share no data. All methods
-have the same linear warmup. To another's: where the test curve first reaches the loss at which its
-run of the same seed ends (for CIFAR-10: the accuracy), linear between evaluations, mean over the
-seeds that reach it (their number, if not all). Seconds are of training only. Ranges of rates are of
-validation losses; one with * ends at an end of the sweep, so it may be wider. All runs are in the
-folder's csv files.
+NOTES = """Loss: on the test part of the data, as the mean over seeds with the smallest and the
+largest in brackets. The learning rate ("rate") is the one that was best on the validation part with
+seed 0; the two parts share no data. All methods have the same linear warmup. Columns about another
+method's loss say when the test curve first reaches the final loss of that method's run with the
+same seed (for CIFAR-10: the accuracy), interpolated linearly between evaluations. They are means
+over the seeds that reach it, with the number of these seeds if not all do. Seconds are of training
+only. Ranges of rates are of validation losses; a range with * ends at an end of the sweep, so the
+true range may be wider. All runs are in the folder's csv files.
 """
 
 

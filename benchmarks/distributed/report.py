@@ -38,22 +38,25 @@ BYTES_HEADER = [
     *("payload [MB]", "to torch.distributed [MB]", "kfac-pytorch's payload [MB]"),
     *("collectives plain / update / refresh", "state [MB]", "kfac-pytorch's state [MB]"),
 ]
-BYTES_NOTES = """factors to results: bytes sent by the rank that sends most of the kind. Payload:
-all kinds, of the rank that sends or receives most; what a rank has to itself is not counted. To
-torch.distributed: what it was asked to move between ranks, counted by wrapping it, with the padding
-of messages to 16 bytes; gloo and NCCL add headers. Collectives: the refreshing step is the first
-one, which also has up to two all-reduces for the proof of captured rows; later steps rarely have
-them. State: factors and eigenbases of the fullest rank. KFACAdamW's moments are not in it: they
-replace the optimizer's. kfac-pytorch's payload is the size of the fp32 tensors in the collectives
-that a rank takes part in, of which a ring all-reduce puts up to twice as much on the wire."""
+BYTES_NOTES = """The columns from factors to results have the bytes of one kind, sent by the rank
+that sends most of this kind. Payload is the sum over all kinds, for the rank that sends or
+receives most, without data that stays on the rank. "To torch.distributed" is the number of bytes
+that torch.distributed was asked to move between ranks, counted by wrapping it. It includes the
+padding of messages to 16 bytes; gloo and NCCL also add headers. Collectives: the refreshing step
+is the first one, which also has up to two all-reduces for the proof of captured rows; later
+steps rarely have these. State is the size of factors and eigenbases on the rank that holds most.
+KFACAdamW's moments are not included, because they replace the optimizer's. kfac-pytorch's
+payload is the size of the fp32 tensors in the collectives in which a rank takes part; a ring
+all-reduce puts up to twice as many bytes on the wire."""
 TIMES_HEADER = [
     *("strategy", "ranks", "refreshes", "median [ms]", "mean [ms]", "worst [ms]"),
     *("worst / median", "processor worst / median", "factors refreshed", "payload [MB]"),
     *("most collectives", "load before / after"),
 ]
-TIMES_NOTES = """Wall clock of the slowest rank, from a common start; all ranks share the machine's
-cores with whatever else runs there (load). Processor seconds are of the rank that spends most, its
-threads included. Modes run in turn, step by step. Payload: per step, over the whole interval."""
+TIMES_NOTES = """Wall clock is the time of the slowest rank, from a common start. All ranks share
+the machine's cores with all other programs that run there (load). Processor seconds are those of
+the rank that spends most, with its threads. Modes run in turn, step by step. Payload is per
+step, averaged over the whole interval."""
 
 
 def amortised(rank: Row, way: str) -> dict[str, float]:

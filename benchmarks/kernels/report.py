@@ -81,10 +81,11 @@ def document(rows: Sequence[Row], roofline: Roofline, about: Mapping[str, str], 
 counted), product
   {roofline.flops_per_second / 1e9:.0f} GFLOP/s in {roofline.dtype}
 
-Medians of calls in turn with the library's way. Bytes and FLOPs are the least that any
-implementation needs: half of X^T X, every input read and every output written once. "Of the
-roofline" is the time the machine needs for those over the time taken; over 100 % the data was still
-in a cache. A result that is not equal to float64's has no speed.
+Times are medians of calls, in turn with the library's equivalent. Bytes and FLOPs are the smallest
+numbers that any implementation needs: half of X^T X, every input read once and every output written
+once. "Of the roofline" is the time that the machine needs for these bytes and FLOPs, divided by the
+measured time; it exceeds 100 % if data was still in a cache. An op whose result differs from
+float64's has no speed.
 
 ![roofline]({name}.png)
 

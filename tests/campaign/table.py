@@ -14,7 +14,7 @@ HEAD = """# Reliability
 
 What does a training run survive?
 
-A program tries it: `make campaign` runs `tests/campaign/`. It kills ranks, puts NaN, infinities and spikes into single
+`make campaign` tries this with `tests/campaign/`. It kills ranks, puts NaN, infinities and spikes into single
 steps, uses engines in unusual ways, runs one engine for thousands of steps, and reports how each case ended. `make
 test` tries {damages} kinds of damage to a checkpoint (`tests/deepspeed/damages.py`): each must be refused on every rank
 with nothing changed.
@@ -23,13 +23,13 @@ with nothing changed.
   in a run without kills.
 - **loud**: an error or a warning names the cause.
 - **crash**: an error does not name the cause, a correct program fails, or the disturbance did not take place.
-- **silent**: the result is wrong and nothing was said.
-- **hang**: no progress.
-- **lost**: work that a finished save contained is gone.
+- **silent**: the result is wrong, and no message says so.
+- **hang**: the case makes no progress.
+- **lost**: training steps that a finished save contained are gone.
 
-Known and not tried: a gradient spike in the first {settled} batches of a factor. K-FAC cannot recognize it yet, so it
-stays in the factor until the running average has forgotten it. Not tried either: a layer that only some ranks use at
-ZeRO 2, where DeepSpeed alone aborts.
+Two known cases are not tried. In the first {settled} batches of a factor, K-FAC does not recognize a gradient spike, so the
+spike stays in the factor until the running average has forgotten it. And at ZeRO 2, DeepSpeed aborts if only some ranks
+use a layer, also without ds_kfac.
 
 DeepSpeed skips a step whose gradients are not finite, so K-FAC does not see them. At stage 0 in fp32, and in bf16 with
 `check_grad_overflow` off, DeepSpeed applies the step. The weights are then not finite, as without K-FAC; K-FAC's own
