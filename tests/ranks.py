@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -125,6 +126,17 @@ def bodies(calls: list[tuple[str, str, str, dict]]) -> dict[str, float]:
         torch.set_default_dtype(torch.float32)
         runs.destroy_all()
     return RATIOS
+
+
+def call_on_ranks(world: int, function, *arguments) -> None:
+    """Call a function on so many ranks. What it asserts is asserted there."""
+    from tests.close import record
+
+    names = list(inspect.signature(function).parameters)
+    given = dict(zip(names, arguments, strict=True))
+    calls = [(function.__name__, function.__module__, function.__name__, given)]
+    for ratios in run_ranks("tests.ranks:bodies", world=world, payload=calls):
+        record(max(ratios.values(), default=0.0))
 
 
 def of_ranks(value) -> list:

@@ -19,7 +19,7 @@ from tests.deepspeed.modes import KFAC as OFTEN
 from tests.deepspeed.runs import build, patched, train, weights
 from tests.deepspeed.said import error_of, heard
 from tests.models import FEATURES, Net, make_batch, make_net
-from tests.ranks import on_rank_0
+from tests.ranks import call_on_ranks, on_rank_0
 
 pytestmark = pytest.mark.distributed
 # Refresh at steps 0, 3, 6; saved after 4 steps, between two refreshes, so bases and factors differ
@@ -176,7 +176,6 @@ def layer_weights(engine) -> dict:
     return {name: w for name, w in weights(engine).items() if "norm" not in name}
 
 
-@pytest.mark.ranks()
 def save_states(world, folder) -> None:
     """Save after four steps. A file beside the tag has the state of all ranks, the weights, and
     those after a step more."""
@@ -190,7 +189,6 @@ def save_states(world, folder) -> None:
         on_rank_0(torch.save, found, f"{folder}/{name}/found")
 
 
-@pytest.mark.ranks()
 def load_states(world, folder) -> None:
     """Into another stage or world size, and a step."""
     for case in LOADED[world]:
@@ -243,9 +241,9 @@ def distance(one: dict, other: dict) -> float:
 
 def test_state_loads_at_any_world_size_and_stage(tmp_path):
     for world in SAVED:
-        save_states(world=world, folder=str(tmp_path))
+        call_on_ranks(world, save_states, world, str(tmp_path))
     for world in LOADED:
-        load_states(world=world, folder=str(tmp_path))
+        call_on_ranks(world, load_states, world, str(tmp_path))
 
 
 @pytest.mark.ranks(2)

@@ -9,6 +9,7 @@ from ds_kfac.model.convolutions import phase
 from tests.covering import some
 from tests.deepspeed.modes import KFAC, MICRO_ROWS, Mode
 from tests.deepspeed.runs import build, expected, train, weights
+from tests.ranks import call_on_ranks
 from tests.spread import difference, within
 
 pytestmark = pytest.mark.distributed
@@ -107,14 +108,12 @@ def test_factors_of_some_ranks_match_the_reference_with_their_rows(world):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.ranks(2)
 def save(folder) -> None:
     engine = build(CASES["strided-one"][0], 1)
     train(engine, 1, steps=2)
     engine.save_checkpoint(folder, tag="tag")
 
 
-@pytest.mark.ranks()
 def load(world, folder) -> None:
     engine = build(CASES["strided-one"][0], 1, seed=99)
     without = {"load_optimizer_states": False, "load_lr_scheduler_states": False}
@@ -129,6 +128,6 @@ def load(world, folder) -> None:
 
 def test_rows_of_a_rank_are_counted_again_by_another_number_of_ranks(tmp_path):
     """A checkpoint's are those of a rank of its own run."""
-    save(folder=str(tmp_path))
+    call_on_ranks(2, save, str(tmp_path))
     for world in (1, 2):
-        load(world=world, folder=str(tmp_path))
+        call_on_ranks(world, load, world, str(tmp_path))

@@ -20,6 +20,7 @@ from tests.deepspeed.modes import Mode
 from tests.deepspeed.runs import patched, train, weights
 from tests.deepspeed.said import error_of
 from tests.models import make_net
+from tests.ranks import call_on_ranks
 
 pytestmark = pytest.mark.distributed
 KINDS = ("AdamW", "KFACAdamW")
@@ -242,7 +243,6 @@ def partly_trained(seed: int):
 PARTLY = [(kind, stage) for kind in KINDS for stage in (0, 2, 3)]
 
 
-@pytest.mark.ranks(2)
 def save_partly_trained(folder) -> None:
     for kind, stage in PARTLY:
         engine = engine_of(kind, stage, model=partly_trained(0))
@@ -251,7 +251,6 @@ def save_partly_trained(folder) -> None:
         torch.save(weights(engine), f"{folder}/{kind}-{stage}/weights")
 
 
-@pytest.mark.ranks(1)
 def load_partly_trained(folder) -> None:
     for kind, stage in PARTLY:
         universal = {"load_universal": stage > 0}
@@ -265,9 +264,9 @@ def load_partly_trained(folder) -> None:
 
 def test_frozen_weights_and_buffers_move_too(tmp_path):
     """DeepSpeed alone leaves them as they are when it loads a universal checkpoint."""
-    save_partly_trained(folder=tmp_path)
+    call_on_ranks(2, save_partly_trained, tmp_path)
     converted([tmp_path / f"{kind}-{stage}" / "tag" for kind, stage in PARTLY if stage])
-    load_partly_trained(folder=tmp_path)
+    call_on_ranks(1, load_partly_trained, tmp_path)
 
 
 DIRECT = {

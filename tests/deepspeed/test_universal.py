@@ -21,7 +21,7 @@ from tests.deepspeed.test_checkpoint import (
     train_rows,
 )
 from tests.deepspeed.test_moving import converted
-from tests.ranks import on_rank_0
+from tests.ranks import call_on_ranks, on_rank_0
 
 KFAC = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 3}}
 # saved at two ranks -> loaded at one, in another stage where DeepSpeed allows it
@@ -63,7 +63,6 @@ def moments_of_layers(engine) -> list[torch.Tensor]:
     return [x for state in states for x in state.values() if isinstance(x, torch.Tensor)]
 
 
-@pytest.mark.ranks(2)
 def save(folder, names) -> None:
     """After four steps. A file beside the tag has what was there, and the weights after two steps
     more."""
@@ -78,7 +77,6 @@ def save(folder, names) -> None:
         on_rank_0(torch.save, found, f"{folder}/{name}/found")
 
 
-@pytest.mark.ranks(1)
 def resume(folder, cases) -> None:
     for saved, loaded in cases.items():
         was = torch.load(f"{folder}/{saved}/found")
@@ -95,9 +93,9 @@ def resume(folder, cases) -> None:
 
 
 def save_convert_and_resume(folder: Path, cases: dict[str, str]) -> None:
-    save(folder=str(folder), names=[*cases])
+    call_on_ranks(2, save, str(folder), [*cases])
     converted([folder / name / "tag" for name in cases])
-    resume(folder=str(folder), cases=cases)
+    call_on_ranks(1, resume, str(folder), cases)
 
 
 @pytest.mark.distributed
