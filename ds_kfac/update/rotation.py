@@ -131,12 +131,13 @@ class Rotation:
         """
         if power not in self._whitenings:
             self._whitenings[power] = self._whitening(power)
-        s = self._whitenings[power] * columns_nI
-        return torch.stack([repeated(columns_nI, repeats), repeated(s, repeats)])
+        whitening = self._whitenings[power] * columns_nI
+        return whitening if repeats == 1 else whitening.repeat_interleave(repeats, dim=1)
 
     def _whitening(self, power: float) -> Tensor:
         mean = self.values_A.mean(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        return (self.values_A / mean + WHITEN_DAMPING) ** -power
+        s = (self.values_A / mean + WHITEN_DAMPING) ** -power
+        return torch.stack([torch.ones_like(s), s])
 
     def follow(self) -> None:
         """Update all cached tensors that are derived from the eigenvalues, in place. Call this
@@ -271,7 +272,7 @@ def _has_gradients(in_range: Tensor, energy: Tensor) -> Tensor:
     """Return 1 for directions in the range, or whose mean squared gradient ``energy`` exceeds
     :data:`SEEN` of the mean over all directions; else 0."""
     seen = energy > SEEN * energy.mean(dim=-1, keepdim=True)
-    return torch.maximum(in_range, seen.to(in_range.dtype))
+    return torch.where(seen, 1.0, in_range)
 
 
 def mask_null_space(x_OI: Tensor, basis: LayerBasis) -> Tensor:

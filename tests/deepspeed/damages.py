@@ -172,7 +172,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     # payloads
     "NaN": (packed(element(3, NAN)), "is not finite"),
     "negative diagonal": (packed(element(0, -1e6)), "negative diagonal"),
-    "float64": (packed(torch.Tensor.double), "packed is float64 [210], when"),
+    "float64": (packed(torch.Tensor.double), "packed is float64 [210], but when"),
     "sparse": (packed(torch.Tensor.to_sparse), "is torch.sparse_coo float32"),
     "too short": (packed(lambda P: P[:-3].clone()), "packed is float32 [207]"),
     "updates negative": (
@@ -195,7 +195,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "no side": (repaired(LAYER, lambda p: p | {"A": None}), "A is NoneType"),
     "no table": (
         repaired(LAYER, lambda p: [p["terms"]]),
-        " is list, when it was written it was dict",
+        " is list, but when it was written it was dict",
     ),
     "a pickle that runs a command": (evil, "more than plain tensors"),
     # the header

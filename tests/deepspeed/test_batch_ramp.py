@@ -313,6 +313,6 @@ def test_a_state_of_another_first_batch_loads_unless_its_batch_cannot_be_had():
     loaded.load_state_dict(copy.deepcopy(state))
     assert (loaded.first, loaded.batch, other.micro_steps) == (4, ramp.batch, engine.micro_steps)
     close(stepped(other), stepped(engine), sums=STEPS_OF_RATES)
-    with pytest.raises(ValueError, match="batch is 16 samples, which 12"):
+    with pytest.raises(ValueError, match="batch is 16 samples, which is no multiple of 12"):
         ds_kfac.BatchRamp(odd, largest=24, at=[1000]).load_state_dict(state)
     assert odd.lr_scheduler.last_epoch == 0 and odd.batch == 12

@@ -215,7 +215,7 @@ def test_layers_that_are_trained_in_other_steps_than_those_of_their_updates_are_
             engine.module.layers[2].requires_grad_(step != 4)
             train(engine, 1, 1, first=step)
     (said,) = messages
-    frozen = "frozen at the last 5 updates, so their factors stay as they are: layers.1. If other"
+    frozen = "frozen at the last 5 updates, so their factors stay as they are: layers.1. If two "
     assert frozen in said
 
 

@@ -255,7 +255,7 @@ def test_states_of_kfacs_parameters_are_refused_on_every_rank_and_those_of_other
                 continue
             for door in doors:
                 said = error_of(lambda: door(param, "exp_avg"))  # noqa: B023
-                refusal = "KFACAdamW: there is no 'exp_avg' of this parameter"
+                refusal = "KFACAdamW: this parameter has no 'exp_avg' in the optimizer"
                 assert refusal in said, (name, parameter, said)
         assert {n: safe_get_full_fp32_param(p).shape for n, p in named.items()} == shapes, name
         assert len(layers) == len(named) - 2, "all but the norm's"

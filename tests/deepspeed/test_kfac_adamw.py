@@ -115,7 +115,7 @@ def test_the_report_says_what_has_no_effect_and_what_steps_a_layer():
     kfac = {"damping": {"value": 2.0}, "adam": {"except_layers": ["head", "fc"]}}
     report = start(config(kfac=kfac)).kfac.report
     assert "without effect with KFACAdamW: kfac.damping.value" in report
-    assert "kfac.adam.except_layers 'fc', which no layer's name ends with" in report
+    assert "kfac.adam.except_layers 'fc': no layer's name ends with it" in report
     assert "2 layers orthogonalized at lr, 1 along Adam's direction at " in report
     rows = {line.split()[0]: line for line in report.splitlines() if line.startswith("  ")}
     assert rows["first"].endswith("orthogonalized")

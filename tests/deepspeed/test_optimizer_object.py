@@ -212,7 +212,7 @@ def test_what_a_group_in_an_engine_cannot_take_is_said():
         (lambda: inner.add_param_group({"params": [torch.ones(2)]}), before),
         (lambda: group.update(params=[]), fixed),
         (group.clear, fixed),
-        (lambda: group.update(adam_lr=0.1), "adam_lr in a parameter group: it is the whole"),
+        (lambda: group.update(adam_lr=0.1), "adam_lr in a parameter group: set it for the whole"),
         (lambda: optimizer.load_state_dict(state), "load them by engine.load_checkpoint"),
     ):
         assert text in error_of(change), text
@@ -234,7 +234,7 @@ def test_before_an_engine_it_is_an_optimizer_like_others_that_nothing_but_deepsp
     assert list(map(type, optimizer.param_groups[0]["betas"])) == [float, float]
     with pytest.raises(RuntimeError, match="only a DeepSpeed engine can step it"):
         optimizer.step()
-    with pytest.raises(ValueError, match="KFACAdamW: lr: got 0; must be above 0 with adam_lr"):
+    with pytest.raises(ValueError, match="KFACAdamW: lr: got 0; must be above 0 if adam_lr"):
         ds_kfac.KFACAdamW([layer.weight], 0, adam_lr=0.1)
     with pytest.raises(ValueError, match=r"in a parameter group, betas: got .0.9, 1.; must be two"):
         optimizer.add_param_group({"params": [torch.ones(2)], "betas": [0.9, 1]})

@@ -69,7 +69,7 @@ def test_blocks_of_layers_that_keep_adams_direction_are_said_to_have_no_effect()
         config, scan(body, LayerChoice(blocks=tuple(config.adam.blocks.items()))).layers
     )
     assert said == [
-        "kfac.adam.blocks 'gone', which no layer's name ends with",
+        "kfac.adam.blocks 'gone': no layer's name ends with it",
         "kfac.adam.blocks 'lm_head', whose layers keep Adam's direction "
         "(kfac.adam.except_layers '([^.]*_)?head(_dist)?')",
     ]

@@ -9,7 +9,6 @@ from ds_kfac.schedule.timetable import Value
 
 NONE = {
     "factor.prediction",
-    "factor.loss_mean",
     "factor.rows",
     "assignment.memory_budget_gb",
 }

@@ -23,10 +23,11 @@ class KFACAdamWFacts(RuleFacts):
     # The passes of a recorded step in fp32, as tests/step/test_operations.py counts them:
     #   3  three norms
     #   2  Adam reads the rotated gradient and writes a direction
+    #   1  the second moment is averaged over rows, to find null directions
     #   4  Adam reads and writes both moments
     #   6  the direction is scaled before its iteration, after it, and to its size
     #   4  the gradient is copied to its fixed place, and the result is copied from there
-    passes = 19
+    passes = 20
 
     def described(self, plan: Plan, optimizer: str, ratio: float = 1.0) -> str:
         options = plan.config.adam
