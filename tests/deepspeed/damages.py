@@ -230,7 +230,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "a factor of another size": (header("factors", **{"head/A": [21, 21]}), "needs 210"),
     "a layer of another size": (
         header("layers", "middle", A=[5, 5]),
-        "of this model and config it is dense, 17 wide",
+        "in this model and config it is dense, 17 wide",
     ),
     "a layer kept otherwise": (header("layers", "middle", A=[17, 1]), "was diagonal, 17 wide"),
 }
