@@ -42,7 +42,7 @@ def test_every_name_is_one_file_in_the_folder(tmp_path):
 
 def test_a_name_that_is_there_twice_is_refused():
     check_names(NAMES)
-    with pytest.raises(ValueError, match="two layers would have the same name in .*'head'"):
+    with pytest.raises(ValueError, match="two layers would have the same name"):
         check_names(["first", "head", "head"])
 
 
