@@ -136,7 +136,7 @@ def test_the_page_has_one_row_for_what_ended_alike():
         for n in range(9)
     ]
     page = table.report(refused, command="x", seconds=60.0)
-    assert page.count("is missing") == 1 and all(f"kind {n}" in page for n in range(9))
+    assert page.count("is missing") == 1 and "kind 0; kind 1; 7 more" in page
 
 
 def test_a_run_in_parts_keeps_the_last_result_of_each_case(tmp_path):
