@@ -54,9 +54,9 @@ TIMES_HEADER = [
     *("most collectives", "load before / after"),
 ]
 TIMES_NOTES = """Wall clock is the time of the slowest rank, from a common start. All ranks share
-the machine's cores with all other programs that run there (load). Processor seconds are those of
-the rank that spends most, with its threads. Modes run in turn, step by step. Payload is per
-step, averaged over the whole interval."""
+the machine's cores with all other programs that run there (load). Processor seconds count
+the threads of the busiest rank. Modes run in turn, step by step. Payload is per step, averaged over
+the whole interval."""
 
 
 def amortised(rank: Row, way: str) -> dict[str, float]:

@@ -81,6 +81,11 @@ class FactorConfig(Block):
     this value. A side over 16384, such as a head's vocabulary, has a diagonal factor. With
     ``fisher`` ``activations_only`` only inputs have factors, and this limit is 65536."""
 
+    @property
+    def mean_over_step(self) -> bool:
+        """Whether the loss is a mean over the whole step, and not over each micro-batch."""
+        return self.loss_mean == "step"
+
 
 class EigenbasisConfig(Block):
     """When and how eigenbases are refreshed."""

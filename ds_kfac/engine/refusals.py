@@ -346,7 +346,7 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
         'it is not tested: use "empirical"',
     ),
     f"{STEP_MEAN} with a mixture of experts": (
-        lambda e: e.config.factor.loss_mean == "step" and e.experts,
+        lambda e: e.config.factor.mean_over_step and e.experts,
         'the ranks of an expert do not know the terms of the others: use "micro_batch"',
     ),
     f"{REDUCED} with a mixture of experts": (

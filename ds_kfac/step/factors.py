@@ -352,7 +352,7 @@ class FactorUpdates:
         did not contribute is assumed to have had the same sums as a contributor.
         """
         others = self.channel.world / batch.ranks
-        K_or_M = batch.counts[TERMS if self.config.factor.loss_mean == "step" else PASSES]
+        K_or_M = batch.counts[TERMS if self.config.factor.mean_over_step else PASSES]
         on_all = K_or_M * (self.averaged_over / batch.ranks)
         batch.sum_P.mul_(on_all * (others / self.averaged_over**2))
 

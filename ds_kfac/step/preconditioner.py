@@ -111,7 +111,7 @@ class KFACPreconditioner:
             inputs=self.sharing.inputs,
             sampled=self.config.factor.fisher == "monte_carlo",
             counts_terms=plan.counts_terms,
-            mean_over_step=self.config.factor.loss_mean == "step",
+            mean_over_step=self.config.factor.mean_over_step,
         )
         self.proving = Proving(self.layers, self.layout, self.channel)
         self.judged = False
