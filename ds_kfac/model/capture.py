@@ -45,7 +45,7 @@ Note: Kinds of hooks. Only a prehook on the output's autograd node works. A tens
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -305,7 +305,12 @@ class Capture:
         while self._handles:
             self._handles.pop().remove()
         self.leave()
-        self.active = False
+        self._activate(False)
+
+    def _activate(self, active: bool) -> None:
+        self.active = active
+        if self._products is not None:
+            self._products.watch_backward(active)
 
     def leave(self) -> None:
         """Note that no forward runs any more, and stop watching calls of torch."""
@@ -335,7 +340,7 @@ class Capture:
         """
         self._forget()
         self.inputs.begin_step()
-        self.active = keys is not None
+        self._activate(keys is not None)
         self.step = step
         self.rows.step = step
         self.keys = keys if isinstance(keys, Mapping) else dict.fromkeys(keys or (), 1)
@@ -814,12 +819,8 @@ class Capture:
         """
         self._announced = True
         self._backwards.append(self)
-        watched: AbstractContextManager[None] = nullcontext()
-        if self.active and self._products is not None:
-            watched = self._products.backward()
         try:
-            with watched:
-                yield
+            yield
         finally:
             self._backwards.remove(self)
             self._running = None

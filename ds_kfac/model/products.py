@@ -15,12 +15,14 @@ Shape suffixes: O and I, the outputs and inputs of a matrix.
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -194,6 +196,31 @@ class _How:
     group_ends: Tensor | None
 
 
+_in_backward = WeakSet["Products"]()
+"""The modes that are entered in every backward pass."""
+
+
+@cache
+def _enter_in_backward() -> None:
+    """Let torch enter the modes of :data:`_in_backward` in backward passes.
+
+    Checkpointing may recompute functions there, outside of any module's call. Autograd runs
+    everything with the modes that are active when its engine starts. It is not enough to enter a
+    mode around ``loss.backward()``, because this call is itself a torch function. Torch would pass
+    the call to the mode, and then run it without the mode. So the modes are entered inside of the
+    call. The replacement stays, because others may have replaced the function since.
+    """
+    plain = torch.autograd._engine_run_backward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as modes:
+            for products in list(_in_backward):
+                modes.enter_context(products)
+            return plain(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run
+
+
 class _OfThread(threading.local):
     """The part of a mode's state that is separate for each thread.
 
@@ -228,7 +255,16 @@ class Products(TorchFunctionMode):
         self._see = see
         self._thread = _OfThread()
         self.inside: list[tuple[nn.Module, bool]] = []
-        self._depth = 0
+        self._depth = 0  # of all threads
+        self._lock = threading.Lock()
+
+    def watch_backward(self, watched: bool) -> None:
+        """Set whether the mode is entered in backward passes, too."""
+        if watched:
+            _enter_in_backward()
+            _in_backward.add(self)
+        else:
+            _in_backward.discard(self)
 
     def enter(self, module: nn.Module) -> None:
         """Note that a module's forward begins, and enter the mode unless it is active.
@@ -254,42 +290,22 @@ class Products(TorchFunctionMode):
     def __enter__(self) -> Any:
         # Replace F.linear, because a mode does not see a call of it if ZeRO-3 has replaced it by a
         # Python function, or if torch's attention makes the call
-        if not self._depth:
-            self._plain = F.linear
-            F.linear = self._linear
-        self._depth += 1
+        with self._lock:
+            if not self._depth:
+                self._plain = F.linear
+                F.linear = self._linear
+            self._depth += 1
         self._thread.depth += 1
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._depth -= 1
+        with self._lock:
+            self._depth -= 1
+            if not self._depth:
+                F.linear = self._plain
+                self.places.clear()
         self._thread.depth -= 1
-        if not self._depth:
-            F.linear = self._plain
-            self.places.clear()
         super().__exit__(*error)
-
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Watch a backward pass, in which checkpointing may recompute functions outside of any
-        module's call.
-
-        Autograd runs everything with the modes that are active when its engine starts. It is not
-        enough to enter the mode around ``loss.backward()``, because this call is itself a torch
-        function. Torch would pass the call to the mode, and then run it without the mode. So the
-        mode is entered inside of the call.
-        """
-        plain = torch.autograd._engine_run_backward
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return plain(*args, **kwargs)
-
-        torch.autograd._engine_run_backward = run
-        try:
-            yield
-        finally:
-            torch.autograd._engine_run_backward = plain
 
     def _linear(self, *args: Any, **kwargs: Any) -> Tensor:
         """Take the place of ``F.linear``, and report its product."""

@@ -18,7 +18,7 @@ from ds_kfac.plan.common import own_inputs
 from tests.close import close
 from tests.deepspeed.expert_stacks import BIASED, STACKS, WIDTH, Apart, Dispatched, make
 from tests.model.proven import proven
-from tests.model.recorder import Recorder, same
+from tests.model.recorder import Recorder, equal_bits, same, unannounced
 from tests.model.written import written
 from tests.ops.specification import symmetric_pack
 
@@ -520,3 +520,25 @@ def test_a_stack_nearest_to_the_loss_is_counted_once_where_it_is_recomputed():
         recorder.backward(model(X[:10]))
         counts.append({name: factors[2:] for name, factors in recorder.factors().items()})
     assert counts == [{"first": (10, 10), "inner.w.0": (5, 10), "inner.w.1": (5, 10)}] * 3
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_closure_may_multiply_by_the_models_own_parameter(reentrant, plain):
+    """Autograd recomputes the closure outside of any module's call."""
+    code = """
+        product = lambda x: F.linear(x, self.w).sin()
+        if self.reentrant is None:
+            return product(x)
+        return checkpoint(product, x.clone().requires_grad_(), use_reentrant=self.reentrant)
+    """
+    found = []
+    for kind in (None, reentrant):
+        model = written(code, checkpoint=checkpoint)()
+        model.w, model.reentrant = nn.Parameter(torch.ones(OUT, IN)), kind
+        recorder = Recorder(model)
+        backward = unannounced if plain else recorder.backward
+        backward(model(X).square().sum())
+        assert not recorder.capture.failed
+        found.append(recorder.factors())
+    equal_bits(found[1], found[0])
