@@ -12,7 +12,7 @@ from torch import nn
 from ds_kfac.comm.reduce import payloads
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.diagnostics.recipes import far_from_recipes
-from ds_kfac.diagnostics.share import share_of
+from ds_kfac.diagnostics.share import named, share_of
 from ds_kfac.diagnostics.text import columns, fitted, folded, number
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.facts import RuleFacts
@@ -125,6 +125,11 @@ def summary(
     if share.others:
         others = facts.others(optimizer, ratio, share.matrices - share.stepped)
         lines.append(f"  all other trained parameters ({share.others:,}): {others}")
+    if share.tables:
+        lines.append(
+            "  tables, like embeddings, because the model's code looks up rows in them: "
+            f"{named(share.tables)}"
+        )
     lines += [
         f"  step: {facts.described(plan, optimizer, ratio)}",
         f"  factors every {_interval(plan.schedule.update)}, {method} every "
@@ -143,7 +148,7 @@ def summary(
         unclear = (
             "  WARNING: K-FAC does not step these large parameters, and the share above does not "
             "count them, because by their shape they are neither matrices nor tables: "
-            f"{share.unclear_parameters()}"
+            f"{named(share.unclear)}"
         )
         warnings = [unclear, *warnings]
     if len(lines) + len(warnings) > LINES:

@@ -1,12 +1,13 @@
 """How much of a model K-FAC steps, and which matrices it leaves out."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from ds_kfac.directions.kfac_adamw.matrices import (
+    embeddings,
     is_matrix,
     other_matrices,
     tables_and_embeddings,
@@ -15,7 +16,7 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import Scan, numel
 
 NAMED = 3
-"""Number of kinds of left-out modules that the report names, beginning with the largest."""
+"""Number of left-out parameters, or kinds of modules, that the report names."""
 UNKNOWN = "parameter", "held by no module"
 """Kind and reason for a matrix that the scan did not see."""
 
@@ -33,6 +34,8 @@ class Share:
         others: elements of all parameters in no K-FAC layer.
         skipped: one ``((type of module, reason), elements)`` pair for the matrices in no K-FAC
             layer, largest first.
+        tables: one ``(name, elements)`` pair for each parameter that counts as a table because the
+            model's code looks up rows in it, without embedding modules' weights; largest first.
         unclear: one ``(name, elements)`` pair for each parameter that is in no K-FAC layer, has
             more elements than a bias can have, and shows neither by its shape nor by its module's
             code that it is a matrix or a table; largest first.
@@ -44,6 +47,7 @@ class Share:
     kinds: tuple[tuple[str, int], ...]
     others: int
     skipped: tuple[tuple[tuple[str, str], int], ...]
+    tables: tuple[tuple[str, int], ...]
     unclear: tuple[tuple[str, int], ...]
 
     @property
@@ -73,17 +77,20 @@ class Share:
 
     def exceptions(self) -> str:
         """Name the largest matrices that K-FAC does not step, with the reasons."""
-        texts = [f"{kind} {count:,} ({reason})" for (kind, reason), count in self.skipped[:NAMED]]
-        if len(self.skipped) > NAMED:
-            texts.append("..")
-        return ", ".join(texts)
+        return largest([f"{kind} {count:,} ({reason})" for (kind, reason), count in self.skipped])
 
-    def unclear_parameters(self) -> str:
-        """Name the largest unclear parameters."""
-        texts = [f"{name} {count:,}" for name, count in self.unclear[:NAMED]]
-        if len(self.unclear) > NAMED:
-            texts.append("..")
-        return ", ".join(texts)
+
+def largest(texts: Sequence[str]) -> str:
+    """Join the first :data:`NAMED` texts, and show whether there are more."""
+    shown = list(texts[:NAMED])
+    if len(texts) > NAMED:
+        shown.append("..")
+    return ", ".join(shown)
+
+
+def named(parameters: Sequence[tuple[str, int]]) -> str:
+    """Name the first :data:`NAMED` of some parameters, given as ``(name, elements)``."""
+    return largest([f"{name} {count:,}" for name, count in parameters])
 
 
 def share(layers: Sequence[LayerSpec], parameters: int) -> str:
@@ -124,6 +131,12 @@ def share_of(model: nn.Module, scan: Scan, without: Collection[str] = ()) -> Sha
         reason = reasons.get(module_name, reasons.get(name, UNKNOWN))
         skipped[reason] += matrices[name]
     looked_up = tables_and_embeddings(model)
+    in_code = looked_up - embeddings(model)
+    tables = {
+        name: numel(parameter)
+        for name, parameter in trained.items()
+        if name not in stepped and parameter in in_code
+    }
     widest = max((max(layer.A.dim, layer.G.dim) for layer in scan.layers), default=0)
     unclear = {
         name: numel(parameter)
@@ -140,8 +153,13 @@ def share_of(model: nn.Module, scan: Scan, without: Collection[str] = ()) -> Sha
         kinds=tuple(Counter(layer.kind for layer in scan.layers).items()),
         others=sum(numel(p) for name, p in trained.items() if name not in stepped),
         skipped=tuple(skipped.most_common()),
-        unclear=tuple(sorted(unclear.items(), key=lambda item: -item[1])),
+        tables=_largest_first(tables),
+        unclear=_largest_first(unclear),
     )
+
+
+def _largest_first(sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple(Counter(sizes).most_common())
 
 
 def _listed(kinds: Collection[tuple[str, int]]) -> str:

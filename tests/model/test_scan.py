@@ -389,6 +389,14 @@ def test_positions_that_are_added_before_a_convolution_are_no_kernel():
     assert other_matrices(model, scan(model)) == set()
 
 
+def test_tables_that_only_code_shows_are_named():
+    """A mask in ``forward`` reads a matrix like a table, so only the report's row tells."""
+    code = PRUNED.replace("def prune(self, kept)", "def forward(self, x, kept=None)")
+    model = nn.ModuleDict({"embedding": nn.Embedding(9, 4), "pruned": written(code)()})
+    model["linear"] = nn.Linear(4, 4)
+    assert share_of(model, scan(model)).tables == (("pruned.linear.weight", 36),)
+
+
 def test_large_parameters_of_no_known_shape_are_named():
     flat = type("Flat", (Matrix,), {"shape": (36,)})
     model = nn.ModuleDict({"linear": nn.Linear(4, 9), "flat": flat()})

@@ -56,11 +56,16 @@ def biases_of(matrices: Collection[str], names: Collection[str]) -> set[str]:
 
 def tables_and_embeddings(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters whose rows are looked up."""
-    found = tables(model)
-    for module in model.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            found.add(cast(nn.Parameter, module.weight))
-    return found
+    return tables(model) | embeddings(model)
+
+
+def embeddings(model: nn.Module) -> set[nn.Parameter]:
+    """Return the weights of torch's embedding modules."""
+    return {
+        cast(nn.Parameter, module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    }
 
 
 def is_matrix(parameter: nn.Parameter) -> bool:
