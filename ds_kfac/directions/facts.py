@@ -44,7 +44,7 @@ class RuleFacts:
         Args:
             optimizer: class name of the engine's innermost optimizer.
             ratio: see :meth:`rates`.
-            matrices: number of elements of those parameters that are matrices.
+            matrices: number of elements of the matrices among these parameters.
         """
         return f"{optimizer}, along their own gradients"
 
@@ -60,13 +60,13 @@ class RuleFacts:
     # learning rates
 
     def ratio(self, ds_config: Mapping[str, Any]) -> float:
-        """Return the ``ratio`` of :meth:`rates` from a DeepSpeed config. It is the optimizer's
-        attribute ``adam_ratio``."""
+        """Return the argument ``ratio`` of :meth:`rates` for a DeepSpeed config. The optimizer has
+        the same number as its attribute ``adam_ratio``."""
         return 1.0
 
     def rates(self, plan: Plan, ratio: float) -> dict[str, float]:
-        """Return kind of parameters -> learning rate, as a multiple of the optimizer's ``lr``. The
-        result is empty if all kinds have the same learning rate.
+        """Return kind of parameters (such as "heads") -> learning rate, as a multiple of the
+        optimizer's ``lr``. The result is empty if all parameters have the same learning rate.
 
         Args:
             ratio: learning rate of parameters that belong to no layer, as a multiple of ``lr``.
@@ -98,7 +98,7 @@ class RuleFacts:
     ) -> list[tuple[Sequence[LayerSpec], int]]:
         """Return one ``(layers, bytes)`` pair for each part of a worker's step, in the order of the
         step. The layers of a pair are stepped at the same time. The bytes are the largest amount of
-        memory that this takes, including the gradients in fp32.
+        memory that their step takes, including the gradients in fp32.
 
         Args:
             groups: the worker's layers. Layers of one shape that are stepped in one batch form a
@@ -111,8 +111,8 @@ class RuleFacts:
 
 
 def stepped_by_rows(group: Sequence[LayerSpec]) -> bool:
-    """Whether the group is one large matrix whose G has no eigenvectors. Such a matrix is stepped a
-    few rows at a time, because rotation does not mix its rows."""
+    """Whether the group is one large matrix of a layer whose G has no eigenvectors. Rotation does
+    not mix the rows of such a matrix, so it is stepped a few rows at a time."""
     layer = group[0]
     return (
         len(group) == 1 and layer.groups == 1 and layer.numel > AT_ONCE and layer.G.block in (0, 1)

@@ -38,7 +38,7 @@ def split_groups(
     """Split every parameter group into three:
 
     - preconditioned parameters, in the order of the layers, marked by :data:`FLAG`;
-    - vectors;
+    - other kinds of parameters, such as biases, norms and embeddings;
     - matrices that are in no layer, and their biases, marked by :data:`MATRIX`.
 
     A group is left out if none of its parameters has elements, because DeepSpeed drops such
@@ -146,8 +146,8 @@ class Group(dict[str, Any]):
         """
         if self.taken[1] and key in HIDDEN:
             raise ValueError(
-                f'{NAME}: "{key}" of a parameter group cannot change: a DeepSpeed engine steps it '
-                "already"
+                f'{NAME}: "{key}" of a parameter group cannot change: a DeepSpeed engine steps the '
+                "group already"
             )
         return self._parts()
 
@@ -422,8 +422,8 @@ def put_into(
         # function, DeepSpeed calls the function late enough.
         if is_object:
             raise ValueError(
-                f"expert_parallel replaces layers after the {NAME} object was made: name it in the "
-                f'DeepSpeed config instead, "optimizer": {{"type": "{NAME}", ..}}'
+                f"expert_parallel replaces layers after the {NAME} object was made: name the "
+                f'optimizer in the DeepSpeed config instead, "optimizer": {{"type": "{NAME}", ..}}'
             )
         if parameters is None:
             parameters = model.parameters()
