@@ -51,13 +51,13 @@ _ATTACHED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]]" = (
     weakref.WeakKeyDictionary()
 )
 NEW = (
-    "not stepped by K-FAC, because they were frozen or not in the model at attach, and stepped by "
-    "DeepSpeed only at stage 0 in fp32; add parameters before deepspeed.initialize and freeze "
-    "after it (docs/howto/frameworks.md): "
+    "not stepped by K-FAC, because they were frozen or not in the model at attach. DeepSpeed "
+    "steps them only at stage 0 in fp32. Add parameters before deepspeed.initialize, and freeze "
+    "parameters after it (docs/howto/frameworks.md). The parameters: "
 )
 BY_HAND = (
-    "optimizer.load_state_dict loads nothing of K-FAC's state, which stays as it is; "
-    "engine.load_checkpoint loads both"
+    "optimizer.load_state_dict loads nothing of K-FAC's state, which stays as it is; to load the "
+    "states of the optimizer and of K-FAC, call engine.load_checkpoint"
 )
 BROKEN = (
     "the step raised an error, so some parameters, moments and factors are changed and the others "
@@ -196,8 +196,8 @@ class Attachment:
 
     def explain(self, layer: str | None = None) -> str:
         """Return a description of a layer's state: the updates of its factors, the basis in use or
-        the reason why it has none, the steps of its next update and refresh, and the ranks that do
-        them.
+        the reason why there is none, the steps at which the next update and refresh are due, and
+        the ranks that do them.
 
         Call it between steps. It is local, so one rank alone may call it.
 
@@ -267,7 +267,8 @@ class Attachment:
     def _sampling(self) -> LossSampling:
         if self.sampling is None:
             raise ValueError(
-                'ds_kfac: this Fisher draws no labels; set "fisher": "monte_carlo" in kfac.factor'
+                'ds_kfac: the Fisher of this config draws no labels; set "fisher": "monte_carlo" '
+                "in kfac.factor"
             )
         return self.sampling
 
@@ -432,8 +433,8 @@ class Attachment:
             left = share_of(self.engine.module, self._found, without=unfit).curved_fraction
             texts.append(
                 "the captured rows of these layers do not make up their gradients, and until "
-                f"they do, {kfacs[0].rule.facts.without_curvature}: {layers}. With curvature are "
-                f"{left:.0%} of the trained matrix parameters, not "
+                f"they do, {kfacs[0].rule.facts.without_curvature}: {layers}. Now "
+                f"{left:.0%} of the trained matrix parameters have curvature, not "
                 f"{self._share.curved_fraction:.0%} (docs/explanation/capture.md)"
             )
         for text in texts:
@@ -471,7 +472,8 @@ class Attachment:
             self.preconditioner.seam.forget()
             if self.sampling is not None and loss.requires_grad:
                 self.sampling.sample(loss)
-            # activation checkpointing recomputes the forward pass: run it eagerly, as before
+            # activation checkpointing recomputes the forward pass, which must run eagerly, as it
+            # did before the backward pass
             if any(capture.active for capture in self._captures):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             for capture in self._captures:
