@@ -44,7 +44,7 @@ class Delivery:
             to the wire's dtype. Decompositions that travel are rounded so that all workers have the
             same bits. Decompositions of copied layers are rounded because they may travel in
             another rank's plan.
-        travels: whether any decomposition ever travels.
+        travels: whether any decomposition is ever sent to another rank.
         kinds: kinds of the message parts of a decomposition, in the order of the parts.
         dtypes: dtypes on the wire, in the order of the parts.
     """
@@ -111,8 +111,8 @@ class Delivery:
         ends: Sequence[tuple[str, int]],
         nbytes: int,
     ) -> int:
-        """Return the index of the first load that has room for another ``nbytes`` at both ends, or
-        the number of loads if none has room."""
+        """Return the index of the first load in which each of ``ends`` has room for another
+        ``nbytes``, or the number of loads if there is none."""
         for index, load in enumerate(loads):
             if all(not load[end] or load[end] + nbytes <= self.nbytes for end in ends):
                 return index
@@ -215,7 +215,7 @@ def scalar_names(
     Args:
         captured: keys of the factors that are captured in this step.
         arriving: keys of the factors that are decomposed in this step.
-        travels: whether eigenbases ever travel.
+        travels: whether eigenbases are ever sent to other ranks.
     """
     names: list[list[Hashable]] = [[] for _ in range(plan.assignment.world)]
     where = plan.assignment.eigen_workers
@@ -362,7 +362,8 @@ class Sharing:
             more = ""
             if sought:
                 more = (
-                    f"; other ranks had rows of {', '.join(sought)}: twice as many contribute now"
+                    f"; other ranks had rows of {', '.join(sought)}: twice as many ranks "
+                    "contribute now"
                 )
             logger.debug(
                 f"ds_kfac: no rows of {', '.join(sorted(empty))} on the ranks that contribute{more}"

@@ -177,7 +177,9 @@ class Proving:
             wrong = next((name for name in factor.layers if name in unfit and name in checks), None)
             if wrong is not None:
                 unfit |= {
-                    name: f"its A is that of {wrong}" for name in factor.layers if name not in unfit
+                    name: f"it shares the A of {wrong}"
+                    for name in factor.layers
+                    if name not in unfit
                 }
         if unfit and RAISES:
             raise RuntimeError(

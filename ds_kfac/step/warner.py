@@ -51,7 +51,7 @@ class LayerWarner:
         """Warn if there is a reason to. Call it after every applied step that captured.
 
         Args:
-            without: names of layers that have no eigenbasis, without those that another warning has
+            without: names of layers that have no eigenbasis, except those that another warning has
                 reported.
             frozen: names of layers whose weights are frozen.
             captured: names of layers that this step captured.
