@@ -612,7 +612,7 @@ def accumulated_at_stage_3(optimizer: Any) -> bool:
 
     ``micro_step_id`` counts backward passes since the last step, starting from 0. Since 0.18.9 the
     counter increases only in the next forward pass, and a flag is set as soon as the last backward
-    pass has run.
+    pass of a step has run.
     """
     return optimizer.micro_step_id > 0 or getattr(optimizer, "_epilogue_ran_this_backward", False)
 

@@ -235,8 +235,8 @@ class GradientExchange:
         # if the layer has a bias, the matrix is a copy of both gradients
         matrix_OI = LAYERS[layer.kind].matrix(weight, bias[0] if bias else None, layer.shape)
         if any(map(self.layout.lacks, self.params[layer.name])):
-            # if DeepSpeed will not step one parameter of a layer, no other parameter of it may
-            # change
+            # if DeepSpeed will not step one parameter of a layer, the layer's other parameters must
+            # not change either
             matrix_OI = torch.zeros_like(matrix_OI)
         return matrix_OI, factor if all_raw else None
 

@@ -67,7 +67,7 @@ FAULTS = (
     Fault(
         ZeroLayout,
         lambda layout: schedules_a_replaced_adagrad(layout.engine),
-        "it steps with an Adagrad of its own, whose rate your scheduler does not change: name a "
+        "it steps with an Adagrad of its own, whose lr your scheduler does not change: name a "
         "scheduler in the config, or use ZeRO stage 0 or another optimizer",
     ),
     Fault(

@@ -84,7 +84,9 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
             problems += errors
             factor = 1.0 if layout.seam.factor is None else layout.seam.factor.cpu()
             if len(before) != len(after):
-                problems.append(f"DeepSpeed stepped {len(before)} tensors, then {len(after)}")
+                problems.append(
+                    f"DeepSpeed stepped {len(before)} tensors, but {len(after)} with K-FAC"
+                )
             for group, (noted, with_exchange) in enumerate(zip(before, after, strict=False)):
                 plain = noted.cpu() / factor
                 # known() returns even numbers for K-FAC's parameters and odd numbers for all other
