@@ -332,7 +332,7 @@ def average_(
         factors: at least one.
         sums_P: fp32 [P] for each factor, packed sums of outer products over the global batch.
         counts: fp32 [n], numbers of rows in each sum.
-        decays: largest weight of the past for each factor, in [0, 1).
+        decays: largest weight of the old average for each factor, in [0, 1).
 
     Returns fp32 [n], the factor by which each batch was scaled down, usually 1; and bool [n],
     whether each batch was used.

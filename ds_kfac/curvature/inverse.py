@@ -73,8 +73,8 @@ def packed(inverse: DampedInverse) -> Tensor:
     is half the size of an eigenbasis.
 
     The tensor always travels in fp32. Rounding to 16 bits could make small eigenvalues of the
-    inverse negative. They belong to the directions of largest curvature. fp16 would also overflow
-    where a factor is small.
+    inverse negative. These eigenvalues belong to the directions of largest curvature. fp16 would
+    also overflow where a factor is small.
     """
     if inverse.diagonal is not None:
         return inverse.diagonal
