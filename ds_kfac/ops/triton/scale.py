@@ -48,8 +48,8 @@ def scalar(value, IN_MEMORY: tl.constexpr):
 
 @triton.jit
 def lerp(now, old, decay):
-    """Return decay old + (1 - decay) now. Like torch.lerp, it starts from the nearer end, so that
-    both round alike."""
+    """Return decay old + (1 - decay) now. Like torch.lerp, it adds to the operand with the larger
+    weight, so that both functions round alike."""
     return tl.where(decay < 0.5, now + (old - now) * decay, old - (old - now) * (1.0 - decay))
 
 
