@@ -10,12 +10,12 @@ steps the hooks return at once.
 Note: Scale of G. G is K times the sum over backward passes p of R_p times the sum of g^ g^^T. Here
     g^ is a row's part of the averaged gradient, and K is the number of backward passes of the step
     on all ranks. R_p is the number of rows of the layer nearest to the loss in pass p. This is the
-    first layer in the pass whose gradient is not zero. Its other calls in the pass may come later,
-    so R_p is known only when the pass has ended. Therefore each pass has sums of its own, which are
-    multiplied by R_p when the pass ends. ``step/factors.py`` multiplies by K after the reduction
-    over ranks, and corrects for the average over ranks there. If the loss is a mean over the whole
-    step instead of over each pass, G is M times the sum of g^ g^^T over all passes, where M is the
-    sum of R_p over all passes.
+    first layer in the pass whose gradient is not zero. The layer's other calls in the pass may come
+    later, so R_p is known only when the pass has ended. Therefore each pass has sums of its own,
+    which are multiplied by R_p when the pass ends. ``step/factors.py`` multiplies by K after the
+    reduction over ranks, and corrects for the average over ranks there. If the loss is a mean over
+    the whole step instead of over each pass, G is M times the sum of g^ g^^T over all passes, where
+    M is the sum of R_p over all passes.
 
 Note: Own passes. An engine collects statistics of its own loss only. An engine that trains a
     discriminator, for example, collects none of the generator's loss, whose backward pass runs
@@ -576,8 +576,8 @@ class Capture:
             self._called([call], product.x, output)
 
     def _multiplied(self, layers: Sequence[LayerSpec], product: Product) -> None:
-        """Turn a product into calls of its layers. A stack's shared A gets all rows from its first
-        layer."""
+        """Turn a product into calls of its layers. A stack's shared A gets all rows from the
+        stack's first layer."""
         first = layers[0]
         parts = parts_of(product, layers)
         if not parts:
@@ -663,7 +663,7 @@ class Capture:
         if not self._is_current(rows.forward) or not self._is_own(rows.forward):
             return
         if self not in self._backwards:
-            if self._forward_runs:  # it may be autograd.grad
+            if self._forward_runs:  # the gradient may be that of autograd.grad
                 return
             self._watch_task()
         with self._guarded([]):
@@ -879,7 +879,7 @@ class Capture:
             self._running = None
 
     def unpacked(self, call: Call) -> Tensor:
-        """Return the input of one of :attr:`pending`.
+        """Return the input of one of the :attr:`pending` calls.
 
         With activation checkpointing this may recompute other calls, which do not count.
         """
@@ -990,8 +990,8 @@ class Capture:
         self.failed[layer.name] = f"{type(error).__name__}: {error}"
         logger.warning(
             f"ds_kfac: the rows of {layer.name or '(model)'} ({layer.kind}) are not known: its "
-            "factors stay as they are, and from the next check of rows on it is without curvature: "
-            f"{self.failed[layer.name]}"
+            "factors stay as they are, and from the next check of rows on it is without curvature. "
+            f"The error: {self.failed[layer.name]}"
         )
         for key in (self.inputs.key(layer), layer.keys[1]):
             self.sums.pop(key, None)
@@ -1023,7 +1023,7 @@ def _runs(node: Any) -> bool:
 
     ``autograd.grad`` does not, nor does a backward pass with other ``inputs``.
     """
-    # it raises in autograd.grad for the node's own tensor, whose gradient goes to the caller
+    # the function raises if autograd.grad was called for the node's own tensor
     with suppress(RuntimeError):
         return bool(torch._C._will_engine_execute_node(node))
     return False

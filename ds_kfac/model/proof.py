@@ -156,8 +156,8 @@ class RowCheck:
     def __str__(self) -> str:
         if not self.calls:
             text = (
-                "no rows were seen: nothing calls it, or a fused kernel, torch.func or "
-                "autograd.Function multiplies"
+                "no rows were seen: nothing calls the layer, or a fused kernel, torch.func or an "
+                "autograd.Function computes its products"
             )
         else:
             text = (

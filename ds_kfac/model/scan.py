@@ -430,7 +430,7 @@ class _Scanner:
         Args:
             stack: one layer of the stack, with the name of the stack.
             count: number of matrices.
-            before: layers of the module's parameters that the code uses before this one.
+            before: layers of the module's parameters that the code uses before this stack.
             is_first, is_last: whether it is the first or the last stack in the module's code.
         """
         # earlier stacks with as many matrices and inputs, such as the gates before their values

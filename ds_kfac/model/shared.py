@@ -180,9 +180,9 @@ class SharedInputs:
     def parted(self) -> set[tuple[str, ...]]:
         """Return the groups whose layers do not share all their inputs.
 
-        Two layers of such a group have both got a gradient for an input for which the other layer
-        has got none. If only one of two layers lacks gradients, they may still share all inputs,
-        because a layer need not get a gradient for each input.
+        In such a group, two layers have each got a gradient for an input for which the other got
+        none. If only one of two layers lacks gradients, they may still share all inputs, because a
+        layer need not get a gradient for each input.
         """
         parted = set()
         for group in set(self._group.values()):
