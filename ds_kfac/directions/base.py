@@ -92,8 +92,8 @@ class UpdateRule(ABC):
         return config.choice
 
     def by_rows(self, config: KFACConfig, layer: LayerSpec) -> bool:
-        """Whether the step of each of the layer's outputs is independent of the other outputs if G
-        is the identity. If so, a large layer may be cut into parts, each with some of the
+        """Whether the rule steps each output (row) of the layer independently of the other outputs
+        if G is the identity. If so, a large layer may be cut into parts, each with some of the
         outputs."""
         return False
 

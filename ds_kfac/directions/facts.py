@@ -53,8 +53,8 @@ class RuleFacts:
         return None
 
     def idle(self, config: KFACConfig, layers: Sequence[LayerSpec]) -> list[str]:
-        """Return texts that name the settings in the config's blocks ``UpdateRule.blocks`` that
-        affect no layer."""
+        """Return texts about settings without effect: settings in the config's blocks
+        ``UpdateRule.blocks`` that affect no layer."""
         return []
 
     # learning rates

@@ -22,8 +22,8 @@ sides.
 Note: Layers that stand still. The following layers take no step, do not decay, and keep their
 moments:
 
-- A layer whose averaged gradient is exactly zero, because the step did not use it. torch's AdamW
-  skips a parameter whose gradient is None in the same way. Each tensor-parallel shard is checked by
+- A layer whose averaged gradient is exactly zero, because the step did not use it. In the same way,
+  torch's AdamW skips a parameter whose gradient is None. Each tensor-parallel shard is checked by
   itself.
 - A layer whose parameters are frozen, or whose learning rate is 0.
 - A layer whose gradient is not finite, or so large that the moments could not hold its square.
