@@ -51,9 +51,9 @@ _ATTACHED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]]" = (
     weakref.WeakKeyDictionary()
 )
 NEW = (
-    "not stepped by K-FAC, because they were frozen or not in the model at attach. DeepSpeed "
-    "steps them only at stage 0 in fp32. Add parameters before deepspeed.initialize, and freeze "
-    "parameters after it (docs/howto/frameworks.md). The parameters: "
+    "some parameters are not stepped by K-FAC, because they were frozen or not in the model at "
+    "attach. DeepSpeed steps them only at stage 0 in fp32. Add parameters before "
+    "deepspeed.initialize, and freeze them after it (docs/howto/frameworks.md). The parameters: "
 )
 BY_HAND = (
     "optimizer.load_state_dict loads nothing of K-FAC's state, which stays as it is; to load the "
@@ -112,8 +112,8 @@ class Attachment:
         self._rescalings: list[WeightRescaling] = []
         if config.rescale_weights:
             rescalings = [WeightRescaling(k.layout, k.layers) for k in job.preconditioners]
-            # a domain may have no such weights, for example stacked experts or a pipeline stage
-            # with norms only
+            # a domain may have no weights to rescale, for example stacked experts or a pipeline
+            # stage with norms only
             self._rescalings = [rescaling for rescaling in rescalings if rescaling.weights]
         self._installed = ExitStack()  # of wrappers and hooks
         self._captured = False
@@ -410,9 +410,9 @@ class Attachment:
         ):
             self._warned.add(OUTSIDE)
             logger.warning(
-                f"ds_kfac: rank {self.engine.global_rank}: gradients came through {outside} calls "
-                "of layers, none of them in this engine's own backward, so the factors were not "
-                "updated. Call backward(loss) of the engine whose model computed the loss"
+                f"ds_kfac: rank {self.engine.global_rank}: gradients reached {outside} calls of "
+                "layers, but none in this engine's own backward, so the factors were not updated. "
+                "Call backward(loss) of the engine whose model computed the loss"
             )
 
     def _tell(self) -> None:

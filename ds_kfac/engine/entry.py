@@ -77,8 +77,8 @@ NO_MODEL = (
     'model=model, model_parameters=model.parameters(), config="ds_config.json")'
 )
 NO_ENGINE = (
-    "it must be the engine that deepspeed.initialize returns. If you have only a model, call "
-    "ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=..)"
+    "the argument must be the engine that deepspeed.initialize returns. If you have only a model, "
+    "call ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=..)"
 )
 ATTACHED = "ds_kfac: attached already: this call of ds_kfac.attach changes nothing"
 FROZEN = (
@@ -270,7 +270,7 @@ def _attach_or_say_why_not(engine: Any, block: Any, *, wanted: bool) -> None:
 
 
 def _remember(why: str | None) -> None:
-    """Note why an engine has no K-FAC, unless an earlier engine has it or was switched off by
+    """Record why an engine has no K-FAC, unless an earlier engine has it or was switched off by
     ``"enabled": false``. ``why``: the reason; None if ``"enabled": false`` switched this engine
     off."""
     global _unattached
