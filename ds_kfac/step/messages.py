@@ -186,7 +186,7 @@ def counting(sides: Mapping[str, FactorSpec]) -> str:
 
 
 UNUSUAL = ("limited", "empty", "missed")
-"""Kinds of unusual batches of a factor, which are counted.
+"""Kinds of unusual batches of a factor. The batches of each kind are counted.
 
 - limited: the batch was scaled down, because its trace was far above the trace of the average.
 - empty: the factor was not changed, because the batch had no row or a value that is not finite.
@@ -273,7 +273,7 @@ class MissedBatches:
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """Data of a step that captured, which the ranks compare later to find "missed" batches.
+    """Data of a captured step, which the ranks compare later to find "missed" batches.
 
     Attributes:
         step: number of the step.
