@@ -181,6 +181,6 @@ def _zero3_chunks(layout: ShardLayout) -> list[str]:
             if not torch.equal(local[: expected.numel()].to(expected.device), expected):
                 problems.append(
                     f"ZeRO-3 cut parameter {index} of shape {tuple(param.ds_shape)} into other "
-                    "chunks"
+                    "chunks than ds_kfac expects"
                 )
     return problems
