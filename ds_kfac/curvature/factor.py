@@ -380,9 +380,9 @@ def compare_(
     comparison needs memory for one more copy of the values.
 
     Args:
-        packed_P: fp32 [P] for each factor, on one device, which computes.
+        packed_P: fp32 [P] for each factor, on the device that computes.
 
-    Returns bool [n, 2]: similar to the last value, similar to the one before.
+    Returns bool [n, 2]: whether each new value is similar to the last value, and to the one before.
 
     Source: Osawa et al. 2020 (arXiv:2002.06015), sec. 5.4.
     """

@@ -40,8 +40,8 @@ FACTORED_DAMPING: dict[str, Callable[[float, Scalar, Scalar], Scalar]] = {
 }
 """Kind of damping -> function that returns the number added to a factor's diagonal, from lambda and
 the mean diagonals of the factor and its partner. The number is pi sqrt(lambda) for A and
-sqrt(lambda) / pi for G. "relative" damping multiplies lambda by mean(A) mean(G), and then the
-partner's mean cancels."""
+sqrt(lambda) / pi for G. With "relative" damping, lambda is first multiplied by mean(A) mean(G), so
+the partner's mean cancels in these formulas."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def passes_residual_check(
     blocks: Tensor, inverse: Tensor, *, added: Scalar, scale: Scalar = 1.0
 ) -> Tensor:
     """Return for each block, bool [n], whether (C + added I) inverse x = scale x for one vector x.
-    The check uses no matrix product, like the check of an eigenbasis."""
+    Like the check of an eigenbasis, this check uses no matrix product."""
     x = probe(blocks)
     y = (inverse * x).sum(-1)
     residual = (blocks * y.unsqueeze(-2)).sum(-1) + added * y - scale * x
