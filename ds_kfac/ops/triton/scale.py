@@ -212,7 +212,7 @@ def finish_direction_(
         or out_nOI.shape[-1] != x_nOI.shape[-1]
     ):
         raise ValueError(
-            f"finish_direction_: the result does not fit, got {describe(out_nOI, x_nOI)}"
+            f"finish_direction_: out_nOI does not fit x_nOI, got {describe(out_nOI, x_nOI)}"
         )
     if out_nOI.dtype not in DTYPES or not out_nOI[0].is_contiguous():
         raise NotMadeFor(
