@@ -116,8 +116,8 @@ class Call:
     def share(self) -> float:
         """The fraction of the layer's outputs that the call computed.
 
-        The call's inputs count in A with this weight. In cross attention, for example, keys and
-        values are computed from other rows than the queries.
+        The outer products of the call's inputs are multiplied by this fraction in A. In cross
+        attention, for example, keys and values are computed from other rows than the queries.
         """
         if self.columns is None:
             return 1.0

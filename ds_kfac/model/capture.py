@@ -212,7 +212,7 @@ class Capture:
             self._hook_products(multiplying)
 
     def _hook_layer(self, layer: LayerSpec, module: nn.Module) -> None:
-        """Hook a module. Each call of the module is then noted as a call of the layer."""
+        """Hook a module. Each call of the module is then recorded as a call of the layer."""
         # This hook runs before the hooks of other code, which may replace the output. But if
         # gradients are requested from autograd, it runs after ZeRO-3's hook, which wraps the output
         # in a function that fetches the weights for the backward pass
@@ -287,8 +287,8 @@ class Capture:
             if self._recomputes() or (self.active and not is_others):
                 function(module, *values)
 
-        # torch.compile must not look inside. This is not a decorator, because that would import
-        # torch's compiler together with ds_kfac
+        # torch.compile must not look inside. ``disable`` is not used as a decorator, because that
+        # would import torch's compiler together with ds_kfac
         untraced = torch.compiler.disable(when_captured)
 
         # torch.compile traces only the conditions in this function
@@ -308,7 +308,7 @@ class Capture:
         self.active = False
 
     def leave(self) -> None:
-        """Note that no forward runs any more, and stop watching calls of torch."""
+        """Record that no forward runs any more, and stop watching calls of torch."""
         if self._products is not None:
             self._products.leave(None)
 
@@ -456,7 +456,7 @@ class Capture:
     def _layer_called(
         self, layer: LayerSpec, module: nn.Module, inputs: tuple, named: dict[str, Any], output: Any
     ) -> None:
-        """Note a call of a layer's module.
+        """Record a call of a layer's module.
 
         Args:
             inputs, named: positional and keyword arguments of the call. The first is the input.
@@ -480,7 +480,7 @@ class Capture:
                 self._called([call], x, output)
 
     def _other_called(self, name: str, module: nn.Module, inputs: tuple, output: Any) -> None:
-        """Note a call of a linear map that K-FAC does not step. This map may be the layer nearest
+        """Record a call of a linear map that K-FAC does not step. This map may be the layer nearest
         to the loss."""
         with self._guarded([]):
             output = output[0] if isinstance(output, tuple) else output
@@ -535,7 +535,7 @@ class Capture:
             for call in calls:
                 call.kept = node_of_x
         if rows.forward.step != self.step or (rows.recomputed and self.sampled):
-            return  # requested gradients belong to the calls of the first run
+            return  # requested gradients belong to calls of the first run, not of a recomputation
         calls = [call for call in calls if call.layer.name not in self.failed]
         if not calls:
             return
@@ -552,7 +552,7 @@ class Capture:
             node.register_prehook(partial(self._arrived, calls, output_nr))
 
     def _product(self, product: Product) -> None:
-        """Note a product with the matrices of some layers."""
+        """Record a product with the matrices of some layers."""
         layers = self._stacks[product.param]
         with self._guarded(layers):
             if product.window is not None or LAYERS[layers[0].kind].images:
@@ -656,7 +656,7 @@ class Capture:
     def _other_arrived(
         self, rows: Rows, output_nr: int, gradients: tuple[Tensor | None, ...]
     ) -> None:
-        """Note the gradient of a layer that K-FAC does not step."""
+        """Record the gradient of a layer that K-FAC does not step."""
         gradient = gradients[output_nr]
         if gradient is None or self.sampled or not self.counts_rows:
             return
@@ -727,7 +727,8 @@ class Capture:
             self._count_rows(call, x, with_gradient, alive)
 
     def _gradient_arrived(self, call: Call, gradient: Tensor, with_gradient: Tensor) -> Tensor:
-        """Note which rows of a call have a gradient. Returns whether any has one, a bool scalar."""
+        """Record which rows of a call have a gradient. Returns a bool scalar, whether any has
+        one."""
         alive = self.current.arrived(call.rows, with_gradient, self.rows.weight_sharing)
         if self.rows.weight_sharing == "reduce":
             self.current.check_examples(call.rows, gradient)
@@ -870,7 +871,7 @@ class Capture:
 
     @contextmanager
     def recomputing(self, forward: Forward) -> Iterator[None]:
-        """Note that calls made in this context may be recomputations of a forward, although no
+        """Record that calls made in this context may be recomputations of a forward, although no
         backward pass runs."""
         self._running = forward
         try:
@@ -928,7 +929,7 @@ class Capture:
     def _output_reached(
         self, reference: weakref.ref[Forward], late: Forward, gradients: tuple[Tensor | None, ...]
     ) -> None:
-        """Note that a backward pass has reached the output of a forward.
+        """Record that a backward pass has reached the output of a forward.
 
         Args:
             reference: refers to the forward.
@@ -941,7 +942,7 @@ class Capture:
             self._watch_task()
 
     def _comes_to(self, forward: Forward) -> None:
-        """Note that autograd's running graph task has reached a forward."""
+        """Record that autograd's running graph task has reached a forward."""
         self._running = forward
         Variable._execution_engine.queue_callback(self._left)
 

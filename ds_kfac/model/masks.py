@@ -106,7 +106,7 @@ class Forward:
         self._sides: set[Shape] = set()  # the first two leading dimensions of all calls
 
     def note(self, layer: str, leading: Shape | None, rows: int) -> None:
-        """Note that a layer was called.
+        """Record that a layer was called.
 
         Args:
             layer: name of the layer.

@@ -41,13 +41,13 @@ class BackwardPass:
         self._uncounted: dict[str, int | Tensor] = {}
 
     def reaches(self, rows: Rows) -> None:
-        """Note that the pass has reached a call."""
+        """Record that the pass has reached a call."""
         self.has_begun = True
         if not rows.recomputed:
             self.forwards[rows.forward] = None
 
     def arrived(self, rows: Rows, with_gradient: Tensor, weight_sharing: str) -> Tensor:
-        """Note that the gradient of a call has arrived. Returns a bool scalar, whether the gradient
+        """Record that a call's gradient has arrived. Returns a bool scalar, whether the gradient
         has an entry that is not zero.
 
         Args:

@@ -226,7 +226,7 @@ class Proof:
         self._on_host[layer.name].left_out = 1.0
 
     def note_hook(self, layer: LayerSpec) -> None:
-        """Note that a user's hook may change a layer's gradient on this rank."""
+        """Record that a user's hook may change a layer's gradient on this rank."""
         self._on_host[layer.name].hooked = 1.0
 
     @torch.no_grad()

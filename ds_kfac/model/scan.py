@@ -251,8 +251,8 @@ class _Scanner:
         bias = module._parameters.get("bias")
         members = self._members(name, module, kind)
         others = [user for user in self.users[bias] if user not in members]
-        # A module of no known type, such as RoBERTa's head, only holds the bias. If it also adds
-        # the bias, the proof finds that
+        # A module of no known type that has the same bias, such as RoBERTa's head, is assumed not
+        # to add the bias. If it adds the bias, the proof of rows fails
         sharing = [user for user in others if _kind(self.modules[user])[1] is None]
         reason = self._refusal(name, "weight", module, sharing, members)
         if reason is not None:
@@ -483,7 +483,8 @@ class _Scanner:
             return "weight is not among the optimizer's parameters"
         if getattr(weight, "_ds_grad_allreduce_registered", False):
             return (
-                "AutoTP sums its gradient over tensor-parallel ranks, each of which has other rows"
+                "AutoTP sums its gradient over tensor-parallel ranks, each of which has different "
+                "rows"
             )
         if weight in self.tied_stages:
             return (
