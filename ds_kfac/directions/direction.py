@@ -80,14 +80,13 @@ class Direction:
             stepped in one batch form a group. Groups with the largest matrices come first.
         layers, names: this rank's layers and their names, in the order of the groups.
         precision: precision of the products that rotate gradients.
-        recorded: records the kernels of a step as a CUDA graph, and replays them; None if steps are
-            not recorded.
+        recorded: records a step's kernels as a CUDA graph, and replays them; None if steps are not
+            recorded.
         parameter_groups: layer name -> for each parameter of the layer, the index of its parameter
             group.
-        last: ``(squared norm, learning rate)`` of the last step. The first is the squared norm of
-            the directions of all layers on all ranks, a scalar on the device. The second is the
-            learning rate of the first parameter group. None if an optimizer of the user's choice
-            computes the step.
+        last: ``(squared norm, learning rate)`` of the last step: the squared norm of all layers'
+            directions on all ranks, a scalar on the device; and the first parameter group's
+            learning rate. None if an optimizer of the user's choice computes the step.
     """
 
     recorded: RecordedStep | None = None
@@ -176,8 +175,8 @@ class Direction:
         Nothing in this method may wait for the device. Two traps:
 
         - In the null space of A or G, the rotated gradient consists of rounding errors. (Examples
-          are an input that is always 0, and the sum over a softmax's classes.) A rule that takes
-          signs, or divides as Adam does, scales these errors up to a full step. Use
+          are an input that is always 0, and the sum over a softmax's classes.) Taking signs, or
+          dividing as Adam does, scales these errors up to a full step. Use
           :func:`ds_kfac.update.rotation.mask_null_space` to set them to 0.
         - A layer that the step did not use has a gradient of zeros, but its moments may still
           produce a step. If the layer must not change, multiply the result by

@@ -19,9 +19,9 @@ class RuleFacts:
     ``UpdateRule.facts`` to an object of a subclass.
 
     Attributes:
-        without_curvature: text that says what happens to a layer that has no factors yet.
+        without_curvature: text on what happens to a layer that has no factors yet.
         passes: number of times that a gradient worker reads or writes a whole gradient in a step,
-            in addition to those that preconditioning takes.
+            without those of preconditioning.
     """
 
     without_curvature = "a layer keeps its raw gradient"
@@ -53,8 +53,8 @@ class RuleFacts:
         return None
 
     def idle(self, config: KFACConfig, layers: Sequence[LayerSpec]) -> list[str]:
-        """Return texts about settings without effect: settings in the config's blocks
-        ``UpdateRule.blocks`` that affect no layer."""
+        """Return texts that name settings without effect in the config's blocks
+        ``UpdateRule.blocks``."""
         return []
 
     # learning rates
@@ -97,8 +97,8 @@ class RuleFacts:
         self, plan: Plan, groups: Sequence[Sequence[LayerSpec]]
     ) -> list[tuple[Sequence[LayerSpec], int]]:
         """Return one ``(layers, bytes)`` pair for each part of a worker's step, in the order of the
-        step. The layers of a pair are stepped at the same time. The bytes are the largest amount of
-        memory that their step takes, including the gradients in fp32.
+        step. The layers of a pair are stepped at the same time. The bytes are the most memory that
+        their step takes, including the gradients in fp32.
 
         Args:
             groups: the worker's layers. Layers of one shape that are stepped in one batch form a

@@ -33,8 +33,7 @@ from ds_kfac.update.state import CorrectedEigenvalues, Moments
 from ds_kfac.zero.exchange import GradientExchange, Gradients
 
 DECAY = 0.95
-"""Largest decay of the running average of corrected eigenvalues: the weight that the old average
-has in a step."""
+"""Largest weight of the old value when the average of corrected eigenvalues is updated."""
 
 
 class KFACGradient(Direction):
@@ -72,7 +71,7 @@ class KFACGradient(Direction):
         self.peak_lr = dict(state.get("peak_lr", {}))
 
     def step(self, context: StepContext, gradients: Gradients) -> Outcome:
-        # also on a rank without layers, because this rank may write the checkpoint
+        # also without layers, because this rank may write the checkpoint
         self.peak_lr = peak_rates(context.groups, self.peak_lr)
         if not self.layers:
             none = torch.zeros(0, device=self.exchange.device, dtype=torch.float32)

@@ -22,8 +22,7 @@ T = TypeVar("T")
 
 
 def is_recorded(plan: Plan, layers: Sequence[LayerSpec], device: str) -> bool:
-    """Whether steps are recorded if these are a rank's layers and this is the type of its
-    device."""
+    """Whether a rank with these layers and this type of device records its steps."""
     numel = sum(layer.numel for layer in layers)
     is_small = 0 < numel <= min(RECORDED_NUMEL, len(layers) * RECORDED_LAYER)
     return is_small and plan.batched and device in RECORDERS and plan.config.ops.backend != "torch"
@@ -106,8 +105,8 @@ class RecordedStep(Recorded[T]):
     graph and replayed.
 
     Args:
-        inputs: name -> memory of a number or vector that changes from step to step. The recording
-            reads the number or vector from this memory.
+        inputs: name -> memory from which the recording reads a number or vector that changes from
+            step to step.
     """
 
     def __init__(

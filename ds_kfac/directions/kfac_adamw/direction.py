@@ -224,15 +224,15 @@ class AdamDirection(Direction):
     def _begin_anew(
         self, taken_away: frozenset[Tensor], groups: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Set moments to zero after a program has removed states from ``optimizer.state``. With
-        torch's Adam, this would restart the moments at zero, too.
+        """Set moments to zero after a program has removed states from ``optimizer.state``, as
+        torch's Adam would.
 
         The moments of the layers whose weight's state was removed are set to zero. If DeepSpeed
         steps flat parameters in place of the model's, no state belongs to a single layer, and the
         moments of all layers are set to zero.
 
         Args:
-            taken_away: the parameters whose state was removed.
+            taken_away: parameters whose state was removed.
             groups: the optimizer's parameter groups.
         """
         stepped = {parameter for group in groups for parameter in group["params"]}

@@ -25,8 +25,7 @@ rate adam_lr times BASE / I, but at least lr."""
 
 
 def keeps_direction(options: AdamConfig, layer: LayerSpec) -> str | None:
-    """Return a text that says why a layer keeps Adam's direction, or None if its direction is
-    orthogonalized.
+    """Return why a layer keeps Adam's direction, or None if its direction is orthogonalized.
 
     Each shard of a tensor-parallel layer is orthogonalized separately, and so is each group of a
     grouped convolution. The step of each weight element has the same size as in an undivided layer.

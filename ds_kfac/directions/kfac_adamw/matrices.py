@@ -78,8 +78,8 @@ def _is_matrix_of(module: nn.Module, name: str, parameter: nn.Parameter) -> bool
 
     A parameter that has three or more sides, and a side of 1 before the last one, is usually made
     to be broadcast, so it is not a matrix. The kernel of a linear layer or of a convolution is an
-    exception, because kernels may have sides of 1, for example in a 1x1 convolution, or a first
-    side of 1 along which the kernel is modulated for each example.
+    exception. It may have sides of 1, for example in a 1x1 convolution, or a first side of 1 along
+    which it is modulated for each example.
     """
     # The parameter is not compared with module.weight, because TorchScript modules do not offer
     # parameters by name.

@@ -434,7 +434,7 @@ def checked_group(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _expected(key: str, value: Any) -> str | None:
-    """Return a text that says which values a parameter may have, or None if its value is right."""
+    """Return which values a parameter may have, or None if its value is right."""
     if key == "torch_adam":
         return None if isinstance(value, bool) else "true or false"
     if key == "betas":

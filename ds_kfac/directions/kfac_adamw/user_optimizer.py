@@ -222,9 +222,7 @@ class KFACAdamW(torch.optim.Optimizer):
         adam_lr: learning rate of embeddings, norms and biases, from which the learning rate of
             heads is derived (``direction.py``); None: 8 lr. A schedule multiplies lr and adam_lr by
             the same factor.
-        betas: as for torch's AdamW.
-        eps: as for torch's AdamW.
-        weight_decay: as for torch's AdamW.
+        betas, eps, weight_decay: as for torch's AdamW.
         torch_adam: whether torch's AdamW steps all other parameters. Use it on a machine on which
             DeepSpeed's Adam would have to be compiled.
 
@@ -322,8 +320,8 @@ def unstepped(parameters: Iterable[Any]) -> int:
 
 
 def given_groups(optimizer: Any) -> list[Group] | None:
-    """Return the groups of a :class:`KFACAdamW`, or of an optimizer that was made from the groups
-    of a :class:`KFACAdamW`. Return None for any other optimizer."""
+    """Return the groups of a :class:`KFACAdamW`, or of an optimizer that was made from such groups;
+    None for any other optimizer."""
     groups = getattr(optimizer, "param_groups", None)
     return groups if groups and all(isinstance(group, Group) for group in groups) else None
 
