@@ -37,8 +37,7 @@ from ds_kfac.zero.shards import held_by_layer, parameter_names, parts_of
 def assembled(
     engine: Any, config: KFACConfig, answers: tuple[str, ...], rule: UpdateRule
 ) -> tuple[Job, Scan]:
-    """Return the job of an engine, which has passed the self-test, and the scan of the engine's
-    model.
+    """Return the self-tested job of an engine, and the scan of its model.
 
     Collective.
 
@@ -93,8 +92,8 @@ def _choose_backend(engine: Any, config: KFACConfig) -> None:
     """Build and check the backends of operations.
 
     If the config names a backend that cannot run on some rank, all ranks raise an error. If the
-    config names none, no rank uses a backend that cannot run on some rank, or an op that computes
-    wrongly on some rank, because replicas that round differently would drift apart.
+    config names none, no rank uses a backend that cannot run, or an op that computes wrongly, on
+    some rank. Otherwise replicas would round differently and drift apart.
     """
     name = config.ops.backend
     device = torch.device(engine.device).type

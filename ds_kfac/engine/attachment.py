@@ -56,8 +56,8 @@ NEW = (
     "deepspeed.initialize, and freeze them after it (docs/howto/frameworks.md). The parameters: "
 )
 BY_HAND = (
-    "optimizer.load_state_dict loads nothing of K-FAC's state, which stays as it is; to load the "
-    "states of the optimizer and of K-FAC, call engine.load_checkpoint"
+    "optimizer.load_state_dict loads nothing of K-FAC's state, which stays as it is; "
+    "engine.load_checkpoint loads the states of the optimizer and of K-FAC"
 )
 BROKEN = (
     "the step raised an error, so some parameters, moments and factors are changed and the others "
@@ -195,9 +195,9 @@ class Attachment:
         return {**counters(self.job), **health(self.job), **self._constants()}
 
     def explain(self, layer: str | None = None) -> str:
-        """Return a description of a layer's state: the updates of its factors, the basis in use or
-        the reason why there is none, the steps at which the next update and refresh are due, and
-        the ranks that do them.
+        """Describe a layer's state: the updates of its factors, the basis in use or the reason why
+        there is none, the steps at which the next update and refresh are due, and the ranks that do
+        them.
 
         Call it between steps. It is local, so one rank alone may call it.
 
@@ -217,10 +217,9 @@ class Attachment:
         return {}
 
     def log_constants(self) -> dict[str, float]:
-        """Return numbers for the first line of a framework's logs. They are the fraction of the
-        trained matrix parameters that is in K-FAC's layers, the fraction that is in layers with
-        curvature, and learning rates relative to the optimizer's. Empty with
-        ``"report": "none"``."""
+        """Return numbers for the first line of a framework's logs. They are the fractions of the
+        trained matrix parameters in K-FAC's layers and in layers with curvature, and learning rates
+        relative to the optimizer's. Empty with ``"report": "none"``."""
         if self._reports:
             return {PREFIX + name: value for name, value in self._constants().items()}
         return {}
@@ -234,8 +233,8 @@ class Attachment:
 
     @property
     def mask(self) -> ReadMask:
-        """Function that finds the attention masks [N, T] among the arguments of the model's
-        forward. You can replace it.
+        """Replaceable function that finds the attention masks [N, T] among the arguments of the
+        model's forward.
 
         It is called with the arguments and the keyword arguments of the forward, and returns one
         mask, several masks or None. By default it returns the arguments whose names end in
@@ -250,8 +249,7 @@ class Attachment:
 
     @property
     def sampler(self) -> Sampler:
-        """Function that draws labels and computes the loss of a Monte-Carlo Fisher. You can replace
-        it."""
+        """Replaceable function that draws labels and computes the loss of a Monte-Carlo Fisher."""
         return self._sampling().sampler
 
     @sampler.setter
@@ -259,9 +257,8 @@ class Attachment:
         self._sampling().sampler = function
 
     def sample(self, loss: torch.Tensor) -> None:
-        """Sample the gradients of the Monte-Carlo Fisher. Only a program that calls
-        ``loss.backward()`` instead of ``engine.backward(loss)`` needs this: it must call this
-        method just before ``loss.backward()``."""
+        """Sample the gradients of the Monte-Carlo Fisher. A program that calls ``loss.backward()``
+        instead of ``engine.backward(loss)`` must call this method just before that call."""
         self._sampling().sample(loss)
 
     def _sampling(self) -> LossSampling:
@@ -472,8 +469,7 @@ class Attachment:
             self.preconditioner.seam.forget()
             if self.sampling is not None and loss.requires_grad:
                 self.sampling.sample(loss)
-            # activation checkpointing recomputes the forward pass, which must run eagerly, as it
-            # did before the backward pass
+            # activation checkpointing recomputes the forward pass, which must run eagerly again
             if any(capture.active for capture in self._captures):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             for capture in self._captures:

@@ -157,8 +157,8 @@ class LossSampling:
         depend on an input."""
         if not loss.requires_grad or not inputs:
             return [None] * len(inputs)
-        # meanwhile, outputs of engine.forward must pass gradients on unchanged, and must not start
-        # the engine's backward
+        # meanwhile, outputs of engine.forward must pass gradients on unchanged and start no engine
+        # backward
         saved = [(one, one.preprocess_done, one.preprocess_per_tensor_fn) for one in self._managers]
         for manager, _, _ in saved:
             manager.preprocess_done = True

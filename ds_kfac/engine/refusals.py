@@ -82,8 +82,8 @@ class Context:
 
 
 def without_optimizer(engine: Any) -> bool:
-    """Return whether an engine has no optimizer, so that it cannot train. Such an engine still has
-    an object in the optimizer's place: with ZeRO-3 the object that gathers parameters, with bf16 a
+    """Return whether an engine has no optimizer and cannot train. Such an engine still has an
+    object in the optimizer's place: with ZeRO-3 the object that gathers parameters, with bf16 a
     wrapper with master weights around a dummy optimizer."""
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     return inner is None or isinstance(inner, (DummyOptim, DeepSpeedZeRoOffload))
