@@ -94,8 +94,8 @@ class FactorStep:
     :meth:`FactorUpdates.decompose` and :meth:`FactorUpdates.deliver` add to it.
 
     Attributes:
-        due: keys of the factors that are captured in this step, and keys of the factors that are
-            decomposed. Keys of factors that a shared factor has replaced are left out.
+        due: keys of the factors that are captured in this step, and of those that are decomposed.
+            Keys of factors that a shared factor has replaced are left out.
         travels: whether eigenbases are ever sent to other ranks.
         terms: layer name -> number of loss terms in the step's batch.
         similar: factor key -> fp32 scalar on the device. If the factor did not use the batch, the
@@ -199,8 +199,8 @@ class FactorUpdates:
         self.load_state_dict({})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs. Its factor keys contain the layer names of
-        this process.
+        """Return the state that a resumed run needs. Factor keys contain this process's layer
+        names.
 
         factors: factor key -> factor, for this rank's factors.
         ready, log: the attributes of the same names.

@@ -186,7 +186,7 @@ def counting(sides: Mapping[str, FactorSpec]) -> str:
 
 
 UNUSUAL = ("limited", "empty", "missed")
-"""Kinds of unusual batches of a factor. The batches of each kind are counted.
+"""Kinds of unusual batches of a factor. Each kind is counted.
 
 - limited: the batch was scaled down, because its trace was far above the trace of the average.
 - empty: the factor was not changed, because the batch had no row or a value that is not finite.
@@ -197,7 +197,7 @@ NONE_UNUSUAL: Sequence[Tensor | float] = (0.0,) * len(UNUSUAL)
 
 def unusual(scalars: Mapping[Hashable, Tensor]) -> Tensor | float:
     """Return the number of batches of each kind of :data:`UNUSUAL` in this step on all ranks, fp32
-    [3]. Return 0.0 if these numbers were not exchanged."""
+    [3]; 0.0 if not exchanged."""
     numbers = [
         [scalars[name] for name in scalars if isinstance(name, tuple) and name[0] == kind]
         for kind in UNUSUAL

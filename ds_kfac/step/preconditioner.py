@@ -47,8 +47,7 @@ class KFACPreconditioner:
     Attributes:
         steps: number of applied steps. All schedules count in these steps. DeepSpeed's global_steps
             also counts skipped steps.
-        due: keys of the factors that the next step captures, and keys of the factors that it
-            decomposes.
+        due: keys of the factors that the next step captures, and of those that it decomposes.
         curvature: the factors of this rank.
         direction: computes the update rule's results, and has the state of this rank's layers.
         observations: what captured batches have shown, see :class:`Observations`.

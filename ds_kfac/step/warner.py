@@ -27,9 +27,9 @@ FROZEN = (
 
 @dataclass
 class LayerWarner:
-    """Warns about three kinds of layers of this rank: layers that have had no eigenbasis for many
-    updates, layers whose weights were frozen at many updates, and layers whose gradients were left
-    out because they were too large for the moments.
+    """Warns about layers of this rank that have had no eigenbasis for many updates, whose weights
+    were frozen at many updates, or whose gradients were left out because they were too large for
+    the moments.
 
     Attributes:
         names: names of the layers, in the order of :attr:`Direction.names`.
