@@ -332,8 +332,8 @@ class _Probe:
 
 def unscaling(optimizer: Any, *arguments: Any) -> Tensor | None:
     """Return the factor by which the method :data:`UNSCALE`, called with these arguments,
-    multiplies gradients. This is a scalar tensor on the device, or None if the method does not
-    change gradients.
+    multiplies gradients: a scalar tensor on the device, or None if the method does not change
+    gradients.
 
     The factor is measured by calling the method with a gradient of 1. At stages 1 and 2 and for
     FP16_Optimizer the first argument is a list of gradients; at stage 3 it is the number of a

@@ -64,8 +64,8 @@ class Steps(Protocol):
 
     @property
     def proves(self) -> bool:
-        """Whether the next step compares gradients with captured rows. The comparison needs the
-        factor by which DeepSpeed has multiplied the gradients."""
+        """Whether the next step compares gradients with captured rows, which needs the factor by
+        which DeepSpeed has multiplied the gradients."""
 
     def begin(self) -> None:
         """Prepare for a step that DeepSpeed has begun but may still skip."""
@@ -100,8 +100,8 @@ class Seam:
         inverse: 1 / factor. A result that DeepSpeed will multiply by ``factor`` is multiplied by
             ``inverse`` first. If ``factor`` is 0, for example because DeepSpeed clips by an
             infinite norm, ``inverse`` is 0, so that no weight changes.
-        prepared: number of masters whose gradients DeepSpeed has already multiplied by ``factor``.
-            These are the first masters in the optimizer's order.
+        prepared: number of masters, from the first on, whose gradients DeepSpeed has already
+            multiplied by ``factor``.
     """
 
     def __init__(self, engine: Any) -> None:

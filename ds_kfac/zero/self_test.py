@@ -38,8 +38,8 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
     """Run the test that this module describes. Collective; changes nothing.
 
     Raises:
-        RuntimeError: the test failed on some rank. Every rank raises the error, and the message
-            says what failed on which rank.
+        RuntimeError: on every rank, if the test failed on some rank. The message says what failed
+            where.
     """
     layout = exchange.layout
     headline = (
