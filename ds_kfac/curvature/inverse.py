@@ -41,7 +41,7 @@ FACTORED_DAMPING: dict[str, Callable[[float, Scalar, Scalar], Scalar]] = {
 """Kind of damping -> function that returns the number added to a factor's diagonal, from lambda and
 the mean diagonals of the factor and its partner. The number is pi sqrt(lambda) for A and
 sqrt(lambda) / pi for G. With "relative" damping, lambda is first multiplied by mean(A) mean(G), so
-the partner's mean cancels in these formulas."""
+the partner's mean cancels."""
 
 
 @dataclass(frozen=True)
