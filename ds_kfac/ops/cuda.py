@@ -127,7 +127,7 @@ class CudaOps:
             )
         if wide := [scalar for scalar in (*counts, *updates) if scalar.numel() != 1]:
             raise ValueError(
-                "ema_update_: each tensor in counts and updates must have one element, got "
+                "ema_update_: counts and updates must have one element each, got "
                 f"{describe(wide[0])}"
             )
         for tensor in tensors:
