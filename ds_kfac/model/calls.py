@@ -50,7 +50,7 @@ def node_that_saves(x: Tensor, *, multiplies: bool = True) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows of one call of a layer, which may be a layer that K-FAC does not precondition.
+    """The rows of one call of any layer, preconditioned or not.
 
     Attributes:
         layer: name of the parameter, or of the module.

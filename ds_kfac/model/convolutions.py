@@ -262,8 +262,8 @@ class Convolution(Linear):
         return computed_parameter(module)
 
     def overridden(self, module: nn.Module) -> str | None:
-        """Return the name of the method, ``forward`` or ``_conv_forward``, of torch's class that a
-        module overrides, so that the module's patches are unknown; None if it overrides neither."""
+        """Return which of torch's methods ``forward`` and ``_conv_forward`` a module overrides, so
+        that its patches are unknown; None if neither."""
         for name in ("forward", "_conv_forward"):
             if getattr(type(module), name, None) is not getattr(self.kind, name, None):
                 return name

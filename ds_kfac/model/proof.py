@@ -92,7 +92,7 @@ class Numbers:
 
     @classmethod
     def unpacked(cls, packed_LC: Tensor) -> "Numbers":
-        """Return the numbers that :meth:`packed` put into one tensor."""
+        """Return the numbers that :meth:`packed` has packed."""
         names = [field.name for field in fields(cls)]
         of_pairs = ("t", "others_t")
         widths = [PROBES if name in of_pairs else 1 for name in names]
@@ -132,7 +132,7 @@ class RowCheck:
             start at zero.
         ratio: distance between t and u^T dW v, divided by the tolerance. At most 1 if the proof
             succeeds.
-        uses: text that says where the layer's weight is used.
+        uses: text on where the layer's weight is used.
     """
 
     calls: int
@@ -394,7 +394,7 @@ def row_checks(total_LC: Tensor, ratios_L: Tensor, uses: Sequence[str]) -> list[
     Args:
         total_LC: the packed :class:`Numbers`, summed over all ranks.
         ratios_L: the result of :meth:`Proof.ratios`, summed over all ranks.
-        uses: for each layer, text that says where its weight is used.
+        uses: for each layer, text on where its weight is used.
     """
     total = Numbers.unpacked(total_LC)
     columns = torch.stack([total.calls, total.hooked, total.left_out, total.squares], dim=1)

@@ -52,8 +52,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Scan:
-    """Result of :func:`scan`: the layers to precondition, and the modules and parameters left
-    alone."""
+    """Result of :func:`scan`: the layers to precondition, and what is left alone."""
 
     layers: tuple[LayerSpec, ...]
     skipped: tuple[Skipped, ...]
@@ -202,8 +201,8 @@ class _Scanner:
             missing bias, has no users.
         trained: the parameters that are trained.
         tied_stages: the parameters that a PipelineModule ties over its stages.
-        borrowed: module whose weight its parent's code uses -> how the parent's code uses the
-            weight. For example, torch's attention multiplies by the weight of its ``out_proj``.
+        borrowed: child module -> how its parent's code uses the child's weight. For example,
+            torch's attention multiplies by the weight of its ``out_proj``.
         tables: the parameters in which rows are looked up.
     """
 
@@ -252,7 +251,7 @@ class _Scanner:
         members = self._members(name, module, kind)
         others = [user for user in self.users[bias] if user not in members]
         # A module of no known type that has the same bias, such as RoBERTa's head, is assumed not
-        # to add the bias. If it adds the bias, the proof of rows fails
+        # to add it. If it does, the proof of rows fails
         sharing = [user for user in others if _kind(self.modules[user])[1] is None]
         reason = self._refusal(name, "weight", module, sharing, members)
         if reason is not None:
