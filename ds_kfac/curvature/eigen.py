@@ -83,9 +83,9 @@ class LayerBasis:
         return block_product(self.G.vectors, x_OI, [vectors.mT for vectors in self.A.vectors])
 
     def squared(self) -> "LayerBasis":
-        """Return this basis with every entry of both Q squared. If a matrix of second moments is
-        diagonal in this basis, the result's :meth:`restore` turns its diagonal into that of the
-        same matrix in the layer's own coordinates."""
+        """Return this basis with every entry of both Q squared. If second moments are diagonal in
+        this basis, the result's :meth:`restore` turns this diagonal into the diagonal of the same
+        moments in the layer's own coordinates."""
 
         def squared(side: Eigenbasis) -> Eigenbasis:
             return Eigenbasis(tuple(v.square() for v in side.vectors), side.values)
@@ -310,7 +310,7 @@ def passes_residual_check(blocks: Tensor, values: Tensor, vectors: Tensor) -> Te
 
     On a GPU torch.linalg.eigh has returned vectors that are not orthogonal, without an error
     (pytorch issue 192483). The check takes O(b^2) elementwise operations. It uses no matrix
-    product, because TF32 could round one.
+    product, because TF32 could round its operands.
     """
     x = probe(blocks)
     rotated = (vectors * x.unsqueeze(-1)).sum(-2)
@@ -374,8 +374,8 @@ def fp32_products(how: Literal["ieee", "tf32"], device: torch.device) -> Iterato
     """Run products of fp32 operands on a device as "ieee" (fp32) or "tf32", whatever the process
     has set.
 
-    If the process has set one value for all backends, this value is afterwards set for products in
-    particular, too.
+    If the process has set one precision for all backends, the precision of products is afterwards
+    set explicitly to that value.
     """
     switch = _switch(device.type)
     if switch.fp32_precision == how or (how == "ieee" and switch.fp32_precision == "none"):

@@ -332,7 +332,7 @@ def average_(
         factors: at least one.
         sums_P: fp32 [P] for each factor, packed sums of outer products over the global batch.
         counts: fp32 [n], numbers of rows in each sum.
-        decays: largest weight of the past for each factor, in [0, 1).
+        decays: largest weight of the old average for each factor, in [0, 1).
 
     Returns fp32 [n], the factor by which each batch was scaled down, usually 1; and bool [n],
     whether each batch was used.
@@ -380,9 +380,9 @@ def compare_(
     comparison needs memory for one more copy of the values.
 
     Args:
-        packed_P: fp32 [P] for each factor, on one device, which computes.
+        packed_P: fp32 [P] for each factor, on the device that computes.
 
-    Returns bool [n, 2]: similar to the last value, similar to the one before.
+    Returns bool [n, 2]: whether each new value is similar to the last value, and to the one before.
 
     Source: Osawa et al. 2020 (arXiv:2002.06015), sec. 5.4.
     """

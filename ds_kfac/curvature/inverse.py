@@ -40,8 +40,8 @@ FACTORED_DAMPING: dict[str, Callable[[float, Scalar, Scalar], Scalar]] = {
 }
 """Kind of damping -> function that returns the number added to a factor's diagonal, from lambda and
 the mean diagonals of the factor and its partner. The number is pi sqrt(lambda) for A and
-sqrt(lambda) / pi for G. "relative" damping multiplies lambda by mean(A) mean(G), and then the
-partner's mean cancels."""
+sqrt(lambda) / pi for G. With "relative" damping, lambda is first multiplied by mean(A) mean(G), so
+the partner's mean cancels."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ def packed(inverse: DampedInverse) -> Tensor:
     is half the size of an eigenbasis.
 
     The tensor always travels in fp32. Rounding to 16 bits could make small eigenvalues of the
-    inverse negative. They belong to the directions of largest curvature. fp16 would also overflow
-    where a factor is small.
+    inverse negative. These eigenvalues belong to the directions of largest curvature. fp16 would
+    also overflow where a factor is small.
     """
     if inverse.diagonal is not None:
         return inverse.diagonal
@@ -205,7 +205,7 @@ def passes_residual_check(
     blocks: Tensor, inverse: Tensor, *, added: Scalar, scale: Scalar = 1.0
 ) -> Tensor:
     """Return for each block, bool [n], whether (C + added I) inverse x = scale x for one vector x.
-    The check uses no matrix product, like the check of an eigenbasis."""
+    Like the check of an eigenbasis, this check uses no matrix product."""
     x = probe(blocks)
     y = (inverse * x).sum(-1)
     residual = (blocks * y.unsqueeze(-2)).sum(-1) + added * y - scale * x

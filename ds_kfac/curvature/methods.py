@@ -68,8 +68,9 @@ class Method:
         calls: number of kernels that are launched to precondition a gradient.
         parts: the tensors of a decomposition.
         rotates: whether gradients are rotated into an eigenbasis, in which moments can be kept.
-        damps_identity: whether a decomposition includes the damping. If the layer's other factor is
-            the identity, the decomposition then also includes its damped inverse.
+        damps_identity: whether a decomposition includes the damping. If so, and if the layer's
+            other factor is the identity, the decomposition also includes the identity's damped
+            inverse.
     """
 
     words: str

@@ -55,7 +55,7 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def claims(self, optimizer: Any) -> bool:
-        """Whether an engine uses the rule if this is its innermost optimizer."""
+        """Whether the rule is used by an engine whose innermost optimizer is ``optimizer``."""
 
     @abstractmethod
     def direction(
@@ -92,8 +92,8 @@ class UpdateRule(ABC):
         return config.choice
 
     def by_rows(self, config: KFACConfig, layer: LayerSpec) -> bool:
-        """Whether the step of each of the layer's outputs is independent of the other outputs if G
-        is the identity. If so, a large layer may be cut into parts, each with some of the
+        """Whether the rule steps each output (row) of the layer independently of the other outputs
+        if G is the identity. If so, a large layer may be cut into parts, each with some of the
         outputs."""
         return False
 
@@ -104,8 +104,8 @@ class UpdateRule(ABC):
     # only at attach, by `claims`, and the estimate assumes the last rule of DIRECTIONS.
 
     def given(self, optimizer: Any) -> bool:
-        """Whether this optimizer object, an argument of ``deepspeed.initialize``, selects the
-        rule."""
+        """Whether the rule is selected by this ``optimizer`` argument of
+        ``deepspeed.initialize``."""
         return False
 
     def optimizer_params(self, ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -159,9 +159,9 @@ class UpdateRule(ABC):
         name = config.preconditioner.method
         if self.needs_basis and not METHODS[name].rotates:
             raise ValueError(
-                f'kfac.preconditioner.method "{name}" keeps no eigenbasis, in which '
-                f'{self.optimizer_type or type(self).__name__} steps; use "eigen", or another '
-                "optimizer"
+                f'kfac.preconditioner.method "{name}" keeps no eigenbasis, but '
+                f'{self.optimizer_type or type(self).__name__} steps in one; use "eigen" or '
+                "another optimizer"
             )
         self.check(config)
         is_adaptive = "preconditioner" in self.blocks and adaptive(optimizer)
@@ -184,7 +184,7 @@ class UpdateRule(ABC):
 
     @final
     def cut(self, config: KFACConfig, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
-        """Return the layers that the rule steps, in which large layers are cut into parts, see
+        """Return the layers that the rule steps. Large layers are cut into parts, see
         ``ds_kfac/model/blocks.py``."""
         if not config.choice.shares:
             return tuple(layers)

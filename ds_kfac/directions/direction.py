@@ -25,7 +25,7 @@ class StepContext:
         step: number of steps that were applied before this one.
         groups: the optimizer's parameter groups.
         factor_is_zero: bool scalar on the device. True if DeepSpeed multiplies the gradients of
-            this step by 0, as it does if it clips by an infinite norm. In such a step no weights
+            this step by 0, which happens if it clips by an infinite norm. In such a step no weights
             and no moments may change. None: DeepSpeed does not multiply gradients.
     """
 
@@ -43,8 +43,9 @@ class Outcome:
 
     Attributes:
         numbers: fp32 scalars that are summed over all ranks before :meth:`Direction.finish`.
-        flags: fp32 [layers], 1 or 0 for each layer in the order of :attr:`Direction.layers`.
-            :meth:`Direction.finish` receives the flags of all ranks. None if it needs no flags.
+        flags: fp32 [layers], 1 or 0 for each layer in the order of :attr:`Direction.layers`. The
+            rule defines what a flag means. :meth:`Direction.finish` receives the flags of all
+            ranks; None if it needs no flags.
         replaced: number of layers whose result was replaced by 0, because the gradient, the result,
             or the norm by which DeepSpeed clips was not finite.
         unused: number of layers whose gradient was exactly zero.
@@ -79,13 +80,13 @@ class Direction:
             stepped in one batch form a group. Groups with the largest matrices come first.
         layers, names: this rank's layers and their names, in the order of the groups.
         precision: precision of the products that rotate gradients.
-        recorded: repeats the layers' step from a recording; None if steps are not recorded.
+        recorded: records a step's kernels as a CUDA graph, and replays them; None if steps are not
+            recorded.
         parameter_groups: layer name -> for each parameter of the layer, the index of its parameter
             group.
-        last: ``(squared norm, learning rate)`` of the last step. The first is the squared norm of
-            the directions of all layers on all ranks, a scalar on the device. The second is the
-            learning rate of the first parameter group. None if an optimizer of the user's choice
-            computes the step.
+        last: ``(squared norm, learning rate)`` of the last step: the squared norm of all layers'
+            directions on all ranks, a scalar on the device; and the first parameter group's
+            learning rate. None if an optimizer of the user's choice computes the step.
     """
 
     recorded: RecordedStep | None = None
@@ -174,8 +175,8 @@ class Direction:
         Nothing in this method may wait for the device. Two traps:
 
         - In the null space of A or G, the rotated gradient consists of rounding errors. (Examples
-          are an input that is always 0, and the sum over a softmax's classes.) A sign, or Adam's
-          quotient, scales these errors up to a full step. Use
+          are an input that is always 0, and the sum over a softmax's classes.) Taking signs, or
+          dividing as Adam does, scales these errors up to a full step. Use
           :func:`ds_kfac.update.rotation.mask_null_space` to set them to 0.
         - A layer that the step did not use has a gradient of zeros, but its moments may still
           produce a step. If the layer must not change, multiply the result by

@@ -19,9 +19,9 @@ class RuleFacts:
     ``UpdateRule.facts`` to an object of a subclass.
 
     Attributes:
-        without_curvature: text that says what happens to a layer that has no factors yet.
+        without_curvature: text on what happens to a layer that has no factors yet.
         passes: number of times that a gradient worker reads or writes a whole gradient in a step,
-            in addition to those that preconditioning takes.
+            without those of preconditioning.
     """
 
     without_curvature = "a layer keeps its raw gradient"
@@ -44,7 +44,7 @@ class RuleFacts:
         Args:
             optimizer: class name of the engine's innermost optimizer.
             ratio: see :meth:`rates`.
-            matrices: number of elements of those parameters that are matrices.
+            matrices: number of elements of the matrices among these parameters.
         """
         return f"{optimizer}, along their own gradients"
 
@@ -53,20 +53,20 @@ class RuleFacts:
         return None
 
     def idle(self, config: KFACConfig, layers: Sequence[LayerSpec]) -> list[str]:
-        """Return texts that name the settings in the config's blocks ``UpdateRule.blocks`` that
-        affect no layer."""
+        """Return texts that name settings without effect in the config's blocks
+        ``UpdateRule.blocks``."""
         return []
 
     # learning rates
 
     def ratio(self, ds_config: Mapping[str, Any]) -> float:
-        """Return the ``ratio`` of :meth:`rates` from a DeepSpeed config. It is the optimizer's
-        attribute ``adam_ratio``."""
+        """Return the argument ``ratio`` of :meth:`rates` for a DeepSpeed config. The optimizer has
+        the same number as its attribute ``adam_ratio``."""
         return 1.0
 
     def rates(self, plan: Plan, ratio: float) -> dict[str, float]:
-        """Return kind of parameters -> learning rate, as a multiple of the optimizer's ``lr``. The
-        result is empty if all kinds have the same learning rate.
+        """Return kind of parameters (such as "heads") -> learning rate, as a multiple of the
+        optimizer's ``lr``. The result is empty if all parameters have the same learning rate.
 
         Args:
             ratio: learning rate of parameters that belong to no layer, as a multiple of ``lr``.
@@ -97,8 +97,8 @@ class RuleFacts:
         self, plan: Plan, groups: Sequence[Sequence[LayerSpec]]
     ) -> list[tuple[Sequence[LayerSpec], int]]:
         """Return one ``(layers, bytes)`` pair for each part of a worker's step, in the order of the
-        step. The layers of a pair are stepped at the same time. The bytes are the largest amount of
-        memory that this takes, including the gradients in fp32.
+        step. The layers of a pair are stepped at the same time. The bytes are the most memory that
+        their step takes, including the gradients in fp32.
 
         Args:
             groups: the worker's layers. Layers of one shape that are stepped in one batch form a
@@ -111,8 +111,8 @@ class RuleFacts:
 
 
 def stepped_by_rows(group: Sequence[LayerSpec]) -> bool:
-    """Whether the group is one large matrix whose G has no eigenvectors. Such a matrix is stepped a
-    few rows at a time, because rotation does not mix its rows."""
+    """Whether the group is one large matrix of a layer whose G has no eigenvectors. Rotation does
+    not mix the rows of such a matrix, so it is stepped a few rows at a time."""
     layer = group[0]
     return (
         len(group) == 1 and layer.groups == 1 and layer.numel > AT_ONCE and layer.G.block in (0, 1)

@@ -33,7 +33,7 @@ from ds_kfac.update.state import CorrectedEigenvalues, Moments
 from ds_kfac.zero.exchange import GradientExchange, Gradients
 
 DECAY = 0.95
-"""Largest weight of the past in the running average of corrected eigenvalues, per step."""
+"""Largest weight of the old value when the average of corrected eigenvalues is updated."""
 
 
 class KFACGradient(Direction):
@@ -71,7 +71,7 @@ class KFACGradient(Direction):
         self.peak_lr = dict(state.get("peak_lr", {}))
 
     def step(self, context: StepContext, gradients: Gradients) -> Outcome:
-        # also on a rank without layers, because it may write the checkpoint
+        # also without layers, because this rank may write the checkpoint
         self.peak_lr = peak_rates(context.groups, self.peak_lr)
         if not self.layers:
             none = torch.zeros(0, device=self.exchange.device, dtype=torch.float32)
@@ -379,7 +379,7 @@ def precondition_corrected(
         norm_n: fp32 [n], norms of the gradients.
         terms_n: fp32 [n] or a number, number of loss terms. Multiplied by this number, a squared
             gradient is in the Fisher's units.
-        decay: largest weight of the past in the second moment.
+        decay: largest weight of the old average in the second moment.
 
     Returns V [n, O, I]; <V, gradient> [n]; and bool [n], whether a gradient was scaled down before
     it entered the second moment.

@@ -22,8 +22,7 @@ T = TypeVar("T")
 
 
 def is_recorded(plan: Plan, layers: Sequence[LayerSpec], device: str) -> bool:
-    """Whether steps are recorded if these are a rank's layers and this is the type of its
-    device."""
+    """Whether a rank with these layers and this type of device records its steps."""
     numel = sum(layer.numel for layer in layers)
     is_small = 0 < numel <= min(RECORDED_NUMEL, len(layers) * RECORDED_LAYER)
     return is_small and plan.batched and device in RECORDERS and plan.config.ops.backend != "torch"
@@ -37,8 +36,8 @@ def kept_bytes(plan: Plan, layers: Sequence[LayerSpec], device: str) -> int:
 
 
 class StepTensors:
-    """The tensors of a step that is not recorded. Gradients are not copied if possible, and results
-    are passed to the exchange at once."""
+    """The tensors of a step that is not recorded. Gradients are copied only where necessary, and
+    results are passed to the exchange at once."""
 
     def __init__(self, gradients: Gradients, exchange: GradientExchange) -> None:
         self.gradients = gradients
@@ -102,11 +101,12 @@ class RecordedTensors:
 
 
 class RecordedStep(Recorded[T]):
-    """Steps of these groups. A step is recorded as soon as steps repeat.
+    """Executes the steps of these groups. As soon as steps repeat, a step is recorded as a CUDA
+    graph and replayed.
 
     Args:
-        inputs: name -> memory of a number or vector that changes from step to step. The recording
-            reads the number or vector from this memory.
+        inputs: name -> memory from which the recording reads a number or vector that changes from
+            step to step.
     """
 
     def __init__(
@@ -131,8 +131,9 @@ class RecordedStep(Recorded[T]):
         exchange. ``tensors`` is a :class:`RecordedTensors`.
 
         Args:
-            compute: function that changes state in place and puts a result for each group. It must
-                decide nothing on the host, because a recording does not run the host's code.
+            compute: function that changes state in place and passes the result of each group to
+                ``tensors.put``. It must decide nothing on the host, because a recording does not
+                run the host's code.
             inputs: name -> value in this step, for names of the constructor's ``inputs``. None
                 counts as 0, so that steps with and without the value have the same recording.
             values: settings on which ``compute`` depends. If they change, the step is recorded

@@ -37,7 +37,7 @@ from ds_kfac.zero.shards import held_by_layer, parameter_names, parts_of
 def assembled(
     engine: Any, config: KFACConfig, answers: tuple[str, ...], rule: UpdateRule
 ) -> tuple[Job, Scan]:
-    """Return the self-tested job of an engine, and a scan with its layers and what was skipped.
+    """Return the self-tested job of an engine, and the scan of its model.
 
     Collective.
 
@@ -53,7 +53,7 @@ def assembled(
     costs = _costs(torch.device(engine.device))
     sequence = _sequence(engine)
     head_shapes = _head_shapes(engine)
-    # a single pipeline stage may have no layers, or too little memory: all ranks must fail together
+    # if a single pipeline stage has no layers, or too little memory, all ranks must fail together
     headline = "ds_kfac cannot attach to this model-parallel engine"
     together: Any = partial(failing_together, headline, torch.distributed.group.WORLD, ValueError)
     agreeing = together if is_model_parallel else nullcontext
@@ -92,8 +92,8 @@ def _choose_backend(engine: Any, config: KFACConfig) -> None:
     """Build and check the backends of operations.
 
     If the config names a backend that cannot run on some rank, all ranks raise an error. If the
-    config names none, no rank uses a backend that cannot run on some rank, or an op that computes
-    wrongly on some rank, because replicas that round differently would drift apart.
+    config names none, no rank uses a backend that cannot run, or an op that computes wrongly, on
+    some rank. Otherwise replicas would round differently and drift apart.
     """
     name = config.ops.backend
     device = torch.device(engine.device).type
@@ -215,8 +215,8 @@ def _by_domain(
 
 
 def _budgets(views: Sequence[EngineView], config: KFACConfig) -> list[KFACConfig]:
-    """Return a config for each of this rank's domains. They share the memory budget in proportion
-    to what their layers need."""
+    """Return a config for each of this rank's domains. The domains share the memory budget in
+    proportion to what their layers need."""
     budget = config.assignment.memory_budget_gb
     if budget is None or len(views) == 1:
         return [config] * len(views)
@@ -242,8 +242,8 @@ def _check_copies(views: Sequence[EngineView], plans: Sequence[Plan]) -> None:
     The copies of a layer have different owners in different plans, so the result for a copy must
     not depend on its owner. Three rules ensure this: a copy uses the rows of all ranks, is rounded
     as if it were sent to another rank (``comm/reduce.py``, ``step/messages.py``,
-    ``zero/exchange.py``), and has no offset. Results would still differ if messages had different
-    dtypes, so this function compares the dtypes.
+    ``zero/exchange.py``), and follows the schedule without an offset. Results would still differ if
+    messages had different dtypes, so this function compares the dtypes.
     """
     if views[0].domain.shard[1] > 1 and len(set(gathered(str(plans[0].wire)))) > 1:
         raise ValueError(

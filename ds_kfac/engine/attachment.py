@@ -51,13 +51,13 @@ _ATTACHED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]]" = (
     weakref.WeakKeyDictionary()
 )
 NEW = (
-    "not stepped by K-FAC, because they were frozen or not in the model at attach, and stepped by "
-    "DeepSpeed only at stage 0 in fp32; add parameters before deepspeed.initialize and freeze "
-    "after it (docs/howto/frameworks.md): "
+    "some parameters are not stepped by K-FAC, because they were frozen or not in the model at "
+    "attach. DeepSpeed steps them only at stage 0 in fp32. Add parameters before "
+    "deepspeed.initialize, and freeze them after it (docs/howto/frameworks.md). The parameters: "
 )
 BY_HAND = (
     "optimizer.load_state_dict loads nothing of K-FAC's state, which stays as it is; "
-    "engine.load_checkpoint loads both"
+    "engine.load_checkpoint loads the states of the optimizer and of K-FAC"
 )
 BROKEN = (
     "the step raised an error, so some parameters, moments and factors are changed and the others "
@@ -112,8 +112,8 @@ class Attachment:
         self._rescalings: list[WeightRescaling] = []
         if config.rescale_weights:
             rescalings = [WeightRescaling(k.layout, k.layers) for k in job.preconditioners]
-            # a domain may have no such weights, for example stacked experts or a pipeline stage
-            # with norms only
+            # a domain may have no weights to rescale, for example stacked experts or a pipeline
+            # stage with norms only
             self._rescalings = [rescaling for rescaling in rescalings if rescaling.weights]
         self._installed = ExitStack()  # of wrappers and hooks
         self._captured = False
@@ -195,8 +195,8 @@ class Attachment:
         return {**counters(self.job), **health(self.job), **self._constants()}
 
     def explain(self, layer: str | None = None) -> str:
-        """Return a description of a layer's state: the updates of its factors, the basis in use or
-        the reason why it has none, the steps of its next update and refresh, and the ranks that do
+        """Describe a layer's state: the updates of its factors, the basis in use or the reason why
+        there is none, the steps at which the next update and refresh are due, and the ranks that do
         them.
 
         Call it between steps. It is local, so one rank alone may call it.
@@ -217,10 +217,9 @@ class Attachment:
         return {}
 
     def log_constants(self) -> dict[str, float]:
-        """Return numbers for the first line of a framework's logs. They are the fraction of the
-        trained matrix parameters that is in K-FAC's layers, the fraction that is in layers with
-        curvature, and learning rates relative to the optimizer's. Empty with
-        ``"report": "none"``."""
+        """Return numbers for the first line of a framework's logs. They are the fractions of the
+        trained matrix parameters in K-FAC's layers and in layers with curvature, and learning rates
+        relative to the optimizer's. Empty with ``"report": "none"``."""
         if self._reports:
             return {PREFIX + name: value for name, value in self._constants().items()}
         return {}
@@ -234,8 +233,8 @@ class Attachment:
 
     @property
     def mask(self) -> ReadMask:
-        """Function that finds the attention masks [N, T] among the arguments of the model's
-        forward. You can replace it.
+        """Replaceable function that finds the attention masks [N, T] among the arguments of the
+        model's forward.
 
         It is called with the arguments and the keyword arguments of the forward, and returns one
         mask, several masks or None. By default it returns the arguments whose names end in
@@ -250,8 +249,7 @@ class Attachment:
 
     @property
     def sampler(self) -> Sampler:
-        """Function that draws labels and computes the loss of a Monte-Carlo Fisher. You can replace
-        it."""
+        """Replaceable function that draws labels and computes the loss of a Monte-Carlo Fisher."""
         return self._sampling().sampler
 
     @sampler.setter
@@ -259,15 +257,15 @@ class Attachment:
         self._sampling().sampler = function
 
     def sample(self, loss: torch.Tensor) -> None:
-        """Sample the gradients of the Monte-Carlo Fisher. Only a program that calls
-        ``loss.backward()`` instead of ``engine.backward(loss)`` needs this: it must call this
-        method just before ``loss.backward()``."""
+        """Sample the gradients of the Monte-Carlo Fisher. A program that calls ``loss.backward()``
+        instead of ``engine.backward(loss)`` must call this method just before that call."""
         self._sampling().sample(loss)
 
     def _sampling(self) -> LossSampling:
         if self.sampling is None:
             raise ValueError(
-                'ds_kfac: this Fisher draws no labels; set "fisher": "monte_carlo" in kfac.factor'
+                'ds_kfac: the Fisher of this config draws no labels; set "fisher": "monte_carlo" '
+                "in kfac.factor"
             )
         return self.sampling
 
@@ -409,9 +407,9 @@ class Attachment:
         ):
             self._warned.add(OUTSIDE)
             logger.warning(
-                f"ds_kfac: rank {self.engine.global_rank}: gradients came through {outside} calls "
-                "of layers, none of them in this engine's own backward, so the factors were not "
-                "updated. Call backward(loss) of the engine whose model computed the loss"
+                f"ds_kfac: rank {self.engine.global_rank}: gradients reached {outside} calls of "
+                "layers, but none in this engine's own backward, so the factors were not updated. "
+                "Call backward(loss) of the engine whose model computed the loss"
             )
 
     def _tell(self) -> None:
@@ -432,8 +430,8 @@ class Attachment:
             left = share_of(self.engine.module, self._found, without=unfit).curved_fraction
             texts.append(
                 "the captured rows of these layers do not make up their gradients, and until "
-                f"they do, {kfacs[0].rule.facts.without_curvature}: {layers}. With curvature are "
-                f"{left:.0%} of the trained matrix parameters, not "
+                f"they do, {kfacs[0].rule.facts.without_curvature}: {layers}. Now "
+                f"{left:.0%} of the trained matrix parameters have curvature, not "
                 f"{self._share.curved_fraction:.0%} (docs/explanation/capture.md)"
             )
         for text in texts:
@@ -471,7 +469,7 @@ class Attachment:
             self.preconditioner.seam.forget()
             if self.sampling is not None and loss.requires_grad:
                 self.sampling.sample(loss)
-            # activation checkpointing recomputes the forward pass: run it eagerly, as before
+            # activation checkpointing recomputes the forward pass, which must run eagerly again
             if any(capture.active for capture in self._captures):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             for capture in self._captures:

@@ -50,8 +50,8 @@ from ds_kfac.log import say, warn
 from ds_kfac.lr_schedulers.polynomial_decay import PolynomialDecay
 
 _plain_initialize: Callable[..., tuple] = deepspeed.initialize
-"""DeepSpeed's own function. Our function replaces it when ds_kfac is imported, but only warns until
-:func:`enable` is called."""
+"""DeepSpeed's own function. Our function replaces it when ds_kfac is imported. Until :func:`enable`
+is called, our function only warns."""
 _enabled: bool | None = None
 """Set by :func:`enable` and :func:`disable`. None if neither was called; then the environment
 variable ``DS_KFAC`` decides."""
@@ -77,8 +77,8 @@ NO_MODEL = (
     'model=model, model_parameters=model.parameters(), config="ds_config.json")'
 )
 NO_ENGINE = (
-    "it takes the engine that deepspeed.initialize returns. If you have only a model, call "
-    "ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=..)"
+    "the argument must be the engine that deepspeed.initialize returns. If you have only a model, "
+    "call ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=..)"
 )
 ATTACHED = "ds_kfac: attached already: this call of ds_kfac.attach changes nothing"
 FROZEN = (
@@ -86,8 +86,8 @@ FROZEN = (
     "to evaluate"
 )
 NOT_NAMED = (
-    'the DeepSpeed config names it nowhere. Set the optimizer to {"type": "KFACAdamW"}, or add a '
-    '"kfac": {} block to keep your own optimizer'
+    'the DeepSpeed config does not name K-FAC. Set the optimizer to {"type": "KFACAdamW"}, or add '
+    'a "kfac": {} block to keep your own optimizer'
 )
 
 
@@ -141,7 +141,7 @@ def _initialized(bound: inspect.BoundArguments, *, wanted: bool) -> tuple[Any, A
         bound: the arguments of ``deepspeed.initialize``.
         wanted: whether to attach K-FAC if the config has a "kfac" block. If False, K-FAC is
             attached only to an engine with a KFACAdamW, which DeepSpeed alone cannot step. The
-            KFACAdamW may be named in the config, an object, or made by a function.
+            KFACAdamW may be named in the config, passed as an object, or made by a function.
     """
     arguments = bound.arguments
     source = _config_source(arguments) or {}
@@ -255,7 +255,7 @@ def _attach_or_say_why_not(engine: Any, block: Any, *, wanted: bool) -> None:
         # do not warn if another engine has K-FAC
         if not (without_optimizer(engine) or (enabled() and _unattached is None)):
             warn(
-                f"this engine trains without K-FAC: {NOT_NAMED}. If it is meant to train without, "
+                f"this engine trains without K-FAC: {NOT_NAMED}. If this is intended, "
                 'add "kfac": {"enabled": false}'
             )
     elif without_optimizer(engine):
@@ -270,7 +270,7 @@ def _attach_or_say_why_not(engine: Any, block: Any, *, wanted: bool) -> None:
 
 
 def _remember(why: str | None) -> None:
-    """Note why an engine has no K-FAC, unless an earlier engine has it or was switched off by
+    """Record why an engine has no K-FAC, unless an earlier engine has it or was switched off by
     ``"enabled": false``. ``why``: the reason; None if ``"enabled": false`` switched this engine
     off."""
     global _unattached
@@ -321,7 +321,8 @@ def enable() -> None:
 
 def disable() -> None:
     """Undo :func:`enable`: ``deepspeed.initialize`` then only warns about a "kfac" block. K-FAC is
-    still attached to an engine with KFACAdamW, because DeepSpeed alone cannot step it."""
+    still attached to an engine with KFACAdamW, because DeepSpeed alone cannot step this
+    optimizer."""
     global _enabled
     _enabled = False
 
@@ -392,7 +393,7 @@ def _rule_of(engine: Any) -> UpdateRule:
 
 def _config_source(arguments: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the DeepSpeed config as DeepSpeed will read it, from a dict, a file or base64. None if
-    it is none of these."""
+    the config is none of these."""
     source = arguments.get("config") or arguments.get("config_params")
     source = source or getattr(arguments.get("args"), "deepspeed_config", None)
     if isinstance(source, (str, os.PathLike)) and os.path.isfile(source):

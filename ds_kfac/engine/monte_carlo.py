@@ -157,7 +157,8 @@ class LossSampling:
         depend on an input."""
         if not loss.requires_grad or not inputs:
             return [None] * len(inputs)
-        # make outputs of engine.forward pass gradients on unchanged and start no engine backward
+        # meanwhile, outputs of engine.forward must pass gradients on unchanged and start no engine
+        # backward
         saved = [(one, one.preprocess_done, one.preprocess_per_tensor_fn) for one in self._managers]
         for manager, _, _ in saved:
             manager.preprocess_done = True
@@ -181,8 +182,8 @@ class LossSampling:
 
     @torch.enable_grad()
     def _sampled(self, prediction: Tensor, gradient: Tensor | None) -> Tensor:
-        """Return a loss on labels drawn from a prediction. The loss has only those terms for which
-        ``gradient``, that of the true loss at the prediction, is not zero.
+        """Return a loss on labels drawn from a prediction. The loss has only the terms for which
+        ``gradient``, the true loss's gradient with respect to the prediction, is not zero.
 
         The generator is seeded from step, forward pass and rank, so a resumed run draws the same
         labels.

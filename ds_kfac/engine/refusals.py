@@ -32,7 +32,8 @@ class Context:
         config: the "kfac" block, in which every null is replaced by the value chosen for it.
         own: name of the update rule's own optimizer; None if the rule preconditions gradients for
             another optimizer.
-        optimizer: class or type of the innermost optimizer; empty if the engine cannot train.
+        optimizer: class name of the innermost optimizer, or its type in the config; empty if the
+            engine cannot train.
         compressed: True if the engine does not average gradients before the optimizer's step.
         parameters: dtype of the model.
         autocast: dtype of torch_autocast; None if it is off.
@@ -81,8 +82,8 @@ class Context:
 
 
 def without_optimizer(engine: Any) -> bool:
-    """Return whether an engine has no optimizer, so that it cannot train. Such an engine still has
-    an object in the optimizer's place: with ZeRO-3 the object that gathers parameters, with bf16 a
+    """Return whether an engine has no optimizer and cannot train. Such an engine still has an
+    object in the optimizer's place: with ZeRO-3 the object that gathers parameters, with bf16 a
     wrapper with master weights around a dummy optimizer."""
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     return inner is None or isinstance(inner, (DummyOptim, DeepSpeedZeRoOffload))
@@ -312,8 +313,8 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
             and isinstance(e.engine.basic_optimizer, torch.optim.Adagrad)
             and len(e.engine.basic_optimizer.param_groups) > 1
         ),
-        "DeepSpeed replaces it by an Adagrad of one group and fails at the first step: give it "
-        "one group, or use ZeRO stage 0 or another optimizer",
+        "DeepSpeed replaces it by an Adagrad of one group and fails at the first step: use one "
+        "group, ZeRO stage 0 or another optimizer",
     ),
     "Muon": (
         lambda e: "muon" in e.optimizer.lower(),
@@ -347,7 +348,7 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     f"{STEP_MEAN} with a mixture of experts": (
         lambda e: e.config.factor.mean_over_step and e.experts,
-        'the ranks of an expert do not know the terms of the others: use "micro_batch"',
+        'an expert\'s ranks do not know the loss terms of other ranks: use "micro_batch"',
     ),
     f"{REDUCED} with a mixture of experts": (
         lambda e: e.reduced and e.experts,
@@ -359,7 +360,7 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     "kfac.rescale_weights with tensor parallelism": (
         lambda e: e.config.rescale_weights and e.sharded,
-        "each rank knows only the norm of its own shard: set it to false",
+        "each rank knows only the norm of its own shard: set rescale_weights to false",
     ),
     "KFACAdamW with pipeline stages of different numbers of parameter groups": (
         lambda e: (
@@ -367,7 +368,8 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
             and len(set(gathered(len(e.engine.optimizer.param_groups)))) > 1
         ),
         "ZeRO-1 computes one norm per group across stages and would deadlock: give every stage "
-        "both kinds of parameters, or give every stage only one kind (kfac.layers.types)",
+        "both K-FAC layers and other parameters, or give every stage only one of the two "
+        "(kfac.layers.types)",
     ),
     "KFACAdamW with AutoTP": (
         lambda e: bool(e.own and e.engine is not None and e.engine.autotp_size() > 1),

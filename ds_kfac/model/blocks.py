@@ -1,17 +1,19 @@
-"""Find row blocks of a matrix that are separate maps, and cut large matrices into several layers.
+"""Find row blocks of a matrix that are separate linear maps, and cut large matrices into several
+layers.
 
-**Blocks** are several maps in one weight, such as queries, keys and values; a gate and its values;
-or the projections of latent attention and of state space models. The blocks share A, but each is
-orthogonalized and scaled like a separate weight. The user names blocks in ``kfac.adam.blocks``. For
-names that are in common use, :func:`known_sizes` computes the blocks from numbers that the module
-around the layer holds. Any other matrix is one map. The attach report lists matrices whose blocks
-were taken by name alone, and matrices that have such a name but are treated as one map.
-:attr:`ds_kfac.model.layers.LayerSpec.blocks` holds the sizes of a layer's blocks.
+**Blocks** are several linear maps in one weight, such as queries, keys and values; a gate and its
+values; or the projections of latent attention and of state space models. The blocks share A, but
+each is orthogonalized and scaled like a separate weight. The user names blocks in
+``kfac.adam.blocks``. For names that are in common use, :func:`known_sizes` computes the blocks from
+numbers that the module around the layer holds. Any other matrix is one map. The attach report lists
+matrices whose blocks were taken by name alone, and matrices that have such a name but are treated
+as one map. :attr:`ds_kfac.model.layers.LayerSpec.blocks` holds the sizes of a layer's blocks.
 
 **Parts** are layers that each have some of the outputs of a large matrix. A head over a large
 vocabulary is cut into parts, because a single owner would be too slow. A matrix is cut only if that
 does not change the update: G is the identity, and the update rule does not mix rows. Parts share A.
-Their number depends on the layer's shape alone, so that a checkpoint fits any number of ranks.
+The number of parts depends on the layer's shape alone, so that a checkpoint fits any number of
+ranks.
 """
 
 import re
@@ -110,7 +112,7 @@ def with_blocks(
 
 
 def named(pattern: str, name: str) -> bool:
-    """Return whether a pattern matches the end of a name, from a dot or from its beginning.
+    """Return whether a pattern matches a name, or all that follows one of its dots.
 
     "head" matches "head" and "vit.head", but not "lm_head", "heads.0.key" or "head.dense". The
     pattern need not contain the suffix of a wrapper: "score" also matches
@@ -244,8 +246,9 @@ def _gate_and_values(module: nn.Module | None, rows: int) -> Sizes:
 
 
 def _gate_and_values_before(after: str) -> SizesOf:
-    """Return a function for a weight that may hold a gate and its values. It does if the linear
-    layer that follows, the attribute ``after``, has half as many inputs as the weight has rows."""
+    """Return a function for a weight that may hold a gate and its values. The weight holds both if
+    the linear layer that follows, the attribute ``after``, has half as many inputs as the weight
+    has rows."""
 
     def sizes(module: nn.Module | None, rows: int) -> Sizes:
         is_gated = 2 * _inputs(value_of(module, after)) == rows

@@ -1,8 +1,8 @@
 """A call of a layer. It keeps the layer's input until the gradient of the output arrives.
 
 Note: Who holds whom. A hook on a node of autograd's graph holds its call for as long as the graph
-    lives. So a call must never hold that node, nor a tensor of the graph. The cycle would run
-    through C++, where no garbage collector sees it, and the graph would never be freed.
+    lives. So a call must never hold that node, nor a tensor of the graph. Otherwise the cycle would
+    run through C++, where no garbage collector sees it, and the graph would never be freed.
 """
 
 from collections.abc import Callable
@@ -30,9 +30,9 @@ class _Keep(torch.autograd.Function):
 def node_that_saves(x: Tensor, *, multiplies: bool = True) -> Any:
     """Return an autograd node whose ``saved_tensors`` is (x,).
 
-    Autograd keeps the storage of x anyway, for the weight's gradient, so this costs no memory.
-    Activation checkpointing, offload to the host and other code that treats saved tensors specially
-    do the same with this one.
+    Autograd keeps the storage of x anyway, for the weight's gradient, so this costs no memory. Code
+    that treats saved tensors specially, such as activation checkpointing or offload to the host,
+    treats this tensor in the same way.
 
     Args:
         x: the input of a layer.
@@ -50,7 +50,7 @@ def node_that_saves(x: Tensor, *, multiplies: bool = True) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows of one call of a layer. K-FAC need not precondition this layer.
+    """The rows of one call of any layer, preconditioned or not.
 
     Attributes:
         layer: name of the parameter, or of the module.
@@ -76,7 +76,7 @@ class Call:
 
     Attributes:
         layer: the layer.
-        kind: its type.
+        kind: the layer's type.
         module: the module that was called, or whose code computed the product.
         rows: the rows of the whole call; for an expert, of the call of its stack.
         shape: shape [.., O] of the layer's rows of G, with all leading dimensions.
@@ -116,8 +116,8 @@ class Call:
     def share(self) -> float:
         """The fraction of the layer's outputs that the call computed.
 
-        The call's inputs count in A with this weight. In cross attention, for example, keys and
-        values are computed from other rows than the queries.
+        The outer products of the call's inputs are multiplied by this fraction in A. In cross
+        attention, for example, keys and values are computed from other rows than the queries.
         """
         if self.columns is None:
             return 1.0

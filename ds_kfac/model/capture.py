@@ -10,12 +10,12 @@ steps the hooks return at once.
 Note: Scale of G. G is K times the sum over backward passes p of R_p times the sum of g^ g^^T. Here
     g^ is a row's part of the averaged gradient, and K is the number of backward passes of the step
     on all ranks. R_p is the number of rows of the layer nearest to the loss in pass p. This is the
-    first layer in the pass whose gradient is not zero. Its other calls in the pass may come later,
-    so R_p is known only when the pass has ended. Therefore each pass has sums of its own, which are
-    multiplied by R_p when the pass ends. ``step/factors.py`` multiplies by K after the reduction
-    over ranks, and corrects for the average over ranks there. If the loss is a mean over the whole
-    step instead of over each pass, G is M times the sum of g^ g^^T over all passes, where M is the
-    sum of R_p over all passes.
+    first layer in the pass whose gradient is not zero. The layer's other calls in the pass may come
+    later, so R_p is known only when the pass has ended. Therefore each pass has sums of its own,
+    which are multiplied by R_p when the pass ends. ``step/factors.py`` multiplies by K after the
+    reduction over ranks, and corrects for the average over ranks there. If the loss is a mean over
+    the whole step instead of over each pass, G is M times the sum of g^ g^^T over all passes, where
+    M is the sum of R_p over all passes.
 
 Note: Own passes. An engine collects statistics of its own loss only. An engine that trains a
     discriminator, for example, collects none of the generator's loss, whose backward pass runs
@@ -212,7 +212,7 @@ class Capture:
             self._hook_products(multiplying)
 
     def _hook_layer(self, layer: LayerSpec, module: nn.Module) -> None:
-        """Hook a module. Each call of the module is then noted as a call of the layer."""
+        """Hook a module. Each call of the module is then recorded as a call of the layer."""
         # This hook runs before the hooks of other code, which may replace the output. But if
         # gradients are requested from autograd, it runs after ZeRO-3's hook, which wraps the output
         # in a function that fetches the weights for the backward pass
@@ -287,8 +287,8 @@ class Capture:
             if self._recomputes() or (self.active and not is_others):
                 function(module, *values)
 
-        # torch.compile must not look inside. This is not a decorator, because that would import
-        # torch's compiler together with ds_kfac
+        # torch.compile must not look inside. ``disable`` is not used as a decorator, because that
+        # would import torch's compiler together with ds_kfac
         untraced = torch.compiler.disable(when_captured)
 
         # torch.compile traces only the conditions in this function
@@ -313,7 +313,7 @@ class Capture:
             self._products.watch_backward(active)
 
     def leave(self) -> None:
-        """Note that no forward runs any more, and stop watching calls of torch."""
+        """Record that no forward runs any more, and stop watching calls of torch."""
         if self._products is not None:
             self._products.leave(None)
 
@@ -461,7 +461,7 @@ class Capture:
     def _layer_called(
         self, layer: LayerSpec, module: nn.Module, inputs: tuple, named: dict[str, Any], output: Any
     ) -> None:
-        """Note a call of a layer's module.
+        """Record a call of a layer's module.
 
         Args:
             inputs, named: positional and keyword arguments of the call. The first is the input.
@@ -485,7 +485,7 @@ class Capture:
                 self._called([call], x, output)
 
     def _other_called(self, name: str, module: nn.Module, inputs: tuple, output: Any) -> None:
-        """Note a call of a linear map that K-FAC does not step. This map may be the layer nearest
+        """Record a call of a linear map that K-FAC does not step. This map may be the layer nearest
         to the loss."""
         with self._guarded([]):
             output = output[0] if isinstance(output, tuple) else output
@@ -540,7 +540,7 @@ class Capture:
             for call in calls:
                 call.kept = node_of_x
         if rows.forward.step != self.step or (rows.recomputed and self.sampled):
-            return  # requested gradients belong to the calls of the first run
+            return  # requested gradients belong to calls of the first run, not of a recomputation
         calls = [call for call in calls if call.layer.name not in self.failed]
         if not calls:
             return
@@ -557,7 +557,7 @@ class Capture:
             node.register_prehook(partial(self._arrived, calls, output_nr))
 
     def _product(self, product: Product) -> None:
-        """Note a product with the matrices of some layers."""
+        """Record a product with the matrices of some layers."""
         layers = self._stacks[product.param]
         with self._guarded(layers):
             if product.window is not None or LAYERS[layers[0].kind].images:
@@ -581,8 +581,8 @@ class Capture:
             self._called([call], product.x, output)
 
     def _multiplied(self, layers: Sequence[LayerSpec], product: Product) -> None:
-        """Turn a product into calls of its layers. A stack's shared A gets all rows from its first
-        layer."""
+        """Turn a product into calls of its layers. A stack's shared A gets all rows from the
+        stack's first layer."""
         first = layers[0]
         parts = parts_of(product, layers)
         if not parts:
@@ -661,14 +661,14 @@ class Capture:
     def _other_arrived(
         self, rows: Rows, output_nr: int, gradients: tuple[Tensor | None, ...]
     ) -> None:
-        """Note the gradient of a layer that K-FAC does not step."""
+        """Record the gradient of a layer that K-FAC does not step."""
         gradient = gradients[output_nr]
         if gradient is None or self.sampled or not self.counts_rows:
             return
         if not self._is_current(rows.forward) or not self._is_own(rows.forward):
             return
         if self not in self._backwards:
-            if self._forward_runs:  # it may be autograd.grad
+            if self._forward_runs:  # the gradient may be that of autograd.grad
                 return
             self._watch_task()
         with self._guarded([]):
@@ -732,7 +732,8 @@ class Capture:
             self._count_rows(call, x, with_gradient, alive)
 
     def _gradient_arrived(self, call: Call, gradient: Tensor, with_gradient: Tensor) -> Tensor:
-        """Note which rows of a call have a gradient. Returns whether any has one, a bool scalar."""
+        """Record which rows of a call have a gradient. Returns a bool scalar, whether any has
+        one."""
         alive = self.current.arrived(call.rows, with_gradient, self.rows.weight_sharing)
         if self.rows.weight_sharing == "reduce":
             self.current.check_examples(call.rows, gradient)
@@ -871,7 +872,7 @@ class Capture:
 
     @contextmanager
     def recomputing(self, forward: Forward) -> Iterator[None]:
-        """Note that calls made in this context may be recomputations of a forward, although no
+        """Record that calls made in this context may be recomputations of a forward, although no
         backward pass runs."""
         self._running = forward
         try:
@@ -880,7 +881,7 @@ class Capture:
             self._running = None
 
     def unpacked(self, call: Call) -> Tensor:
-        """Return the input of one of :attr:`pending`.
+        """Return the input of one of the :attr:`pending` calls.
 
         With activation checkpointing this may recompute other calls, which do not count.
         """
@@ -929,7 +930,7 @@ class Capture:
     def _output_reached(
         self, reference: weakref.ref[Forward], late: Forward, gradients: tuple[Tensor | None, ...]
     ) -> None:
-        """Note that a backward pass has reached the output of a forward.
+        """Record that a backward pass has reached the output of a forward.
 
         Args:
             reference: refers to the forward.
@@ -942,7 +943,7 @@ class Capture:
             self._watch_task()
 
     def _comes_to(self, forward: Forward) -> None:
-        """Note that autograd's running graph task has reached a forward."""
+        """Record that autograd's running graph task has reached a forward."""
         self._running = forward
         Variable._execution_engine.queue_callback(self._left)
 
@@ -991,8 +992,8 @@ class Capture:
         self.failed[layer.name] = f"{type(error).__name__}: {error}"
         logger.warning(
             f"ds_kfac: the rows of {layer.name or '(model)'} ({layer.kind}) are not known: its "
-            "factors stay as they are, and from the next check of rows on it is without curvature: "
-            f"{self.failed[layer.name]}"
+            "factors stay as they are, and from the next check of rows on it is without curvature. "
+            f"The error: {self.failed[layer.name]}"
         )
         for key in (self.inputs.key(layer), layer.keys[1]):
             self.sums.pop(key, None)
@@ -1024,7 +1025,7 @@ def _runs(node: Any) -> bool:
 
     ``autograd.grad`` does not, nor does a backward pass with other ``inputs``.
     """
-    # it raises in autograd.grad for the node's own tensor, whose gradient goes to the caller
+    # the function raises if autograd.grad was called for the node's own tensor
     with suppress(RuntimeError):
         return bool(torch._C._will_engine_execute_node(node))
     return False

@@ -45,8 +45,8 @@ SPARSEST = 16
 def phase(turn: int, stride: int) -> int:
     """Return a pseudo-random number in 0 .. stride - 1. It is uniform and depends only on ``turn``.
 
-    It uses splitmix64's finalizer (Steele et al. 2014), so regularly spaced turns also draw all
-    numbers.
+    It uses splitmix64's finalizer (Steele et al. 2014), so regularly spaced values of ``turn`` also
+    give all of these numbers.
     """
     z = (turn + 1) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
@@ -262,8 +262,8 @@ class Convolution(Linear):
         return computed_parameter(module)
 
     def overridden(self, module: nn.Module) -> str | None:
-        """Return the name of a method of torch's class that a module overrides, so that the
-        module's patches are unknown; None if it overrides neither method."""
+        """Return which of torch's methods ``forward`` and ``_conv_forward`` a module overrides, so
+        that its patches are unknown; None if neither."""
         for name in ("forward", "_conv_forward"):
             if getattr(type(module), name, None) is not getattr(self.kind, name, None):
                 return name

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 Shape = tuple[int, ...]
 ReadMask = Callable[[tuple, Mapping[str, Any]], Tensor | Iterable[Tensor] | None]
-"""A function that gets the arguments and the keyword arguments of the model's forward, and returns
-its attention masks [N, T]: one mask, several masks or None."""
+"""A function that gets the arguments and keyword arguments of the model's forward, and returns its
+attention masks [N, T]: one, several or None."""
 
 NAME = "attention_mask"
 
@@ -106,7 +106,7 @@ class Forward:
         self._sides: set[Shape] = set()  # the first two leading dimensions of all calls
 
     def note(self, layer: str, leading: Shape | None, rows: int) -> None:
-        """Note that a layer was called.
+        """Record that a layer was called.
 
         Args:
             layer: name of the layer.

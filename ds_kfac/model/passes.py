@@ -21,8 +21,8 @@ class BackwardPass:
         sums: factor key -> sum of g^ g^^T over the pass's rows, for factors that are made of
             gradients. g^ is a row's part of the averaged gradient.
         has_begun: whether any gradient has arrived.
-        adds: only for a pass that was not announced: whether it adds to the gradient of a weight
-            that K-FAC steps. ``autograd.grad`` through a frozen layer does not.
+        adds: whether the pass adds to the gradient of a weight that K-FAC steps. ``autograd.grad``
+            through a frozen layer does not. Set only for a pass that was not announced.
         forwards: the forward passes that the pass went through; a dict in place of an ordered set.
         alive: layer -> bool scalar on the device, whether a gradient that is not zero has arrived
             there. Layers are in the order in which their first gradients arrived.
@@ -37,17 +37,17 @@ class BackwardPass:
         # number of examples of each of a layer's calls
         self._examples: dict[tuple[Forward, str], list[int]] = {}
         self._counted: set[Rows] = set()
-        # layer -> rows that no forward pass has counted
+        # layer -> number of its rows that no forward pass has counted
         self._uncounted: dict[str, int | Tensor] = {}
 
     def reaches(self, rows: Rows) -> None:
-        """Note that the pass has reached a call."""
+        """Record that the pass has reached a call."""
         self.has_begun = True
         if not rows.recomputed:
             self.forwards[rows.forward] = None
 
     def arrived(self, rows: Rows, with_gradient: Tensor, weight_sharing: str) -> Tensor:
-        """Note that the gradient of a call has arrived. Returns a bool scalar, whether the gradient
+        """Record that a call's gradient has arrived. Returns a bool scalar, whether the gradient
         has an entry that is not zero.
 
         Args:
@@ -96,9 +96,9 @@ class BackwardPass:
             nearest = next(layer for layer, alive in self.alive.items() if alive)
         if not self._fits(examples, rows.forward, nearest):
             raise ValueError(
-                '"weight_sharing": "reduce" takes the first dimension for the examples, but here '
-                f"that is {examples}, and {self._examples[rows.forward, nearest][0]} in {nearest}, "
-                "the layer nearest to the loss"
+                '"weight_sharing": "reduce" takes the first dimension for the examples, but its '
+                f"size is {examples} here, and {self._examples[rows.forward, nearest][0]} in "
+                f"{nearest}, the layer nearest to the loss"
             )
 
     def _fits(self, examples: int, forward: Forward, layer: str) -> bool:

@@ -62,7 +62,7 @@ COPIES = {
     "clone",
 } | BOUNDS
 """Methods whose result has the parameter's elements, possibly in another dtype. Some elements may
-be bounded. The gradient of every other element is that of its copy."""
+be bounded. An element that is not bounded has the same gradient as its copy."""
 KEEPS = COPIES | {"unsqueeze", "squeeze"}
 """Methods whose result is the same matrix."""
 LOOK_UPS = {"embedding", "embedding_bag", "index_select"}

@@ -267,7 +267,7 @@ class Products(TorchFunctionMode):
             _in_backward.discard(self)
 
     def enter(self, module: nn.Module) -> None:
-        """Note that a module's forward begins, and enter the mode unless it is active.
+        """Record that a module's forward begins, and enter the mode unless it is active.
 
         The mode may be inactive although an outer module's forward has entered it. Autograd runs a
         backward pass without the surrounding modes, and reentrant checkpointing recomputes
@@ -279,7 +279,7 @@ class Products(TorchFunctionMode):
             self.__enter__()
 
     def leave(self, module: nn.Module | None) -> None:
-        """Note that a module's forward ends; None: the forwards of all modules end."""
+        """Record that a module's forward ends; None: the forwards of all modules end."""
         while self.inside and (module is None or self.inside[-1][0] is module):
             _, was_entered = self.inside.pop()
             if was_entered:

@@ -92,7 +92,7 @@ class Numbers:
 
     @classmethod
     def unpacked(cls, packed_LC: Tensor) -> "Numbers":
-        """Return the numbers that :meth:`packed` put into one tensor."""
+        """Return the numbers that :meth:`packed` has packed."""
         names = [field.name for field in fields(cls)]
         of_pairs = ("t", "others_t")
         widths = [PROBES if name in of_pairs else 1 for name in names]
@@ -132,7 +132,7 @@ class RowCheck:
             start at zero.
         ratio: distance between t and u^T dW v, divided by the tolerance. At most 1 if the proof
             succeeds.
-        uses: text that says where the layer's weight is used.
+        uses: text on where the layer's weight is used.
     """
 
     calls: int
@@ -156,8 +156,8 @@ class RowCheck:
     def __str__(self) -> str:
         if not self.calls:
             text = (
-                "no rows were seen: nothing calls it, or a fused kernel, torch.func or "
-                "autograd.Function multiplies"
+                "no rows were seen: nothing calls the layer, or a fused kernel, torch.func or an "
+                "autograd.Function computes its products"
             )
         else:
             text = (
@@ -226,7 +226,7 @@ class Proof:
         self._on_host[layer.name].left_out = 1.0
 
     def note_hook(self, layer: LayerSpec) -> None:
-        """Note that a user's hook may change a layer's gradient on this rank."""
+        """Record that a user's hook may change a layer's gradient on this rank."""
         self._on_host[layer.name].hooked = 1.0
 
     @torch.no_grad()
@@ -394,7 +394,7 @@ def row_checks(total_LC: Tensor, ratios_L: Tensor, uses: Sequence[str]) -> list[
     Args:
         total_LC: the packed :class:`Numbers`, summed over all ranks.
         ratios_L: the result of :meth:`Proof.ratios`, summed over all ranks.
-        uses: for each layer, text that says where its weight is used.
+        uses: for each layer, text on where its weight is used.
     """
     total = Numbers.unpacked(total_LC)
     columns = torch.stack([total.calls, total.hooked, total.left_out, total.squares], dim=1)

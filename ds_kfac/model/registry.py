@@ -126,7 +126,7 @@ class BatchNorm(_ImageNorm):
 
     def refusal(self, module: Any) -> str | None:
         if isinstance(module, nn.SyncBatchNorm):
-            return "its statistics are those of all ranks, and its input is this rank's"
+            return "its statistics are those of all ranks, but its input is only this rank's"
         if type(module).forward is not nn.BatchNorm2d.forward:
             return f"{type(module).__name__} overrides BatchNorm2d.forward"
         return self.unfit(module)

@@ -85,8 +85,8 @@ def have_gradient(layer_type: LayerType, gradient: Tensor) -> Tensor:
 def kept_rows(x: Tensor, with_gradient: Tensor, mask: Tensor | None) -> Tensor:
     """Return which rows of a call count, bool of its leading shape.
 
-    A row is left out if its gradient is zero and the mask leaves it out, or if its input and its
-    gradient are both zero. A call whose gradient is zero in every entry has no row.
+    A row does not count if its gradient is zero and the mask marks it as padding, or if its input
+    and its gradient are both zero. A call whose gradient is zero in every entry has no row.
 
     Args:
         x: inputs [.., I].
@@ -115,7 +115,7 @@ class RowSums:
         weight_sharing: with "expand", every position is a row, which suits a loss with a term for
             each token. With "reduce", every example is a row: the mean of its inputs in A, and the
             sum of its output gradients in G. This suits a loss with a term for each sequence or
-            image. Eschenhagen et al. 2023 (arXiv:2311.00636).
+            image. Source: Eschenhagen et al. 2023 (arXiv:2311.00636).
         positions: whether convolutions take a sub-sample of positions, see ``convolutions.py``.
         stage: returns a context in which rows are added. It is used to measure the time.
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Sampler = Callable[[Tensor, Tensor, torch.Generator], Tensor]
-"""A function (prediction, reached, generator) -> scalar loss with a gradient to the prediction.
+"""A function (prediction, reached, generator) -> scalar loss, differentiable with respect to the
+prediction.
 
 ``reached`` is bool of the prediction's shape: whether the true loss has a gradient there. All
 random numbers must come from the generator, so that a resumed run draws the same ones.

@@ -52,8 +52,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Scan:
-    """Result of :func:`scan`: the layers to precondition, and the modules and parameters left
-    alone."""
+    """Result of :func:`scan`: the layers to precondition, and what is left alone."""
 
     layers: tuple[LayerSpec, ...]
     skipped: tuple[Skipped, ...]
@@ -202,8 +201,8 @@ class _Scanner:
             missing bias, has no users.
         trained: the parameters that are trained.
         tied_stages: the parameters that a PipelineModule ties over its stages.
-        borrowed: module whose weight its parent's code uses -> how the parent's code uses the
-            weight. For example, torch's attention multiplies by the weight of its ``out_proj``.
+        borrowed: child module -> how its parent's code uses the child's weight. For example,
+            torch's attention multiplies by the weight of its ``out_proj``.
         tables: the parameters in which rows are looked up.
     """
 
@@ -251,8 +250,8 @@ class _Scanner:
         bias = module._parameters.get("bias")
         members = self._members(name, module, kind)
         others = [user for user in self.users[bias] if user not in members]
-        # A module of no known type, such as RoBERTa's head, only holds the bias. If it also adds
-        # the bias, the proof finds that
+        # A module of no known type that has the same bias, such as RoBERTa's head, is assumed not
+        # to add it. If it does, the proof of rows fails
         sharing = [user for user in others if _kind(self.modules[user])[1] is None]
         reason = self._refusal(name, "weight", module, sharing, members)
         if reason is not None:
@@ -430,7 +429,7 @@ class _Scanner:
         Args:
             stack: one layer of the stack, with the name of the stack.
             count: number of matrices.
-            before: layers of the module's parameters that the code uses before this one.
+            before: layers of the module's parameters that the code uses before this stack.
             is_first, is_last: whether it is the first or the last stack in the module's code.
         """
         # earlier stacks with as many matrices and inputs, such as the gates before their values
@@ -483,7 +482,8 @@ class _Scanner:
             return "weight is not among the optimizer's parameters"
         if getattr(weight, "_ds_grad_allreduce_registered", False):
             return (
-                "AutoTP sums its gradient over tensor-parallel ranks, each of which has other rows"
+                "AutoTP sums its gradient over tensor-parallel ranks, each of which has different "
+                "rows"
             )
         if weight in self.tied_stages:
             return (

@@ -125,7 +125,7 @@ class SharedInputs:
         return waiting
 
     def called(self, call: Call) -> None:
-        """Note a call that may get a gradient."""
+        """Record a call that may get a gradient."""
         if call.layer.name in self._group:
             self._calls[self._input_of_group(call)] += 1
 
@@ -137,7 +137,8 @@ class SharedInputs:
         step."""
         if layer not in self._watched:
             return UNWATCHED
-        # not the identity of the Python object, because ZeRO-3 makes views
+        # inputs are told apart by their memory, not by their Python object, because ZeRO-3 makes
+        # views
         storage = StorageWeakRef(x.untyped_storage())
         memory = storage.cdata, x.storage_offset(), tuple(x.shape), x.stride(), x._version
         if memory in self._inputs:
@@ -151,7 +152,7 @@ class SharedInputs:
         return number
 
     def arrived(self, layer: str, number: int, alive: Tensor | None) -> None:
-        """Note that a call's gradient has arrived.
+        """Record that a call's gradient has arrived.
 
         Args:
             layer: name of the layer.
@@ -180,9 +181,9 @@ class SharedInputs:
     def parted(self) -> set[tuple[str, ...]]:
         """Return the groups whose layers do not share all their inputs.
 
-        Two layers of such a group have both got a gradient for an input for which the other layer
-        has got none. If only one of two layers lacks gradients, they may still share all inputs,
-        because a layer need not get a gradient for each input.
+        In such a group, two layers have each got a gradient for an input for which the other got
+        none. If only one of two layers lacks gradients, they may still share all inputs, because a
+        layer need not get a gradient for each input.
         """
         parted = set()
         for group in set(self._group.values()):

@@ -82,7 +82,7 @@ def build(
     source: Path | None = None,
     into: Path | None = None,
 ) -> Path:
-    """Return the path of the shared library, and compile the library first if there is none.
+    """Return the path of the shared library, and compile it first if there is none.
 
     Args:
         compiler: returns the path of a compiler. It is called only to compile, because a library

@@ -114,7 +114,7 @@ ALLOWED = 1e-5
 short sums differ by less."""
 CHECK_SECONDS = 600
 """Seconds that a process waits for another process's check. Most of a check is compilation."""
-ENDED = "a process ended while it was checked"
+ENDED = "was being checked when a process ended"
 Call = tuple[tuple, dict[str, Any]]
 
 

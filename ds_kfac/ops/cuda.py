@@ -121,13 +121,14 @@ class CudaOps:
         lengths = {len(averages_P), len(sums_P), len(counts), len(updates), len(decays)}
         if len(lengths) > 1 or numels != [sum_P.numel() for sum_P in sums_P]:
             raise ValueError(
-                f"ema_update_: averages of {numels} elements, sums of "
+                f"ema_update_: arguments do not fit: averages of {numels} elements, sums of "
                 f"{[sum_P.numel() for sum_P in sums_P]}, {len(counts)} counts, {len(updates)} "
                 f"updates, {len(decays)} decays"
             )
         if wide := [scalar for scalar in (*counts, *updates) if scalar.numel() != 1]:
             raise ValueError(
-                f"ema_update_: counts and updates are scalars, got {describe(wide[0])}"
+                "ema_update_: counts and updates must have one element each, got "
+                f"{describe(wide[0])}"
             )
         for tensor in tensors:
             if tensor.dtype != torch.float32 or not tensor.is_contiguous():

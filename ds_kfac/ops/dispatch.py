@@ -1,8 +1,8 @@
-"""The ops that other folders call. Each runs on the backend chosen for the device of its tensors.
+"""The ops that other folders call. Each runs on the backend chosen for the device of its tensors:
+the requested backend, or the best one that can run there.
 
-For each device type this is the requested backend, or the best one that can run. The choice applies
-to the whole process, because callers of ops do not know the config. ``ops/functional.py`` defines
-what each op computes.
+The choice applies to the whole process, because callers of ops do not know the config.
+``ops/functional.py`` defines what each op computes.
 """
 
 from collections.abc import Callable, Mapping
@@ -103,8 +103,8 @@ def use(
         choice = _choose(backend, device, without or {})
         if backend is not None and backend in choice.missing:
             raise ValueError(
-                f'kfac.ops.backend "{backend}" cannot run here: {choice.missing[backend]}; set '
-                "it to null to choose a backend that can"
+                f'kfac.ops.backend "{backend}" cannot run here: {choice.missing[backend]}. '
+                "Set kfac.ops.backend to null to choose a backend that can"
             )
         _requested = backend
         _choices.clear()

@@ -299,7 +299,7 @@ def adam_step_(
     of_first = beta1 / (1 - beta1 * power) * usable
     of_x = (1 - beta1) / (1 - power)
     of_second = usable / (1 - beta2**k)
-    # the direction of a matrix that is not usable must be 0 / 1, even if eps is 0
+    # so that the direction of a matrix that is not usable is 0 / 1 and not 0 / 0 if eps is 0
     added = 1 - usable + eps
     ignored = usable == 0
     for direction, x, first, second in in_chunks(direction_nOI, x_nOI, first_nOI, second_nOI):

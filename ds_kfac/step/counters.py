@@ -72,8 +72,8 @@ def counters(job: Job) -> dict[str, float]:
 
 
 def selected(job: Job) -> dict[str, float]:
-    """Return this rank's numbers for a line of a training framework's logs. These are the numbers
-    of :func:`health`, those of kl-clip if it is on, and those of :data:`FAILURES` that are not
+    """Return this rank's numbers for a line of a training framework's logs: the numbers of
+    :func:`health`, those of kl-clip if it is on, and those of :data:`FAILURES` that are not
     zero."""
     values = counters(job)
     clipped = {name: value for name, value in values.items() if name in ("nu", "kl")}

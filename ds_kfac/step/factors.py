@@ -94,9 +94,9 @@ class FactorStep:
     :meth:`FactorUpdates.decompose` and :meth:`FactorUpdates.deliver` add to it.
 
     Attributes:
-        due: keys of the factors that are captured in this step, and keys of the factors that are
-            decomposed. Keys of factors that a shared factor has replaced are left out.
-        travels: whether eigenbases ever travel.
+        due: keys of the factors that are captured in this step, and of those that are decomposed.
+            Keys of factors that a shared factor has replaced are left out.
+        travels: whether eigenbases are ever sent to other ranks.
         terms: layer name -> number of loss terms in the step's batch.
         similar: factor key -> fp32 scalar on the device. If the factor did not use the batch, the
             scalar is :data:`NO_BATCH`. Otherwise it is the sum of :data:`SIMILAR_TO_LAST`, if the
@@ -199,8 +199,8 @@ class FactorUpdates:
         self.load_state_dict({})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs. Its factor keys contain the layer names of
-        this process.
+        """Return the state that a resumed run needs. Factor keys contain this process's layer
+        names.
 
         factors: factor key -> factor, for this rank's factors.
         ready, log: the attributes of the same names.
@@ -240,7 +240,7 @@ class FactorUpdates:
         history = History.of(side, *values).to(self.home) if self.plan.adaptive else None
         # The counter `updates` stays on the device even if averages are offloaded, because GPU
         # kernels read it at every update. The average is copied from the device to the host, which
-        # pins the memory. For the rest of the run, updates are copied into that memory.
+        # pins the memory. For the rest of the run, new averages are copied into that memory.
         return KroneckerFactor(side, packed_P.to(self.device), updates.to(self.device), history).to(
             self.home
         )
@@ -272,7 +272,7 @@ class FactorUpdates:
         Args:
             step: number of applied steps before this one.
             due: keys of the factors to capture, and of those to refresh. If layers share a factor,
-                the keys of the factors that it replaces are ignored.
+                the keys of the factors that the shared factor replaces are ignored.
         """
         update = FactorStep(
             FactorsDue(due.capture & self.specs.keys(), due.refresh & self.specs.keys()),
@@ -297,7 +297,7 @@ class FactorUpdates:
             [self.factors[key] for key in keys],
             [batch.sum_P for batch in batches.values()],
             counts,
-            # The average decays once for each ordinary update, also for those that the adaptive
+            # The average decays once for each scheduled update, including those that the adaptive
             # rule skipped.
             decays=[decay ** self.timetable.clocks[key].interval for key in keys],
             device=self.device,

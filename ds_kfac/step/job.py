@@ -63,7 +63,8 @@ class Job:
         running = [(kfac, kfac.precondition()) for kfac in self.preconditioners]
         sums = None
         if self.everywhere and self.preconditioners[0].rule.numbers:
-            # each of a layer's gradient workers has added that layer's numbers
+            # each gradient worker of a layer has added the layer's numbers, so divide by their
+            # count
             parts = [
                 torch.stack([*now.outcome.numbers]) / kfac.plan.workers for kfac, now in running
             ]

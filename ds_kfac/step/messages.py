@@ -44,7 +44,7 @@ class Delivery:
             to the wire's dtype. Decompositions that travel are rounded so that all workers have the
             same bits. Decompositions of copied layers are rounded because they may travel in
             another rank's plan.
-        travels: whether any decomposition ever travels.
+        travels: whether any decomposition is ever sent to another rank.
         kinds: kinds of the message parts of a decomposition, in the order of the parts.
         dtypes: dtypes on the wire, in the order of the parts.
     """
@@ -111,8 +111,8 @@ class Delivery:
         ends: Sequence[tuple[str, int]],
         nbytes: int,
     ) -> int:
-        """Return the index of the first load that has room for another ``nbytes`` at both ends, or
-        the number of loads if none has room."""
+        """Return the index of the first load in which each of ``ends`` has room for another
+        ``nbytes``, or the number of loads if there is none."""
         for index, load in enumerate(loads):
             if all(not load[end] or load[end] + nbytes <= self.nbytes for end in ends):
                 return index
@@ -186,7 +186,7 @@ def counting(sides: Mapping[str, FactorSpec]) -> str:
 
 
 UNUSUAL = ("limited", "empty", "missed")
-"""Kinds of unusual batches of a factor, which are counted.
+"""Kinds of unusual batches of a factor. Each kind is counted.
 
 - limited: the batch was scaled down, because its trace was far above the trace of the average.
 - empty: the factor was not changed, because the batch had no row or a value that is not finite.
@@ -197,7 +197,7 @@ NONE_UNUSUAL: Sequence[Tensor | float] = (0.0,) * len(UNUSUAL)
 
 def unusual(scalars: Mapping[Hashable, Tensor]) -> Tensor | float:
     """Return the number of batches of each kind of :data:`UNUSUAL` in this step on all ranks, fp32
-    [3]. Return 0.0 if these numbers were not exchanged."""
+    [3]; 0.0 if not exchanged."""
     numbers = [
         [scalars[name] for name in scalars if isinstance(name, tuple) and name[0] == kind]
         for kind in UNUSUAL
@@ -215,7 +215,7 @@ def scalar_names(
     Args:
         captured: keys of the factors that are captured in this step.
         arriving: keys of the factors that are decomposed in this step.
-        travels: whether eigenbases ever travel.
+        travels: whether eigenbases are ever sent to other ranks.
     """
     names: list[list[Hashable]] = [[] for _ in range(plan.assignment.world)]
     where = plan.assignment.eigen_workers
@@ -273,7 +273,7 @@ class MissedBatches:
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """Data of a step that captured, which the ranks compare later to find "missed" batches.
+    """Data of a captured step, which the ranks compare later to find "missed" batches.
 
     Attributes:
         step: number of the step.
@@ -362,7 +362,8 @@ class Sharing:
             more = ""
             if sought:
                 more = (
-                    f"; other ranks had rows of {', '.join(sought)}: twice as many contribute now"
+                    f"; other ranks had rows of {', '.join(sought)}: twice as many ranks "
+                    "contribute now"
                 )
             logger.debug(
                 f"ds_kfac: no rows of {', '.join(sorted(empty))} on the ranks that contribute{more}"

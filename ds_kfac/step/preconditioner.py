@@ -47,8 +47,7 @@ class KFACPreconditioner:
     Attributes:
         steps: number of applied steps. All schedules count in these steps. DeepSpeed's global_steps
             also counts skipped steps.
-        due: keys of the factors that the next step captures, and keys of the factors that it
-            decomposes.
+        due: keys of the factors that the next step captures, and of those that it decomposes.
         curvature: the factors of this rank.
         direction: computes the update rule's results, and has the state of this rank's layers.
         observations: what captured batches have shown, see :class:`Observations`.
@@ -222,7 +221,7 @@ class KFACPreconditioner:
         """Compare the captured rows with the gradients. Layers that fail lose their curvature.
         Collective."""
         numbers = self._numbers
-        assert numbers is not None, "what is proven is captured, so _update_factors() has run"
+        assert numbers is not None, "a step that proves also captures, so _update_factors() has run"
         self._numbers = None
         verdict = self.proving.verdict(
             proof, numbers, gradients, self.plan, self.capture.used, self.seam.factor
@@ -335,7 +334,7 @@ class KFACPreconditioner:
         """
         while self._unsettled and (before is None or self._unsettled[0].step < before):
             captured = self._unsettled.popleft()
-            # the ranks that contribute have changed since the steps of an older plan
+            # skip the steps of an older plan, because other ranks contributed in them
             if captured.plan is self.plan:
                 observations = self.sharing.settled(captured, self.observations)
                 if observations is not None:

@@ -147,7 +147,7 @@ class Proving:
             numbers: see :meth:`numbers`.
             gradients: layer name -> gradient [O, I] after DeepSpeed's unscaling and clipping, for
                 this rank's layers.
-            used: maps a layer name to a text that says where the layer's weight is used.
+            used: maps a layer name to a text on where its weight is used.
             applied_factor: factor by which DeepSpeed has multiplied gradients or will multiply
                 them; None: DeepSpeed does not multiply gradients.
         """
@@ -177,7 +177,9 @@ class Proving:
             wrong = next((name for name in factor.layers if name in unfit and name in checks), None)
             if wrong is not None:
                 unfit |= {
-                    name: f"its A is that of {wrong}" for name in factor.layers if name not in unfit
+                    name: f"it shares the A of {wrong}"
+                    for name in factor.layers
+                    if name not in unfit
                 }
         if unfit and RAISES:
             raise RuntimeError(

@@ -27,9 +27,9 @@ FROZEN = (
 
 @dataclass
 class LayerWarner:
-    """Warns about three kinds of layers of this rank: layers that have had no eigenbasis for many
-    updates, layers whose weights were frozen at many updates, and layers whose gradients were left
-    out because they were too large for the moments.
+    """Warns about layers of this rank that have had no eigenbasis for many updates, whose weights
+    were frozen at many updates, or whose gradients were left out because they were too large for
+    the moments.
 
     Attributes:
         names: names of the layers, in the order of :attr:`Direction.names`.
@@ -51,7 +51,7 @@ class LayerWarner:
         """Warn if there is a reason to. Call it after every applied step that captured.
 
         Args:
-            without: names of layers that have no eigenbasis, without those that another warning has
+            without: names of layers that have no eigenbasis, except those that another warning has
                 reported.
             frozen: names of layers whose weights are frozen.
             captured: names of layers that this step captured.

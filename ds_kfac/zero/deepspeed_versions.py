@@ -332,8 +332,8 @@ class _Probe:
 
 def unscaling(optimizer: Any, *arguments: Any) -> Tensor | None:
     """Return the factor by which the method :data:`UNSCALE`, called with these arguments,
-    multiplies gradients. This is a scalar tensor on the device, or None if the method does not
-    change gradients.
+    multiplies gradients: a scalar tensor on the device, or None if the method does not change
+    gradients.
 
     The factor is measured by calling the method with a gradient of 1. At stages 1 and 2 and for
     FP16_Optimizer the first argument is a list of gradients; at stage 3 it is the number of a
@@ -612,7 +612,7 @@ def accumulated_at_stage_3(optimizer: Any) -> bool:
 
     ``micro_step_id`` counts backward passes since the last step, starting from 0. Since 0.18.9 the
     counter increases only in the next forward pass, and a flag is set as soon as the last backward
-    pass has run.
+    pass of a step has run.
     """
     return optimizer.micro_step_id > 0 or getattr(optimizer, "_epilogue_ran_this_backward", False)
 

@@ -59,7 +59,7 @@ class FlatGradient:
 
     Attributes:
         values: flat elements.
-        is_raw: True if the gradient is raw, see "Raw gradients" at the top of this file.
+        is_raw: True if the gradient is raw, see "Raw gradients" above.
         is_copy: True if ``values`` is a new tensor, assembled from several shards; False if it is
             DeepSpeed's own memory.
     """
@@ -170,8 +170,7 @@ class GradientExchange:
         return self._as_sent(self._shard_at[move.param, move.start])
 
     def _as_sent(self, shard: Shard) -> Tensor:
-        """Return a shard's gradient in the form in which it travels, see "Raw gradients" at the top
-        of this file."""
+        """Return a shard's gradient in the form in which it travels, see "Raw gradients" above."""
         layout = self.layout
         gradient = self.gradients[shard]
         if layout.seam.factor is None:
@@ -235,8 +234,8 @@ class GradientExchange:
         # if the layer has a bias, the matrix is a copy of both gradients
         matrix_OI = LAYERS[layer.kind].matrix(weight, bias[0] if bias else None, layer.shape)
         if any(map(self.layout.lacks, self.params[layer.name])):
-            # if DeepSpeed will not step one parameter of a layer, no other parameter of it may
-            # change
+            # if DeepSpeed will not step one parameter of a layer, the layer's other parameters must
+            # not change either
             matrix_OI = torch.zeros_like(matrix_OI)
         return matrix_OI, factor if all_raw else None
 
@@ -301,9 +300,9 @@ class GradientExchange:
         return together.flatten(1, -2)
 
     def _stays_in_place(self, layer: LayerSpec) -> bool:
-        """Return whether a layer's result simply overwrites the layer's gradient. This is so if
-        this rank has the whole gradient in one shard, no other rank needs the result, and the
-        result is written unchanged."""
+        """Return whether a layer's result simply overwrites its gradient. This is so if this rank
+        has the whole gradient in one shard, no other rank needs the result, and the result is
+        written unchanged."""
         param, *bias = self.plan.of_layer[layer.name]
         shards = self.shards.get(param, [])
         if bias or len(shards) != 1 or shards[0].numel < self.layout.shards.numels[param]:

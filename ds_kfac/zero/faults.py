@@ -46,7 +46,8 @@ FAULTS = (
         lambda layout: layout.divisor != layout.averaged_over,
         "it sums gradients over the {layout.engine.sequence_parallel_size} ranks of a sequence "
         "instead of averaging them. This is right for a loss that is a mean over the whole "
-        "sequence. For a mean over a rank's own tokens, gradients are that many times too large",
+        "sequence. For a mean over a rank's own tokens, gradients are too large by a factor of "
+        "{layout.engine.sequence_parallel_size}",
     ),
     Fault(
         Replicated,
@@ -67,7 +68,7 @@ FAULTS = (
     Fault(
         ZeroLayout,
         lambda layout: schedules_a_replaced_adagrad(layout.engine),
-        "it steps with an Adagrad of its own, whose rate your scheduler does not change: name a "
+        "it steps with an Adagrad of its own, whose lr your scheduler does not change: name a "
         "scheduler in the config, or use ZeRO stage 0 or another optimizer",
     ),
     Fault(

@@ -76,7 +76,7 @@ class ShardLayout(ABC):
         # exception: it also divides by the number of sequence ranks.
         averages_sequence = engine.zero_optimization_stage() == 3 and engine.zero_reduce_scatter()
         summed = 1 if averages_sequence else engine.sequence_parallel_size
-        # this also applies to experts, although fewer ranks have their gradients
+        # for experts the number is the same, although fewer ranks have their gradients
         self.averaged_over = dist.get_world_size(engine.seq_data_parallel_group)
         self.divisor = self.averaged_over / summed
         self.groups = parameter_groups(self.optimizer)

@@ -72,7 +72,7 @@ class Domain:
 
 def check_names(names: Sequence[str]) -> None:
     """Raise ValueError if two layers have the same name in checkpoints. Attach calls this, because
-    otherwise only the first save would fail."""
+    otherwise the error would come only at the first save."""
     if twice := [name for name, times in Counter(names).items() if times > 1]:
         raise ValueError(
             "ds_kfac cannot attach: two layers would have the same name in checkpoints, "

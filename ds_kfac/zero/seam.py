@@ -2,10 +2,10 @@
 
 The *outer* optimizer is DeepSpeed's wrapper. Its ``step`` checks for overflow, computes the norm,
 and may skip the step. If it does not skip the step, it calls the ``step`` of the *inner* optimizer,
-which is the user's optimizer, once or once for each parameter group. Before an optimizer's step,
-torch calls the hooks that were added with ``register_step_pre_hook``. A training step begins with
-the outer step, and K-FAC runs in such a hook before the first inner step. At stage 0 in fp32 there
-is no outer optimizer, so every inner step that has gradients is a training step.
+which is the user's optimizer, either once in all or once for each parameter group. Before an
+optimizer's step, torch calls the hooks that were added with ``register_step_pre_hook``. A training
+step begins with the outer step, and K-FAC runs in such a hook before the first inner step. At stage
+0 in fp32 there is no outer optimizer, so every inner step that has gradients is a training step.
 
     mode                        inner steps             gradients at the first inner step
     stage 0, 16-bit wrappers    one                     unscaled and clipped
@@ -64,8 +64,8 @@ class Steps(Protocol):
 
     @property
     def proves(self) -> bool:
-        """Whether the next step compares gradients with captured rows. The comparison needs the
-        factor by which DeepSpeed has multiplied the gradients."""
+        """Whether the next step compares gradients with captured rows, which needs the factor by
+        which DeepSpeed has multiplied the gradients."""
 
     def begin(self) -> None:
         """Prepare for a step that DeepSpeed has begun but may still skip."""
@@ -100,8 +100,8 @@ class Seam:
         inverse: 1 / factor. A result that DeepSpeed will multiply by ``factor`` is multiplied by
             ``inverse`` first. If ``factor`` is 0, for example because DeepSpeed clips by an
             infinite norm, ``inverse`` is 0, so that no weight changes.
-        prepared: number of masters whose gradients DeepSpeed has already multiplied by ``factor``.
-            These are the first ones.
+        prepared: number of masters, from the first on, whose gradients DeepSpeed has already
+            multiplied by ``factor``.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -146,8 +146,8 @@ class Seam:
         self._installed.close()
 
     def forget(self) -> None:
-        """Drop a step that was interrupted, so that it has begun but not ended. The next inner step
-        then begins a new step. Call this only when no step is running."""
+        """Drop a step that was interrupted after it had begun. The next inner step then begins a
+        new step. Call this only when no step is running."""
         if self._depth:
             self._interrupted()
 
@@ -252,9 +252,9 @@ class Seam:
     # the factor
 
     def complete_factor(self) -> None:
-        """Complete :attr:`factor` and set :attr:`inverse`. Two multipliers are included here,
-        because no method could be wrapped that shows them: the scale of a GradScaler, and the
-        clipping factor of BF16_Optimizer."""
+        """Complete :attr:`factor` and set :attr:`inverse`. Two multipliers are included only here,
+        because DeepSpeed has no method that could be wrapped to observe them: the scale of a
+        GradScaler, and the clipping factor of BF16_Optimizer."""
         if self.scaler is not None and self.scaler._scale is not None:
             unscaled = self.scaler._scale.reciprocal().reshape(())
             self.factor = unscaled if self.factor is None else self.factor * unscaled

@@ -38,8 +38,8 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
     """Run the test that this module describes. Collective; changes nothing.
 
     Raises:
-        RuntimeError: the test failed on some rank. Every rank raises the error, and the message
-            says what failed on which rank.
+        RuntimeError: on every rank, if the test failed on some rank. The message says what failed
+            where.
     """
     layout = exchange.layout
     headline = (
@@ -84,7 +84,9 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
             problems += errors
             factor = 1.0 if layout.seam.factor is None else layout.seam.factor.cpu()
             if len(before) != len(after):
-                problems.append(f"DeepSpeed stepped {len(before)} tensors, then {len(after)}")
+                problems.append(
+                    f"DeepSpeed stepped {len(before)} tensors, but {len(after)} with K-FAC"
+                )
             for group, (noted, with_exchange) in enumerate(zip(before, after, strict=False)):
                 plain = noted.cpu() / factor
                 # known() returns even numbers for K-FAC's parameters and odd numbers for all other
@@ -179,6 +181,6 @@ def _zero3_chunks(layout: ShardLayout) -> list[str]:
             if not torch.equal(local[: expected.numel()].to(expected.device), expected):
                 problems.append(
                     f"ZeRO-3 cut parameter {index} of shape {tuple(param.ds_shape)} into other "
-                    "chunks"
+                    "chunks than ds_kfac expects"
                 )
     return problems

@@ -151,8 +151,8 @@ class ZeroLayout(ShardLayout):
 
     @abstractmethod
     def _entry(self, shard: Shard) -> tuple[list[Tensor], int, int]:
-        """Return the location of a shard's raw gradient as a triple: a list of tensors, the index
-        of a tensor in the list, and the index of the gradient's first element in that tensor."""
+        """Return where a shard's raw gradient is: a list of tensors, the index of a tensor in the
+        list, and the index of the gradient's first element in that tensor."""
 
     # for the self-test: DeepSpeed's own functions fill the buffers
 

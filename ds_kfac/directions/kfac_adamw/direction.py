@@ -22,8 +22,8 @@ sides.
 Note: Layers that stand still. The following layers take no step, do not decay, and keep their
 moments:
 
-- A layer whose averaged gradient is exactly zero, because the step did not use it. torch's AdamW
-  skips a parameter whose gradient is None in the same way. Each tensor-parallel shard is checked by
+- A layer whose averaged gradient is exactly zero, because the step did not use it. In the same way,
+  torch's AdamW skips a parameter whose gradient is None. Each tensor-parallel shard is checked by
   itself.
 - A layer whose parameters are frozen, or whose learning rate is 0.
 - A layer whose gradient is not finite, or so large that the moments could not hold its square.
@@ -33,9 +33,9 @@ Note: The size of a step. The singular values of an orthogonalized step are on a
 sqrt(longer side) / sqrt(shorter side), so that a step changes an output by the same amount at every
 width (Yang et al. 2023, arXiv:2310.17813). If O is below I, the factor sqrt(O / I) of Yang et al.
 is too small, and so is Muon's factor sqrt(max(1, O / I)); docs/notes/kfacadamw.md has measurements.
-Norms and heads keep Adam's direction. Norms have the learning rate adam_lr. A head has the learning
-rate adam_lr times BASE / I, but at least lr, because Adam's direction changes outputs more at
-larger widths.
+Normalization layers and heads keep Adam's direction. Normalization layers have the learning rate
+adam_lr. A head has the learning rate adam_lr times BASE / I, but at least lr, because Adam's
+direction changes outputs more at larger widths.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -82,11 +82,12 @@ class AdamDirection(Direction):
     Attributes:
         steps: for each of ``layer_groups``, an object with the group's constants and intermediate
             results.
-        chunks: the objects of ``steps`` in lists. The directions of all groups in a list are in
-            memory at the same time.
+        chunks: ``steps``, split into lists. All groups of one list are processed together, so their
+            directions are in memory at the same time.
         moves: bool [layers], whether the layer has a learning rate above 0.
         copies: fp32 [layers], number of tensor-parallel ranks that have a copy of the layer.
-        used_slice: slice of ``optimizer.used`` with the entries of this domain's layers.
+        used_slice: slice of ``optimizer.used`` with the entries of the layers of this domain (see
+            ``ds_kfac/zero/registry.py``).
     """
 
     def __init__(self, plan: Plan, exchange: GradientExchange, optimizer: Any) -> None:
@@ -126,8 +127,8 @@ class AdamDirection(Direction):
         self._announce()
 
     def _announce(self) -> None:
-        """Tell the optimizer which slices of the parameters that it steps belong to which layer.
-        Parameters that are frozen now get no slices, so that they do not decay."""
+        """Tell the optimizer to which layer each slice of its parameters belongs. Parameters that
+        are frozen now get no slices, so that they do not decay."""
         exchange = self.exchange
         # layer name -> the layer's index in optimizer.used
         indices = range(self.used_slice.start, self.used_slice.stop)
@@ -223,15 +224,15 @@ class AdamDirection(Direction):
     def _begin_anew(
         self, taken_away: frozenset[Tensor], groups: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Set moments to zero, because a program has removed states from ``optimizer.state``, after
-        which Adam's moments would be zero, too.
+        """Set moments to zero after a program has removed states from ``optimizer.state``, as
+        torch's Adam would.
 
         The moments of the layers whose weight's state was removed are set to zero. If DeepSpeed
         steps flat parameters in place of the model's, no state belongs to a single layer, and the
         moments of all layers are set to zero.
 
         Args:
-            taken_away: the parameters whose state was removed.
+            taken_away: parameters whose state was removed.
             groups: the optimizer's parameter groups.
         """
         stepped = {parameter for group in groups for parameter in group["params"]}
@@ -273,8 +274,8 @@ class AdamDirection(Direction):
             eps=eps,
         )
         if rotation is not None:
-            # This must be done while the rows are in the eigenbasis. If the direction is
-            # orthogonalized, the whitening sets columns to 0.
+            # Null directions of G must be set to 0 while the rows are in the eigenbasis. If the
+            # direction is orthogonalized, the whitening sets the null directions of A to 0.
             if rotation.G:
                 direction.mul_(rotation.rows_with_gradients(moments.second_OI)[:, :, None])
             step.columns = rotation.columns_with_gradients(moments.second_OI)
@@ -283,8 +284,7 @@ class AdamDirection(Direction):
         step.x_nOI = direction
 
     def _orthogonalize(self, steps: Sequence[GroupStep]) -> None:
-        """Replace the direction U by its orthogonalized direction X in ``x_nOI`` of each of the
-        steps.
+        """Replace the direction U in ``x_nOI`` of each step by the orthogonalized direction X.
 
         Maps with the same two sides, in either order, are iterated together, even if they belong to
         different layers. The copies that are made for one iteration are freed before the next one.
@@ -311,7 +311,8 @@ class AdamDirection(Direction):
             indices = [index for index, owner in enumerate(owners) if owner is step]
             if step.blocks:
                 for rows, index in zip(row_blocks(step.x_nOI, step.blocks), indices, strict=True):
-                    # a block whose rows are not contiguous was copied to make a map of it
+                    # the map of a block whose rows are not contiguous is a copy, so copy the result
+                    # back
                     if rows.data_ptr() != maps[index].data_ptr():
                         rows.copy_(maps[index].view(rows.shape))
             for index in indices:

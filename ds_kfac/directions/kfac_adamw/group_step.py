@@ -25,8 +25,7 @@ rate adam_lr times BASE / I, but at least lr."""
 
 
 def keeps_direction(options: AdamConfig, layer: LayerSpec) -> str | None:
-    """Return a text that says why a layer keeps Adam's direction, or None if its direction is
-    orthogonalized.
+    """Return why a layer keeps Adam's direction, or None if its direction is orthogonalized.
 
     Each shard of a tensor-parallel layer is orthogonalized separately, and so is each group of a
     grouped convolution. The step of each weight element has the same size as in an undivided layer.
@@ -67,7 +66,7 @@ def adam_factor(options: AdamConfig, layer: LayerSpec, ratio: float) -> float:
     """
     if keeps_direction(options, layer) is None:
         return 1.0
-    # the layer itself has no reason to keep Adam's direction, so it is a head
+    # if the layer's type is not the reason, the layer is a head
     is_head = layer.keeps_direction is None
     return max(ratio * BASE / layer.whole_shape[-1], 1.0) if is_head else ratio
 
@@ -88,24 +87,25 @@ class GroupStep:
 
     Attributes:
         group: layers of the group and their state.
-        layer_slice: slice with the entries of these layers in vectors that have an entry for each
-            layer of this rank.
+        layer_slice: where these layers' entries are in a vector that has one entry per layer of
+            this rank.
         orthogonal: whether the directions are orthogonalized.
         maps: number of maps of a layer.
         blocks: number of rows of each map in the second case above, otherwise ().
         rows_first: whether rows are rotated back before the orthogonalization, and only columns
             after it. This is so for a fused weight, because its blocks are rows of the weight, not
             of the rotated weight.
-        normalized: whether each map is scaled to a given norm (``target``). If False, it is
-            multiplied by a factor.
-        target, full: fp32 [layers x maps]. If ``normalized``, the norm of each map's result, and
-            the norm of Adam's direction from which on the result has this norm (FULL times the root
-            of the number of elements). Otherwise the factor, and 1.
+        normalized: whether each map is scaled to the norm ``target``. If False, ``target`` is a
+            factor by which the map is multiplied.
+        target: fp32 [layers x maps], norm of each map's result, or factor; see ``normalized``.
+        full: fp32 [layers x maps]. If ``normalized``, FULL times the root of a map's number of
+            elements: if the norm of Adam's direction is smaller, the result shrinks in proportion.
+            Otherwise 1.
         block_target, block_full: ``target`` and ``full`` of each of ``blocks``, fp32 [blocks, 1].
         x_nOI: fp32 [n, O, I], intermediate result that becomes the direction.
-        columns: fp32 [n, I], 1 for columns of the direction that count, 0 for others, see
-            :meth:`ds_kfac.update.rotation.Rotation.columns_with_gradients`. It exists only if the
-            group has eigenbases.
+        columns: fp32 [n, I], 0 for columns of the direction that are only rounding errors, else 1,
+            see :meth:`ds_kfac.update.rotation.Rotation.columns_with_gradients`. It exists only if
+            the group has eigenbases.
         largest: fp32 [layers], largest absolute entry of each layer's gradient.
         used: bool [layers], whether the layer takes a step.
         squared: fp32 [layers], squared norm of each layer's final direction.

@@ -36,8 +36,8 @@ def biases_of(matrices: Collection[str], names: Collection[str]) -> set[str]:
     """Return the names of the biases that belong to matrices.
 
     They are parameters of the matrices' modules whose names begin with "bias", such as those of a
-    GRU, and parameters called as a matrix with "_bias" appended. The module of a parametrized
-    weight is the one that it was registered on.
+    GRU, and parameters whose name is a matrix's name with "_bias" appended. The module of a
+    parametrized weight is the one that it was registered on.
 
     Args:
         names: names of all parameters of the model.
@@ -81,10 +81,10 @@ def _long_sides(parameter: nn.Parameter) -> int:
 def _is_matrix_of(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
     """Return whether a module's own parameter is a matrix.
 
-    A parameter with three or more sides, of which any but the last is 1, is usually made to be
-    broadcast, so it is not a matrix. The kernel of a linear layer or of a convolution is an
-    exception, because kernels may have sides of 1, for example in a 1x1 convolution, or a first
-    side of 1 along which the kernel is modulated for each example.
+    A parameter that has three or more sides, and a side of 1 before the last one, is usually made
+    to be broadcast, so it is not a matrix. The kernel of a linear layer or of a convolution is an
+    exception. It may have sides of 1, for example in a 1x1 convolution, or a first side of 1 along
+    which it is modulated for each example.
     """
     # The parameter is not compared with module.weight, because TorchScript modules do not offer
     # parameters by name.

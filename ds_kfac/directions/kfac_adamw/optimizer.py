@@ -55,7 +55,7 @@ GROWS = (
 )
 APART = (
     "KFACAdamW has split a parameter group in several: layers, other matrices, other parameters. "
-    "Their {key} is not one any more: the values in optimizer.param_groups are {values}. If this "
+    "They no longer share one {key}: the values in optimizer.param_groups are {values}. If this "
     "is not intended, set {key} in every group, not only in the first (docs/howto/troubleshoot.md)"
 )
 DETACHED = (
@@ -83,9 +83,9 @@ def no_state(key: str) -> NoReturn:
     parameter of a K-FAC layer."""
     raise ValueError(
         f"{NAME}: this parameter has no {key!r} in the optimizer, because a K-FAC layer's moments "
-        "are in its eigenbasis, on the layer's gradient worker alone. Checkpoints have them. Read "
-        f'or write states only of parameters in groups whose "{FLAG}" is not true. To restart with '
-        "moments of zero, remove the state: optimizer.state.clear(), or "
+        "are in its eigenbasis, on the layer's gradient worker alone. Checkpoints contain them. "
+        f'Read or write states only of parameters in groups whose "{FLAG}" is not true. To restart '
+        "with moments of zero, remove the state: optimizer.state.clear(), or "
         "optimizer.state.pop(parameter)"
     )
 
@@ -255,9 +255,9 @@ class KFACAdamWStep:
         return self._used_by_device[device]
 
     def check_parts(self, *, here: bool, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Warn once if the parts of one of the user's groups have different learning rates or
-        weight decays. This happens if a program sets them only in ``param_groups[0]``, which had
-        all parameters before the split.
+        """Warn once if groups that were split from one of the user's groups have different learning
+        rates or weight decays. This happens if a program changes only ``param_groups[0]``, which
+        had all parameters before the split.
 
         Args:
             here: whether this rank writes the warning.
@@ -434,7 +434,7 @@ def checked_group(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _expected(key: str, value: Any) -> str | None:
-    """Return a text that says which values a parameter may have, or None if its value is right."""
+    """Return which values a parameter may have, or None if its value is right."""
     if key == "torch_adam":
         return None if isinstance(value, bool) else "true or false"
     if key == "betas":
@@ -442,7 +442,7 @@ def _expected(key: str, value: Any) -> str | None:
         if is_pair and all(_is_number(x) and x < 1 for x in value):
             return None
         return "two numbers of at least 0 and below 1, such as [0.9, 0.95]"
-    return None if _is_number(value) else "a number of at least 0, finite, no string"
+    return None if _is_number(value) else "a finite number of at least 0, not a string"
 
 
 def _is_number(value: Any) -> bool:

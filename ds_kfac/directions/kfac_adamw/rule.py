@@ -62,8 +62,8 @@ class KFACAdamWRule(UpdateRule):
     def check(self, config: KFACConfig) -> None:
         if not config.adam.rotate and config.factor.fisher is not None:
             raise ValueError(
-                "kfac.adam.rotate false keeps no factors; kfac.factor.fisher "
-                f'"{config.factor.fisher}" has no effect'
+                "kfac.adam.rotate false keeps no factors, so kfac.factor.fisher "
+                f'"{config.factor.fisher}" would have no effect; remove it'
             )
 
     def scanned(self, config: KFACConfig) -> LayerChoice:
@@ -78,8 +78,8 @@ class KFACAdamWRule(UpdateRule):
     ) -> None:
         if not config.enabled:
             raise ValueError(
-                f'the optimizer {NAME} needs K-FAC, but "kfac" says "enabled": false; use "AdamW" '
-                "to train without it"
+                f'the optimizer {NAME} needs K-FAC, but "kfac" says "enabled": false; to train '
+                'without K-FAC, use "AdamW"'
             )
         config, _ = self.resolved(config)
         put_into(arguments, self.scanned(config), self.optimizer_params(ds_config), ds_config)

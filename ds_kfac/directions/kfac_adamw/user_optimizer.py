@@ -38,7 +38,7 @@ def split_groups(
     """Split every parameter group into three:
 
     - preconditioned parameters, in the order of the layers, marked by :data:`FLAG`;
-    - vectors;
+    - other kinds of parameters, such as biases, norms and embeddings;
     - matrices that are in no layer, and their biases, marked by :data:`MATRIX`.
 
     A group is left out if none of its parameters has elements, because DeepSpeed drops such
@@ -146,8 +146,8 @@ class Group(dict[str, Any]):
         """
         if self.taken[1] and key in HIDDEN:
             raise ValueError(
-                f'{NAME}: "{key}" of a parameter group cannot change: a DeepSpeed engine steps it '
-                "already"
+                f'{NAME}: "{key}" of a parameter group cannot change: a DeepSpeed engine steps the '
+                "group already"
             )
         return self._parts()
 
@@ -222,9 +222,7 @@ class KFACAdamW(torch.optim.Optimizer):
         adam_lr: learning rate of embeddings, norms and biases, from which the learning rate of
             heads is derived (``direction.py``); None: 8 lr. A schedule multiplies lr and adam_lr by
             the same factor.
-        betas: as for torch's AdamW.
-        eps: as for torch's AdamW.
-        weight_decay: as for torch's AdamW.
+        betas, eps, weight_decay: as for torch's AdamW.
         torch_adam: whether torch's AdamW steps all other parameters. Use it on a machine on which
             DeepSpeed's Adam would have to be compiled.
 
@@ -322,8 +320,8 @@ def unstepped(parameters: Iterable[Any]) -> int:
 
 
 def given_groups(optimizer: Any) -> list[Group] | None:
-    """Return the groups of a :class:`KFACAdamW`, or of an optimizer that was made from the groups
-    of a :class:`KFACAdamW`. Return None for any other optimizer."""
+    """Return the groups of a :class:`KFACAdamW`, or of an optimizer that was made from such groups;
+    None for any other optimizer."""
     groups = getattr(optimizer, "param_groups", None)
     return groups if groups and all(isinstance(group, Group) for group in groups) else None
 
@@ -422,8 +420,8 @@ def put_into(
         # function, DeepSpeed calls the function late enough.
         if is_object:
             raise ValueError(
-                f"expert_parallel replaces layers after the {NAME} object was made: name it in the "
-                f'DeepSpeed config instead, "optimizer": {{"type": "{NAME}", ..}}'
+                f"expert_parallel replaces layers after the {NAME} object was made: name the "
+                f'optimizer in the DeepSpeed config instead, "optimizer": {{"type": "{NAME}", ..}}'
             )
         if parameters is None:
             parameters = model.parameters()

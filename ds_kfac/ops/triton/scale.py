@@ -48,8 +48,8 @@ def scalar(value, IN_MEMORY: tl.constexpr):
 
 @triton.jit
 def lerp(now, old, decay):
-    """Return decay old + (1 - decay) now. Like torch.lerp, it starts from the nearer end, so that
-    both round alike."""
+    """Return decay old + (1 - decay) now. Like torch.lerp, it adds to the operand with the larger
+    weight, so that both functions round alike."""
     return tl.where(decay < 0.5, now + (old - now) * decay, old - (old - now) * (1.0 - decay))
 
 
@@ -212,7 +212,7 @@ def finish_direction_(
         or out_nOI.shape[-1] != x_nOI.shape[-1]
     ):
         raise ValueError(
-            f"finish_direction_: the result does not fit, got {describe(out_nOI, x_nOI)}"
+            f"finish_direction_: out_nOI does not fit x_nOI, got {describe(out_nOI, x_nOI)}"
         )
     if out_nOI.dtype not in DTYPES or not out_nOI[0].is_contiguous():
         raise NotMadeFor(

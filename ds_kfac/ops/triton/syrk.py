@@ -211,7 +211,8 @@ def grouped_tile_at(index, side, GROUP: tl.constexpr):
     if GROUP == 1:
         return row, column
     else:
-        first = row // GROUP * GROUP  # both orders have finished the same tiles before a group
+        # before a group's first row, both orders have numbered the same tiles
+        first = row // GROUP * GROUP
         height = tl.minimum(GROUP, side - first)
         inside = index - first * (first + 1) // 2
         # the group's own triangle comes last
