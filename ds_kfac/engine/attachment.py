@@ -51,9 +51,10 @@ _ATTACHED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]]" = (
     weakref.WeakKeyDictionary()
 )
 NEW = (
-    "some parameters are not stepped by K-FAC, because they were frozen or not in the model at "
-    "attach. DeepSpeed steps them only at stage 0 in fp32. Add parameters before "
-    "deepspeed.initialize, and freeze them after it (docs/howto/frameworks.md). The parameters: "
+    "K-FAC does not step some parameters, because they were frozen or not in the model at attach. "
+    "DeepSpeed steps them only at stage 0 in fp32, and a parameter that was not in the model only "
+    "if you also add it to the optimizer. Add parameters before deepspeed.initialize, and freeze "
+    "them after it (docs/howto/frameworks.md). The parameters: "
 )
 BY_HAND = (
     "optimizer.load_state_dict loads nothing of K-FAC's state, which stays as it is; "

@@ -29,7 +29,7 @@ def test_a_shard_that_is_cut_off_or_missing_is_named(kept, made):
     (made / SHARD).write_bytes(whole[: int(kept * len(whole)) if isinstance(kept, float) else kept])
     if kept is None:
         (made / SHARD).unlink()
-    with pytest.raises(FactorsError, match=rf"{SHARD}: head/A is damaged"):
+    with pytest.raises(FactorsError, match=rf"{SHARD}: head/A cannot be read"):
         Factors.load(made).factor("head", "A")
 
 
