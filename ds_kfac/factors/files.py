@@ -199,4 +199,5 @@ class Factors:
                 self._files[file] = safetensors().safe_open(self.folder / file, "pt")
             return self._files[file].get_tensor(name)
         except Exception as problem:  # safetensors' own errors
-            raise FactorsError(f"{self.folder / file}: {name} cannot be read ({problem})") from problem
+            text = f"{self.folder / file}: {name} cannot be read ({problem})"
+            raise FactorsError(text) from problem

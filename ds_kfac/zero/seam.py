@@ -319,6 +319,8 @@ class Seam:
             (group, group["params"], [master.grad for master in group["params"]])
             for group in self.inner.param_groups
         ]
+        scaler = self.scaler
+        self.scaler = None  # the scale of earlier steps does not multiply the artificial gradients
         self._begin_outer()
         try:
             with (
@@ -332,6 +334,7 @@ class Seam:
                 yield self.engine.optimizer.step
         finally:
             self._state = state
+            self.scaler = scaler
             for group, masters, gradients in groups:
                 group["params"] = masters
                 for master, gradient in zip(masters, gradients, strict=True):
