@@ -260,7 +260,7 @@ def finish(job: Job, tag_directory: Path, header: Header, later: bool = False) -
     saves. Collective.
 
     Args:
-        later: whether DeepSpeed still writes its files, in the background.
+        later: whether DeepSpeed is still writing its files in the background.
 
     Raises:
         CheckpointError: on every rank, if this failed on any rank.

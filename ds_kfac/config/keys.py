@@ -79,7 +79,7 @@ class FactorConfig(Block):
 
     A longer side is cut into blocks about as long as the layer's other side, but at least half of
     this value. A side over 16384, such as a head's vocabulary, has a diagonal factor. With
-    ``fisher`` ``activations_only`` only inputs have factors, and this limit is 65536."""
+    ``fisher`` ``activations_only`` only inputs have factors, which are diagonal over 65536."""
 
     @property
     def mean_over_step(self) -> bool:
@@ -98,7 +98,7 @@ class EigenbasisConfig(Block):
 
 
 class DampingConfig(Block):
-    """What is added to the Fisher's eigenvalues."""
+    """What is added to the Fisher matrix's eigenvalues."""
 
     value: values.Positive | None = None
     """Size of the damping. null: 0.001 with ``tikhonov``, 1 with ``relative``."""
@@ -128,7 +128,7 @@ class PreconditionerConfig(Block):
     Cholesky, with KAISA's pi-damping.
 
     ``inverse`` needs half the products of a step, sends half the bytes to other workers and
-    refreshes about ten times as fast. Use it for sides of 4096 and up. If damping changes, it takes
+    refreshes about ten times as fast. Use it for sides of 4096 and up. A change of damping takes
     effect at the next refresh. ``inverse`` needs ``eigenvalues`` ``kronecker``."""
     eigenvalues: Literal["kronecker", "corrected"] | None = None
     """Eigenvalues of the Fisher matrix in the eigenbasis. ``kronecker``: products of the factors'
@@ -321,8 +321,8 @@ class OptimizerParams(BaseModel):
     """Learning rate of embeddings, norms and biases that are in no layer. null: 8 lr. 0: they are
     frozen, without weight decay.
 
-    The learning rate of heads follows ``adam_lr`` (docs/howto/tune.md). If ``adam_lr`` is 0, it is
-    lr."""
+    The learning rate of heads follows ``adam_lr`` (docs/howto/tune.md). If ``adam_lr`` is 0, heads
+    have lr."""
     torch_adam: bool = False
     """true: torch's AdamW steps the parameters that are in no layer. false: DeepSpeed's Adam does.
 
@@ -333,7 +333,7 @@ class OptimizerParams(BaseModel):
 DEFAULTS: dict[str, Any] = {
     name: field.default for name, field in OptimizerParams.model_fields.items()
 }
-"""Parameter -> its default."""
+"""Name of a parameter -> its default."""
 
 
 class KFACConfig(Block):
@@ -475,7 +475,7 @@ def _contradictions(block: Mapping[str, Any]) -> list[str]:
             )
         if given("factor", "fisher") == "monte_carlo":
             errors.append(
-                'kfac.factor.loss_mean "step": the sampled loss of kfac.factor.fisher '
-                '"monte_carlo" is a mean over each micro-batch: leave loss_mean out'
+                'kfac.factor.loss_mean "step" does not fit kfac.factor.fisher "monte_carlo": the '
+                "sampled loss is a mean over each micro-batch; leave loss_mean out"
             )
     return errors

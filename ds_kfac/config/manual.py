@@ -71,7 +71,7 @@ run.
 | `"linear"`, `"cosine"`, `"exponential"` | from `start` to `end` in `steps` steps, after `delay` steps (default 0) |
 | `"piecewise"` | `values` has one entry more than `steps`; the value changes at each of `steps` |
 
-`"exponential"` needs positive ends. Intervals are rounded to whole steps. In this example the update interval is 5 at
+`"exponential"` needs `start` and `end` above 0. Intervals are rounded to whole steps. Here the update interval is 5 at
 first, 20 from step 100 on, and 50 from step 1000 on:
 
 ```json
@@ -137,9 +137,9 @@ WHY = {
     "tools](../howto/factors_for_other_tools.md)",
     "checkpoint.on_missing": "continue without K-FAC's part of a checkpoint",
 }
-"""Key -> why it exists. Either some value trains better than the default by more than the spread
-between seeds, or the key has another purpose. A key without a reason should be a constant in the
-code."""
+"""Name of a key -> why the key exists. Either some value trains better than the default by more
+than the spread between seeds, or the key has another purpose. A key without a reason should be a
+constant in the code."""
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
