@@ -378,8 +378,8 @@ def refresh_offsets(
             ranks capture it.
 
     Returns two values. The first is factor key -> offset of the factor's refreshes, a step modulo
-    the refresh interval. The offset modulo the update interval is that of the factor's captures.
-    The second value is the time of the slowest rank in the slowest step, in seconds.
+    the refresh interval. Modulo the update interval, it is the offset of the factor's captures. The
+    second value is the time of the slowest rank in the slowest step, in seconds.
     """
     costs = work.costs
     refresh = work.refresh_interval

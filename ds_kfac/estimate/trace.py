@@ -76,8 +76,8 @@ class Trace:
         except Exception as problem:
             raise ValueError(
                 f"{type(model).__name__} does not run on its example inputs "
-                f"({type(problem).__name__}: {problem}); give other example inputs, or none, but "
-                "without example inputs no layers are assumed to share their inputs"
+                f"({type(problem).__name__}: {problem}); give other example inputs, or none. "
+                "Without example inputs, each layer is assumed to have an input of its own"
             ) from problem
         return trace
 

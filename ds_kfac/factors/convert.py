@@ -27,7 +27,7 @@ def convert(
         rank: only for eva, mean number of rows of LoRA's A over all layers.
         rho: only for eva, largest number of rows of a layer, in units of ``rank``.
 
-    Returns layer -> why it was left out.
+    Returns name of a layer -> why it was left out.
 
     Raises:
         FactorsError: an argument is wrong, or no layer can be converted.

@@ -173,9 +173,9 @@ class Rotation:
         """Return which columns of rotated gradients are more than rounding errors.
 
         These are the columns in A's range, and those in its null space that get gradients all the
-        same. If no input has a component along a null direction, no gradient has one either. What
-        is there is a rounding error, which Adam would scale up to a full step. But A may have
-        missed inputs of batches between its updates, and may have forgotten old ones.
+        same. If no input has a component along a null direction, a gradient's component along it is
+        only a rounding error, which Adam would scale up to a full step. But A may have missed
+        inputs of batches between its updates, and may have forgotten old ones.
 
         Args:
             second_nOI: running mean of the squared rotated gradients.
