@@ -322,8 +322,8 @@ def worker_counts(world: int) -> tuple[int, ...]:
 
 
 def workers_for(fraction: float, world: int) -> int:
-    """Return the number of gradient workers g = max(1, fraction W), where W is ``world``. If g does
-    not divide W, raise ValueError, which names the nearest valid fractions."""
+    """Return the number of gradient workers g = max(1, fraction * W), where W is ``world``. If g
+    does not divide W, raise ValueError, which names the nearest valid fractions."""
     wanted = max(1.0, fraction * world)
     counts = worker_counts(world)
     nearest = min(counts, key=lambda count: abs(count - wanted))
@@ -566,7 +566,7 @@ def strides(
 
     Args:
         rows, wanted: see :func:`counted`.
-        together: smallest number of ranks that can contribute.
+        together: smallest number of ranks that can contribute, see ``Contributors.sequence``.
     """
     made: dict[str, int] = {}
     for factor in factors:

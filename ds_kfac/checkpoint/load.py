@@ -496,7 +496,7 @@ def _check_groups(
     loads weights and moments by their place in a group, except from a universal checkpoint.
 
     Raises:
-        CheckpointError: on every rank, whatever ``on_missing``.
+        CheckpointError: on every rank, whatever the config's ``on_missing``.
     """
     saved = (entry or {}).get("groups", {})
     moved = [name for name, group in groups.items() if saved.get(name, group) != group]
@@ -516,7 +516,7 @@ def _check_schedule(scheduler: Any, tag_directory: Path) -> None:
     place.
 
     Raises:
-        CheckpointError: on every rank, whatever ``on_missing``.
+        CheckpointError: on every rank, whatever the config's ``on_missing``.
     """
     rates = getattr(scheduler, "base_lrs", None)
     optimizer = getattr(scheduler, "optimizer", None)
@@ -526,7 +526,7 @@ def _check_schedule(scheduler: Any, tag_directory: Path) -> None:
             f"{len(rates)} parameter groups, but this optimizer has "
             f"{len(optimizer.param_groups)}. With KFACAdamW a scheduler has the groups that you "
             "gave to the optimizer. Load with load_lr_scheduler_states=False, and step the "
-            "scheduler to where it was"
+            "scheduler as often as it had been stepped before the save"
         )
 
 
@@ -560,8 +560,8 @@ def _check_one_save(job: Job, load_dir: str, loaded: bool, entry: Mapping[str, A
     some ranks may have that of the old save, and others that of the new save.
 
     Raises:
-        CheckpointError: on every rank, whatever ``on_missing``: the weights themselves are of
-            several saves.
+        CheckpointError: on every rank, whatever the config's ``on_missing``: the weights themselves
+            are of several saves.
     """
     if not loaded:
         mine = "nothing to load"

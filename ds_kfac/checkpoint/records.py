@@ -150,7 +150,7 @@ class Header(_Record):
         ranks: name of a domain -> number of its ranks when ``rows`` was observed.
         timetable: the adaptive rule's state.
         ready: keys of the factors that have been decomposed.
-        files: name of a file -> its size, checksum and content.
+        files: name of a file of the save -> what it holds, and its checksum.
     """
 
     format: NonNegativeInt

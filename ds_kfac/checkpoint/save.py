@@ -336,8 +336,8 @@ def save_checkpoint(
             files.write_text(Path(save_dir) / "latest", tag)
     if header is None:
         raise CheckpointError(
-            f"{entry['problem']}\nDeepSpeed's own checkpoint {folder} is complete; it loads with "
-            f"{files.FRESH}, and K-FAC then starts afresh"
+            f"{entry['problem']}\nDeepSpeed's own checkpoint {folder} is complete. To load it, set "
+            f"{files.FRESH}; K-FAC then starts afresh"
         )
     finish(job, folder, header, in_background)
     if grams is not None and steps:

@@ -513,7 +513,7 @@ class Scalars:
         """Return the message part with this rank's scalars, in fp32 on the device.
 
         Args:
-            values: name -> scalar tensor on the device, or Python number.
+            values: name of a scalar -> scalar tensor on the device, or Python number.
         """
         self._sent = stacked([values[name] for name in self.names[self.rank]], device)
         return MessagePart("numbers", self.plan, lambda move: self._sent, torch.float32)

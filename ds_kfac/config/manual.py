@@ -174,7 +174,7 @@ def table(prefix: str, keys: Mapping[str, Any]) -> Iterator[str]:
 
     Args:
         prefix: the text before each key's name, such as "factor.".
-        keys: name -> JSON schema.
+        keys: name of a key -> its JSON schema.
     """
     is_kfac = not prefix.startswith(PARAMS)  # parameters of KFACAdamW have no column "why"
     yield "| key | type | default | what it does |" + (" why |" if is_kfac else "")

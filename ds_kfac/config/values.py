@@ -275,7 +275,7 @@ def explain(detail: Any, block: Mapping[str, Any], model: Model) -> str:
 
     Args:
         detail: an element of ``ValidationError.errors()``.
-        block: the raw input of ``model``.
+        block: what the user wrote for ``model``.
     """
     location = detail["loc"]
     error_type = detail["type"]
@@ -336,7 +336,7 @@ def _nearest(location: tuple[str, ...], block: Mapping[str, Any], model: Model) 
 
     Args:
         location: the unknown key, after the names of the blocks around it.
-        block: the raw input of ``model``.
+        block: what the user wrote for ``model``.
     """
     *parents, key = location
     if key in OF_OPTIMIZER:

@@ -32,7 +32,7 @@ class Trace:
         units: number of units in the example.
         inputs: module name -> numbers that identify the module's inputs. Modules with equal numbers
             share their inputs.
-        rows: module name -> number of rows per unit. A module that is missing has 1.
+        rows: module name -> number of rows per unit. A missing module has one row per unit.
         stacked: name of a parameter that is a stack of matrices, such as experts -> number of rows
             per unit that one matrix multiplies, averaged over the matrices.
     """

@@ -127,7 +127,7 @@ def run(arguments: argparse.Namespace) -> str:
 
 def read(source: Path) -> Series:
     """Return all numbers that were logged in a folder and its subfolders, or in a file, by name and
-    in order. If a run has logged a number to csv and to tensorboard, the number has one name."""
+    in order. A number that was logged to both csv and tensorboard is returned once."""
     found: defaultdict[str, dict[float, float]] = defaultdict(dict)
     for path in [source] if source.is_file() else sorted(source.rglob("*")):
         for name, x, value in _numbers(path, alone=path == source):

@@ -187,8 +187,8 @@ class Rotation:
         return _has_gradients(self.range_A, second_nOI.mean(dim=-2))
 
     def layer_mean(self, x_n: Tensor) -> Tensor:
-        """Replace the number of each matrix by the mean over all matrices of its layer. Return
-        [n]."""
+        """Return [n], in which the entry of each matrix is the mean of ``x_n`` over all matrices of
+        its layer."""
         return x_n if self.maps == 1 else repeated(x_n.view(-1, self.maps).mean(dim=1), self.maps)
 
     def rotate(self, x_nOI: Tensor, *, overwrite: bool = False) -> Tensor:
