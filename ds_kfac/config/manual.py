@@ -89,7 +89,7 @@ first, 20 from step 100 on, and 50 from step 1000 on:
 
 ## The "kfac" block
 
-In the following tables "why" says what a key is for, and where it was measured.
+Below, "why" says what a key is for, and where it was measured.
 """  # noqa: E501
 _TUNE = "[measured](../howto/tune.md#other-keys-of-kfacadamw)"
 _OTHERS = "../howto/tune.md#k-fac-gradient-into-another-optimizer"
