@@ -60,7 +60,7 @@ the folder."""
 WEIGHTS_ALONE = (
     "Pass load_module_only=True, load_optimizer_states=False (at stage 3 DeepSpeed needs both) to "
     "start from the weights alone; with transformers' Trainer pass the checkpoint's folder to "
-    "from_pretrained, and none to train()"
+    "from_pretrained, and no checkpoint to train()"
 )
 FRESH = '"checkpoint": {"on_missing": "fresh"} in the "kfac" block'
 

@@ -198,8 +198,8 @@ class LayerFile(_Record):
         terms: fp32 scalar, number of loss terms of the last captured batch.
         A, G: name of a part of the side's decomposition -> flat tensor; None before the first
             refresh.
-        moments: attribute of the class of moments, such as "second_OI" -> fp32 tensor; None if the
-            update rule keeps no moments.
+        moments: name of an attribute of the class of moments, such as "second_OI" -> fp32 tensor;
+            None if the update rule keeps no moments.
     """
 
     terms: Tensor
