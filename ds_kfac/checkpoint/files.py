@@ -367,8 +367,7 @@ def find(tag_directory: Path, save_id: str | None, origin: str | None) -> Path:
     looked = ", ".join(str(tag / FOLDER) for tag in dict.fromkeys(tags))
     raise ValueError(
         f"no K-FAC state {save_id or ''} in {looked}; every rank must see it there. If the tag was "
-        f"converted or moved, copy the folder {FOLDER} of the tag that was saved into "
-        f"{tag_directory}"
+        f"converted or moved, copy the folder {FOLDER} from the original tag to {tag_directory}"
     )
 
 

@@ -1,8 +1,8 @@
 """Continue a run with another optimizer: from AdamW to KFACAdamW, or back.
 
 KFACAdamW splits every parameter group, and DeepSpeed loads groups by place. So weights and moments
-move by parameter name. DeepSpeed itself loads them so from a universal checkpoint, which has a
-folder for each parameter. At stage 0 ds_kfac loads them.
+move by parameter name. DeepSpeed itself does this for a universal checkpoint, which has a folder
+for each parameter. At stage 0 ds_kfac does it.
 
 K-FAC layers begin with AdamW's moments, which are rotated into the first eigenbasis. In the other
 direction the moments of K-FAC layers begin at zero.
@@ -344,9 +344,9 @@ def give(engine: Any, values: Values, saved: Mapping[str, Any]) -> None:
 def _joined(
     key: str, values: Sequence[Mapping[str, Any]], parameters: Sequence[Tensor], like: Tensor
 ) -> Tensor:
-    """Return an entry's weight or moment from those of its parameters, with the shape, dtype and
-    device of ``like``. A moment that was not saved is zero. A weight that was not saved is taken
-    from the module, which is loaded before."""
+    """Return an entry's weight or moment, made of those of its parameters, with the shape, dtype
+    and device of ``like``. A moment that was not saved is zero. A weight that was not saved is
+    taken from the module, which is loaded before."""
     parts = []
     for value, parameter in zip(values, parameters, strict=True):
         part = value.get(key)

@@ -257,7 +257,7 @@ def make_plan(
                 raise
         fewer = most_factors - len(factor_specs(variants[0]))
         reasons = (
-            f"one A for all experts of a stack: {fewer:,} more are over the budget of "
+            f"one A for all experts of a stack: {fewer:,} more As would exceed the budget of "
             f"{config.assignment.memory_budget_gb:g} GB",
         )
 
