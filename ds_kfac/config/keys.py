@@ -79,7 +79,7 @@ class FactorConfig(Block):
 
     A longer side is cut into blocks about as long as the layer's other side, but at least half of
     this value. A side over 16384, such as a head's vocabulary, has a diagonal factor. With
-    ``fisher`` ``activations_only`` only inputs have factors, which are diagonal over 65536."""
+    ``fisher`` ``activations_only`` only inputs have factors, and 16384 becomes 65536."""
 
     @property
     def mean_over_step(self) -> bool:
@@ -181,7 +181,7 @@ class AdamConfig(Block):
     Norms always keep Adam's direction.
 
     Each entry is a regex for the end of a layer's name, after a dot or from its beginning;
-    ``".*"`` is all layers. You may leave out what PEFT or torch.compile append. The default
+    ``".*"`` is all layers. You may leave out what PEFT or torch.compile add to names. The default
     matches the heads of transformers and timm. Unless you set this key, a language model's head
     is also found by its shape: the last layer, if it has the shape of an embedding."""
     blocks: dict[values.NameEnd, values.BlockRows] = {}
@@ -197,7 +197,7 @@ class AdamConfig(Block):
     whiten: float = Field(default=0.125, ge=0, le=1)
     """Power p of A^-p, which is applied on both sides of an orthogonalization. 0: no whitening.
 
-    The step then bounds the response to each input direction instead of the change of the
+    A whitened step bounds the layer's response to each input direction, not the change of the
     weights."""
 
 
@@ -315,8 +315,8 @@ class OptimizerParams(BaseModel):
     weight_decay: float = Field(0.01, ge=0)
     """Decoupled weight decay: a step subtracts lr * weight_decay times the parameter.
 
-    The factor is lr, not ``adam_lr``, for all parameters. A layer that a step did not use does not
-    decay in that step."""
+    All parameters decay by lr, not ``adam_lr``. A layer that a step did not use does not decay in
+    that step."""
     adam_lr: float | None = Field(None, ge=0)
     """Learning rate of embeddings, norms and biases that are in no layer. null: 8 lr. 0: they are
     frozen, without weight decay.
