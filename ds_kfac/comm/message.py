@@ -519,7 +519,7 @@ class Scalars:
         return MessagePart("numbers", self.plan, lambda move: self._sent, torch.float32)
 
     def read(self, received: Arrivals) -> dict[Hashable, Tensor]:
-        """Return name -> scalar for the scalars of all ranks."""
+        """Return name of a scalar -> the scalar, for the scalars of all ranks."""
         # copied, because a view would keep the whole message in memory
         sent = {move.param: piece.clone() for move, piece in received} | {self.rank: self._sent}
         return {
