@@ -60,8 +60,8 @@ __version__ = "0.2.0"
 if not TYPE_CHECKING:  # a type checker would accept any name of a module with __getattr__
 
     def __getattr__(name: str) -> Any:
-        """Return a name of ``public.py`` if a command is running. A user's model that the command
-        imports may use all of these names."""
+        """Return an object of ``public.py`` if a command is running, because a user's model that
+        the command imports may use it."""
         if _is_command and not name.startswith("__"):
             with only_for_data():
                 public = importlib.import_module("ds_kfac.public")

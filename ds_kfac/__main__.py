@@ -40,10 +40,8 @@ def _describe(parser: argparse.ArgumentParser, *, check: bool = False) -> None:
     parser.add_argument(
         "--model",
         required=True,
-        help="module:factory, a function that returns a model, or (model, "
-        "example inputs), called on the meta device; or hf:PATH, a config.json of transformers, "
-        "or its "
-        "folder",
+        help="module:factory, a function that is called on the meta device and returns a model, or "
+        "(model, example inputs); or hf:PATH, a config.json of transformers, or its folder",
     )
     parser.add_argument(
         "--optimizer",
@@ -72,32 +70,33 @@ def _describe(parser: argparse.ArgumentParser, *, check: bool = False) -> None:
         "--batch-rows",
         type=_count,
         metavar="N",
-        help="tokens (or images) of a rank in a step; "
+        help="tokens (or images) that a rank processes in a step; "
         "default: the config's batch times the model's context",
     )
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="device with these builtin costs"
+        "--device", choices=("cuda", "cpu"), default="cuda", help="device whose builtin costs apply"
     )
     parser.add_argument(
-        "--device-flops", type=_rate, metavar="F", help="FLOP/s of K-FAC's products, fp32 or TF32"
+        "--device-flops", type=_rate, metavar="F", help="FLOP/s that K-FAC's products reach"
     )
     parser.add_argument(
         "--model-flops",
         type=_rate,
         metavar="F",
-        help="FLOP/s that the model's forward and backward reach; default: as K-FAC's products",
+        help="FLOP/s that the model's forward and backward passes reach; default: the same as "
+        "--device-flops, or a builtin value",
     )
     parser.add_argument(
         "--costs",
         metavar="FILE",
-        help="rates of a machine, as python -m benchmarks.kernels.costs "
-        "measures them; default: builtin ones, with which runs plan",
+        help="file with the rates of a machine, from python -m benchmarks.kernels.costs; "
+        "default: the builtin rates, with which runs plan",
     )
     parser.add_argument(
         "--link-gbps", type=_rate, metavar="G", help="network Gbit/s of a rank, each way"
     )
     parser.add_argument(
-        "--node-size", type=_count, metavar="N", help="ranks of a node; default: one"
+        "--node-size", type=_count, metavar="N", help="number of ranks of a node; default: 1"
     )
     parser.add_argument(
         "--node-gbps",
@@ -117,8 +116,9 @@ def _describe_factors(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data",
         required=True,
-        help="for hf: models a text file, a .jsonl with a field text, or a folder of the package "
-        "datasets; or module:function, which is called with (rank, ranks) and returns batches",
+        help="if --model is hf: a text file, a .jsonl with a field text, or a folder of the "
+        "package datasets; else module:function, which is called with (rank, ranks) and returns "
+        "batches",
     )
     parser.add_argument(
         "--out",
@@ -134,17 +134,17 @@ def _describe_factors(parser: argparse.ArgumentParser) -> None:
         type=_count,
         default=512,
         metavar="T",
-        help="hf: models: tokens of a sequence, into which texts are joined; default: 512",
+        help="hf: models: length of the sequences into which texts are joined; default: 512",
     )
     parser.add_argument(
         "--batch",
         type=_count,
         default=8,
         metavar="N",
-        help="hf: models: sequences of a rank at a time; default: 8",
+        help="hf: models: sequences in a batch of a rank; default: 8",
     )
     parser.add_argument(
-        "--limit", type=_count, metavar="N", help="hf: models: largest number of sequences"
+        "--limit", type=_count, metavar="N", help="hf: models: use at most N sequences"
     )
     parser.add_argument(
         "--fisher",
@@ -152,7 +152,7 @@ def _describe_factors(parser: argparse.ArgumentParser) -> None:
         help="default: the config's; monte_carlo: the true Fisher; activations_only: A alone",
     )
     parser.add_argument(
-        "--no-corrected", action="store_true", help="skip the second pass, for EKFAC's eigenvalues"
+        "--no-corrected", action="store_true", help="skip the pass that computes EKFAC eigenvalues"
     )
 
 
@@ -186,8 +186,8 @@ COMMANDS = {
     "config": "ds_kfac.config.manual:manual",
     "schema": "ds_kfac.config.manual:schema",
 }
-"""Command -> the function that returns its text, or (text, exit status), called with the parsed
-arguments."""
+"""Name of a command -> the function that runs it. The function gets the parsed arguments, and
+returns a text, or (text, exit status)."""
 FOR_PROGRAMS = ("config", "schema")
 """Commands whose text is not wrapped, because it goes to files."""
 GONE = {"report": "doctor"}

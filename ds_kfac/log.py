@@ -33,7 +33,7 @@ def _is_first() -> bool:
 
 
 def say(text: str, level: int = logging.INFO, *, here: bool | None = None) -> None:
-    """Log a message on rank 0 only. ``here``: whether this rank logs it; None: only on rank 0."""
+    """Log a message. ``here``: whether this rank logs it; None: only rank 0 does."""
     if _is_first() if here is None else here:
         # logging.config disables all existing loggers by default
         logger.disabled = False
@@ -41,5 +41,5 @@ def say(text: str, level: int = logging.INFO, *, here: bool | None = None) -> No
 
 
 def warn(text: str, *, here: bool | None = None) -> None:
-    """Log a warning on rank 0 only, or where ``here`` says, as :func:`say` does."""
+    """Log a warning. ``here``: see :func:`say`."""
     say(f"ds_kfac: WARNING: {text}", logging.WARNING, here=here)

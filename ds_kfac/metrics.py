@@ -32,8 +32,8 @@ SUMMARY = {
     "empty_updates": True,
     "missed_updates": True,  # a factor's batch had no row, and not all ranks contributed
 }
-"""Counter on the device, summed over all layers -> True if it counts all steps so far, False if it
-counts only the last step."""
+"""Name of a counter that is kept on the device and summed over all layers -> True if it counts all
+steps so far, False if it counts only the last step."""
 
 
 class Metrics:
@@ -45,17 +45,18 @@ class Metrics:
 
     Attributes:
         counts: this rank's counters: "steps"; "skipped_steps"; "factor_updates" (steps that
-            captured); "captured_elements" (of factors, over all ranks); "refreshes" (factors
-            decomposed here); "refreshes_<how>" (eigh, iteration, cholesky, diagonal, failed);
-            "refresh_retries" (failed attempts at a decomposition).
+            captured); "captured_elements" (elements of the captured factors of all ranks);
+            "refreshes" (factors decomposed on this rank); "refreshes_<how>", those done by eigh,
+            iteration, cholesky or diagonal, or failed; "refresh_retries" (failed attempts at a
+            decomposition).
         current: the stage that began last.
         timings: set this to True to measure ``seconds``. It synchronises the device before and
             after every stage.
-        seconds: stage -> seconds so far.
+        seconds: name of a stage -> seconds spent in it so far.
         nu: last kl-clip factor, a device scalar, equal on all ranks; None while kl-clip is off.
-        kl: nu^2 lr^2 <V, gradient> / 2, a device scalar like ``nu``. It estimates with the damped
-            curvature how far a step without momentum moves the model's distribution. It is at most
-            kl_clip / 2. With ``fisher`` monte_carlo its unit is nats per row of the loss.
+        kl: nu^2 lr^2 <V, gradient> / 2, a device scalar like ``nu``. This estimates, with the
+            damped curvature, how far a step without momentum moves the model's distribution. It is
+            at most kl_clip / 2. With ``fisher`` monte_carlo its unit is nats per row of the loss.
         summary: fp32 tensor on the device with values summed over ranks, in the order of
             :data:`SUMMARY`.
     """
@@ -73,7 +74,7 @@ class Metrics:
         self._accumulates = torch.tensor(so_far, dtype=torch.float32, device=device)
 
     def step(self, summary: Tensor) -> None:
-        """Count an applied step, with its fp32 numbers in the order of :data:`SUMMARY`."""
+        """Count an applied step. ``summary``: its fp32 counts in the order of :data:`SUMMARY`."""
         self.summary = self.summary * self._accumulates + summary
         self.counts["steps"] += 1
 

@@ -16,7 +16,7 @@ mean over M terms, the gradient of one term is M g.
                      U = m / (sqrt(v) + eps), unbiased, 0 where both an eigenvalue and the
                          gradient along its direction are only rounding errors
                      S = diag(alpha / mean(alpha) + c)^-p
-                     U <- orthogonal(U S) S, scaled to the norm size sqrt(max(O, I))
+                     U <- orthogonal(U S) S, scaled to norm = size * sqrt(max(O, I))
                      W <- W - lr (Q_G U Q_A^T + weight_decay W)
 
 After ``loss.backward()`` of a batch that went through every layer once, call one of
@@ -115,7 +115,7 @@ class KFAC:
         self.decay = decay
         self.identity_G = identity_G
         self.steps = 0
-        self.M = 0  # of this step's batch; 0 until a gradient arrives
+        self.M = 0  # M of this step's batch; 0 until a gradient arrives
 
     def update(self) -> None:
         """Update the factors if this is due, then refresh the eigenbases if this is due. Both are
@@ -163,7 +163,7 @@ class KFAC:
         heads=(),
     ):
         """Take a step of KFACAdamW. The layers named in ``heads`` keep Adam's direction, at the
-        learning rate lr max(``ratio`` 128 / inputs, 1)."""
+        learning rate lr * max(``ratio`` * 128 / inputs, 1)."""
         self.update()
         b1, b2 = betas
         k = self.steps
@@ -198,11 +198,11 @@ def one_step(C: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def orthogonal(U: Tensor, S: Tensor, size: float) -> Tensor:
-    """Return the orthogonal factor of U S (by Newton-Schulz, as in Muon) times S, scaled."""
+    """Return X S, scaled. X is the orthogonal factor of U S, by Newton-Schulz as in Muon."""
     X = U @ S / (U @ S).norm()
     for _ in range(5):
         X = 3.4445 * X - 4.7750 * X @ X.T @ X + 2.0315 * X @ X.T @ X @ X.T @ X
-    # scale to the norm size sqrt(max(O, I)), or to less if the entries of U vanish
+    # scale to the norm size * sqrt(max(O, I)), or to less if the entries of U vanish
     X = X @ S
     return (
         size * max(X.shape) ** 0.5 * X / X.norm() * (U.square().mean().sqrt() / 0.03).clamp(max=1)

@@ -231,7 +231,7 @@ def markdown(rows: list[Row], folder: str, plots: list[str], remarks: list[str])
     lines = [
         "# Convergence",
         "",
-        "This page was made by benchmarks/convergence. Its end explains the columns. "
+        "benchmarks/convergence made this page; the last paragraph explains the columns. "
         "[Which pages are current](README.md).",
         "",
     ]
@@ -251,14 +251,15 @@ def markdown(rows: list[Row], folder: str, plots: list[str], remarks: list[str])
     return "\n".join([*lines, *remarks, *([""] if remarks else []), NOTES])
 
 
-NOTES = """Loss: on the test part of the data, as the mean over seeds with the smallest and the
-largest in brackets. The learning rate ("rate") is the one that was best on the validation part with
-seed 0; the two parts share no data. All methods have the same linear warmup. Columns about another
-method's loss say when the test curve first reaches the final loss of that method's run with the
-same seed (for CIFAR-10: the accuracy), interpolated linearly between evaluations. They are means
-over the seeds that reach it, with the number of these seeds if not all do. Seconds are of training
-only. Ranges of rates are of validation losses; a range with * ends at an end of the sweep, so the
-true range may be wider. All runs are in the folder's csv files.
+NOTES = """Losses are means over seeds on the test part of the data, with the smallest and the
+largest in brackets. The learning rate ("rate") was the best on the validation part with seed 0; the
+two parts share no data. All methods have the same linear warmup. Columns of steps and seconds to
+another method's loss say when the test curve first reaches the final loss of that method's run with
+the same seed (for CIFAR-10: the accuracy), interpolated linearly between evaluations. They are
+means over the seeds that reach it, with the number of these seeds if not all do. Seconds are of
+training only. The column "mean step to" is a ratio of seconds per step. "Rates within 5 %" have
+validation losses within 5 % of the best; a range with * ends at an end of the sweep, so it may be
+wider. All runs are in the folder's csv files.
 """
 
 

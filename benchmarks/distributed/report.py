@@ -99,9 +99,9 @@ def bytes_section(rows: Sequence[Row], out: Path) -> list[str]:
     return [
         "## Bytes, collectives and memory",
         "",
-        f"A GPT of {size['parameters'] / 1e6:.1f} M parameters, {size['gradient'] / 1e6:.2f} M of "
-        f"them preconditioned; MB per rank and step, amortised over factors every {UPDATE} and "
-        f"eigenbases every {REFRESH} steps.",
+        f"The table has MB per rank for a GPT of {size['parameters'] / 1e6:.1f} M parameters, "
+        f"{size['gradient'] / 1e6:.2f} M of them preconditioned. They are means over all steps, "
+        f"with factors every {UPDATE} and eigenbases every {REFRESH} steps.",
         "",
         *table(BYTES_HEADER, cells),
         f"![payload]({out.name}/payload.png)",

@@ -81,11 +81,11 @@ def document(rows: Sequence[Row], roofline: Roofline, about: Mapping[str, str], 
 counted), product
   {roofline.flops_per_second / 1e9:.0f} GFLOP/s in {roofline.dtype}
 
-Times are medians of calls, in turn with the library's equivalent. Bytes and FLOPs are the smallest
-numbers that any implementation needs: half of X^T X, every input read once and every output written
-once. "Of the roofline" is the time that the machine needs for these bytes and FLOPs, divided by the
-measured time; it exceeds 100 % if data was still in a cache. An op whose result differs from
-float64's has no speed.
+Times are medians of calls, which alternate with calls of the library's equivalent. Bytes and FLOPs
+are the smallest numbers that any implementation needs: half of X^T X, every input read once and
+every output written once. "Of the roofline" is the time that the machine needs for these bytes and
+FLOPs, divided by the measured time; it exceeds 100 % if data was still in a cache. An op with a
+wrong result, compared with float64, has no speed.
 
 ![roofline]({name}.png)
 

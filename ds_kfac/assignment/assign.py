@@ -322,8 +322,8 @@ def worker_counts(world: int) -> tuple[int, ...]:
 
 
 def workers_for(fraction: float, world: int) -> int:
-    """Return the number of gradient workers g = max(1, fraction W), where W is ``world``. If g does
-    not divide W, raise ValueError, which names the nearest valid fractions."""
+    """Return the number of gradient workers g = max(1, fraction * W), where W is ``world``. If g
+    does not divide W, raise ValueError, which names the nearest valid fractions."""
     wanted = max(1.0, fraction * world)
     counts = worker_counts(world)
     nearest = min(counts, key=lambda count: abs(count - wanted))
@@ -378,8 +378,8 @@ def refresh_offsets(
             ranks capture it.
 
     Returns two values. The first is factor key -> offset of the factor's refreshes, a step modulo
-    the refresh interval. The offset modulo the update interval is that of the factor's captures.
-    The second value is the time of the slowest rank in the slowest step, in seconds.
+    the refresh interval. Modulo the update interval, it is the offset of the factor's captures. The
+    second value is the time of the slowest rank in the slowest step, in seconds.
     """
     costs = work.costs
     refresh = work.refresh_interval
@@ -566,7 +566,7 @@ def strides(
 
     Args:
         rows, wanted: see :func:`counted`.
-        together: smallest number of ranks that can contribute.
+        together: smallest number of ranks that can contribute, see ``Contributors.sequence``.
     """
     made: dict[str, int] = {}
     for factor in factors:

@@ -31,7 +31,7 @@ Table = tuple[tuple[int, float], ...]
 
 
 def capture_flops(side: Side, rows: int) -> int:
-    """Return the FLOPs of the blocks of the symmetric product x^T x."""
+    """Return the FLOPs of the symmetric product x^T x, computed for the side's blocks alone."""
     return sum(rows * count * width * (width + 1) for count, width in side.groups)
 
 
@@ -287,7 +287,7 @@ def measured(costs: CostModel, path: str) -> CostModel:
                 raise ValueError(f"{name}: sizes must ascend")
     except (OSError, ValueError, TypeError) as problem:
         raise ValueError(
-            f"--costs {path}: {problem}; python -m benchmarks.kernels.costs writes one"
+            f"--costs {path}: {problem}; python -m benchmarks.kernels.costs writes such a file"
         ) from None
     return replace(costs, **fields, measured=frozenset(fields))
 
@@ -497,10 +497,10 @@ class Work:
     def bytes_of(
         self, workers: Workers, eigen_workers: Mapping[str, int]
     ) -> Mapping[str, Sequence[int]]:
-        """Return kind -> bytes on every rank.
+        """Return kind of memory -> list of bytes, one entry per rank.
 
         The kinds "factors" (on eigen workers), "eigenbases" and "moments" (on gradient workers) are
-        K-FAC's state. A rank that uses an eigenbasis for several layers has it once. The kind
+        K-FAC's state. An eigenbasis that a rank uses for several layers is counted once. The kind
         "beside" is the memory that a step needs in addition: batch sums on eigen workers, and
         gradients and results on gradient workers. Messages are not included.
         """

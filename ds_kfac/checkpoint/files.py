@@ -6,9 +6,9 @@
     <layer>.layer.pt       a layer
     states.json            size and CRC-32 of every file that DeepSpeed wrote into the tag
 
-``records.py`` has a pydantic model of each. A file is on disk before another file refers to it. It
-is read only if it is still what was written: a CRC finds flipped bytes and swapped files, but not
-forged files. Names in the model never become paths.
+``records.py`` has a pydantic model of each. A file is on disk before another file refers to it.
+Before a file is used, its CRC is compared with that of the file that was written. This finds
+flipped bytes and swapped files, but not forged files. Names in the model never become paths.
 """
 
 import errno
@@ -60,7 +60,7 @@ the folder."""
 WEIGHTS_ALONE = (
     "Pass load_module_only=True, load_optimizer_states=False (at stage 3 DeepSpeed needs both) to "
     "start from the weights alone; with transformers' Trainer pass the checkpoint's folder to "
-    "from_pretrained, and none to train()"
+    "from_pretrained, and no checkpoint to train()"
 )
 FRESH = '"checkpoint": {"on_missing": "fresh"} in the "kfac" block'
 
@@ -164,7 +164,7 @@ def read_payload(path: Path, holds: str, entry: FileEntry | None) -> Any:
     Raises:
         ValueError: there is no such file, or it is not the file that was written. The message
             begins with its path.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     if entry is None or entry.holds != holds:
         raise ValueError(f"{path}: the header does not say that it holds {holds}")
@@ -200,8 +200,8 @@ def read_payload(path: Path, holds: str, entry: FileEntry | None) -> Any:
 
 
 def _parts(payload: Any, path: str = "") -> dict[str, Any]:
-    """Return path -> object for everything in a payload, such as "A.eigenvectors"; the path of the
-    payload itself is ""."""
+    """Return path, such as "A.eigenvectors" -> object, for every object in a payload. The path of
+    the payload itself is ""."""
     parts = {path: payload}
     if isinstance(payload, dict):
         items = list(payload.items())
@@ -215,7 +215,8 @@ def _parts(payload: Any, path: str = "") -> dict[str, Any]:
 
 
 def _descriptions(payload: Any) -> dict[str, str]:
-    """Return path -> dtype and shape if a tensor is there, else the name of the value's type."""
+    """Return path in a payload -> dtype and shape of the tensor there, or the type of another
+    value."""
     return {path: _described(part) for path, part in _parts(payload).items()}
 
 
@@ -227,8 +228,9 @@ def _described(part: Any) -> str:
 
 
 def _wrong_value(payload: Any) -> str | None:
-    """Return which tensor has values that no run can have, and why; None if there is none. Without
-    this check a wrong value would cause an error in a later step, on one rank."""
+    """Return which tensor has values that no run can have, and what is wrong with them; None if all
+    are possible. Without this check a wrong value would cause an error in a later step, on one
+    rank."""
     for path, part in _parts(payload).items():
         if not isinstance(part, Tensor):
             continue
@@ -365,8 +367,7 @@ def find(tag_directory: Path, save_id: str | None, origin: str | None) -> Path:
     looked = ", ".join(str(tag / FOLDER) for tag in dict.fromkeys(tags))
     raise ValueError(
         f"no K-FAC state {save_id or ''} in {looked}; every rank must see it there. If the tag was "
-        f"converted or moved, copy the folder {FOLDER} of the tag that was saved into "
-        f"{tag_directory}"
+        f"converted or moved, copy the folder {FOLDER} from the original tag to {tag_directory}"
     )
 
 

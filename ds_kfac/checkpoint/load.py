@@ -36,8 +36,8 @@ def load(
 ) -> None:
     """Restore state written by :func:`save`. Collective.
 
-    Layers that the save lacks start empty, and so do factors of another kind (``fisher``,
-    ``weight_sharing``), with a warning.
+    Layers that the save lacks start empty, with a warning. So do factors that were saved with
+    another ``fisher`` or ``weight_sharing``.
 
     Args:
         save_id: id of the save; None: the tag's last finished save.
@@ -139,8 +139,8 @@ def _read_layers(
 
 
 def _rows_here(kfac: KFACPreconditioner, header: Header) -> dict[str, float] | None:
-    """Return layer -> number of rows of a rank in a step. None if these numbers are unknown until
-    the next captured step."""
+    """Return layer name -> mean number of rows that a rank has in a step. None if these numbers are
+    unknown until the next captured step."""
     if header.ranks.get(kfac.engine_view.domain.name) != kfac.channel.world:
         return None  # with another number of ranks, each rank has other rows
     rows = {name: header.rows[saved] for name, saved in kfac.names.items() if saved in header.rows}
@@ -156,7 +156,7 @@ def _timetable_here(
 ) -> dict[str, Any]:
     """Return which factors are ready, and the adaptive rule's state, in the form that
     ``load_state_dict`` takes."""
-    # the partner of a factor that starts empty is decomposed with it, as soon as it has data
+    # if one factor of a layer starts empty, both are decomposed as soon as that factor has data
     incomplete = set[str]()
     for sides in factors_by_layer(specs).values():
         keys = {spec.key for spec in sides.values()}
@@ -193,7 +193,7 @@ def _groups_here(kfac: KFACPreconditioner, header: Header) -> Groups | None:
     groups = tuple(tuple(here[name] for name in group if name in here) for group in header.shared)
     if groups == kfac.observations.groups:
         return groups
-    candidates = kfac.plan.sharing_candidates  # layers with equal values may share
+    candidates = kfac.plan.sharing_candidates  # layer -> key; layers with equal keys may share
     groups = tuple(tuple(name for name in group if name in candidates) for group in groups)
     return tuple(
         group
@@ -238,7 +238,7 @@ def _of_stack(key: str, saved: Container[str]) -> str:
 
     This is the expert's own key, else the key of the nearest expert before it, because the saved
     run may have had one A for all experts, or this rank may have other experts now. Their inputs
-    are tokens of the same kind. If the save has no such key, it is ``key``.
+    are tokens of the same kind. If the save has none of these keys, return ``key``.
     """
     stack, _, number = key[:-2].rpartition(".")
     numbers = range(int(number), -1, -1) if number.isdigit() else ()
@@ -496,7 +496,7 @@ def _check_groups(
     loads weights and moments by their place in a group, except from a universal checkpoint.
 
     Raises:
-        CheckpointError: on every rank, whatever ``on_missing``.
+        CheckpointError: on every rank, whatever the config's ``on_missing``.
     """
     saved = (entry or {}).get("groups", {})
     moved = [name for name, group in groups.items() if saved.get(name, group) != group]
@@ -504,9 +504,10 @@ def _check_groups(
         named = ", ".join(moved[:3]) + (", .." if len(moved) > 3 else "")
         raise CheckpointError(
             f"ds_kfac: the optimizer state in {tag_directory} has {named} in other parameter "
-            "groups: kfac.layers, or what K-FAC knows of the model, was different when it was "
-            "saved. DeepSpeed loads this state by place, so this engine's weights and moments are "
-            f"mixed up now: build a new engine, with the old kfac.layers. {files.WEIGHTS_ALONE}"
+            "groups: kfac.layers, or the layers that K-FAC found in the model, were different when "
+            "it was saved. DeepSpeed loads this state by place, so this engine's weights and "
+            "moments are mixed up now: build a new engine, with the old kfac.layers. "
+            f"{files.WEIGHTS_ALONE}"
         )
 
 
@@ -515,16 +516,17 @@ def _check_schedule(scheduler: Any, tag_directory: Path) -> None:
     place.
 
     Raises:
-        CheckpointError: on every rank, whatever ``on_missing``.
+        CheckpointError: on every rank, whatever the config's ``on_missing``.
     """
     rates = getattr(scheduler, "base_lrs", None)
     optimizer = getattr(scheduler, "optimizer", None)
     if rates is not None and optimizer is not None and len(rates) != len(optimizer.param_groups):
         raise CheckpointError(
-            f"ds_kfac: the {type(scheduler).__name__} in {tag_directory} has rates of {len(rates)} "
-            f"parameter groups, here it has {len(optimizer.param_groups)}. With KFACAdamW a "
-            "scheduler has the groups that you gave to the optimizer. Load with "
-            "load_lr_scheduler_states=False, and step the scheduler to where it was"
+            f"ds_kfac: the {type(scheduler).__name__} in {tag_directory} has learning rates of "
+            f"{len(rates)} parameter groups, but this optimizer has "
+            f"{len(optimizer.param_groups)}. With KFACAdamW a scheduler has the groups that you "
+            "gave to the optimizer. Load with load_lr_scheduler_states=False, and step the "
+            "scheduler as often as it had been stepped before the save"
         )
 
 
@@ -558,8 +560,8 @@ def _check_one_save(job: Job, load_dir: str, loaded: bool, entry: Mapping[str, A
     some ranks may have that of the old save, and others that of the new save.
 
     Raises:
-        CheckpointError: on every rank, whatever ``on_missing``: the weights themselves are of
-            several saves.
+        CheckpointError: on every rank, whatever the config's ``on_missing``: the weights themselves
+            are of several saves.
     """
     if not loaded:
         mine = "nothing to load"

@@ -1,8 +1,8 @@
 """Continue a run with another optimizer: from AdamW to KFACAdamW, or back.
 
 KFACAdamW splits every parameter group, and DeepSpeed loads groups by place. So weights and moments
-move by parameter name. From a universal checkpoint, which has a folder for each parameter,
-DeepSpeed loads them. At stage 0 ds_kfac loads them.
+move by parameter name. DeepSpeed itself does this for a universal checkpoint, which has a folder
+for each parameter. At stage 0 ds_kfac does it.
 
 K-FAC layers begin with AdamW's moments, which are rotated into the first eigenbasis. In the other
 direction the moments of K-FAC layers begin at zero.
@@ -44,18 +44,19 @@ from ds_kfac.zero.deepspeed_versions import replaced, with_global_state
 from ds_kfac.zero.layout import parameter_groups
 
 WEIGHT = "fp32"
-"""Key of a parameter's fp32 weight, beside those of AdamW's moments and step."""
+"""Key of a parameter's fp32 weight, beside the keys of AdamW's moments and step."""
 LISTS = "fp32_groups"
 """Key under which one of DeepSpeed's 16-bit optimizers of stage 0 saves fp32 weights: a list for
 each group."""
 FLAT = "fp32_groups_flat"
-"""Key under which DeepSpeed's other 16-bit optimizer saves them: one flat tensor for each group."""
+"""Key under which DeepSpeed's other 16-bit optimizer saves fp32 weights: a flat tensor for each
+group."""
 LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter")
 TO_ADAMW = (
-    "this engine continues from a checkpoint of KFACAdamW. Moments of K-FAC layers were in "
-    "eigenbases and begin at zero; everything else continues. So warm up again, unless AdamW "
-    "counts the steps of each parameter, as it does at stage 0 in fp32 "
-    "(docs/howto/resume_and_move.md)"
+    "this engine continues from a checkpoint of KFACAdamW. Its moments of K-FAC layers are in "
+    "eigenbases, so these layers begin with moments of zero; everything else continues. Warm up "
+    "the learning rate again, unless AdamW counts the steps of each parameter, as it does at "
+    "stage 0 in fp32 (docs/howto/resume_and_move.md)"
 )
 
 
@@ -147,7 +148,7 @@ def moving(
     settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     by_name: dict[str, Any] = {}
 
-    # this ``saved`` is the rank's own, because the rank may have a shard of the model
+    # the argument is this rank's own state, because the rank may have a shard of the model
     def give_by_name(saved: Mapping[str, Any], **_: Any) -> None:
         by_name.update(of_stage_0(engine, saved, states, folder))
         give(engine, by_name.get, saved)
@@ -179,8 +180,8 @@ def _set_rates(scheduler: Any) -> None:
 
 
 def _inner(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return torch's part of an optimizer's state. In 16 bits DeepSpeed puts fp32 weights beside
-    it."""
+    """Return torch's part of an optimizer's state. In 16 bits DeepSpeed adds fp32 weights to the
+    state."""
     return state if "param_groups" in state else state[OPTIMIZER_STATE_DICT]
 
 
@@ -272,10 +273,10 @@ def of_stage_0(
                 values[name] |= {key: part[index] for key, part in parts.items()}
     except (KeyError, ValueError, RuntimeError) as error:
         raise CheckpointError(
-            f"ds_kfac: the optimizer in {folder} has other parameter groups than "
-            f"{[len(group) for group in groups]} parameters, or other moments than AdamW's, so "
-            "moments cannot be matched with parameters. Give the optimizer the groups that it was "
-            f"saved with. {files.WEIGHTS_ALONE}"
+            f"ds_kfac: the optimizer in {folder} does not have groups of "
+            f"{[len(group) for group in groups]} parameters, or has other moments than AdamW's, so "
+            "moments cannot be matched with parameters. Give this optimizer the groups of the "
+            f"saved one. {files.WEIGHTS_ALONE}"
         ) from error
     return values
 
@@ -289,8 +290,8 @@ def _names_by_group(
 ) -> list[list[str]]:
     """Return the names of the parameters in each group of a saved optimizer of stage 0.
 
-    A checkpoint of KFACAdamW names them in its client state. For AdamW they are assumed to be the
-    groups that the user gives to this engine, in the same order.
+    A checkpoint of KFACAdamW names the parameters in its client state. AdamW's groups are assumed
+    to be those that the user gives to this engine, in the same order.
     """
     saved_groups = _inner(saved)["param_groups"]
     if of_kfac(saved_groups):
@@ -343,9 +344,9 @@ def give(engine: Any, values: Values, saved: Mapping[str, Any]) -> None:
 def _joined(
     key: str, values: Sequence[Mapping[str, Any]], parameters: Sequence[Tensor], like: Tensor
 ) -> Tensor:
-    """Return an entry's weight or moment from those of its parameters, with the shape, dtype and
-    device of ``like``. A moment that was not saved is zero. A weight that was not saved is taken
-    from the module, which is loaded before."""
+    """Return an entry's weight or moment, made of those of its parameters, with the shape, dtype
+    and device of ``like``. A moment that was not saved is zero. A weight that was not saved is
+    taken from the module, which is loaded before."""
     parts = []
     for value, parameter in zip(values, parameters, strict=True):
         part = value.get(key)

@@ -103,7 +103,7 @@ class TimetableRecord(_Record):
     """State of ``Timetable``, of all domains.
 
     Attributes:
-        domains: domain -> number of its captures.
+        domains: name of a domain -> counts of its captures.
         factors: factor key -> its clock; empty without the adaptive rule.
     """
 
@@ -137,18 +137,20 @@ class Header(_Record):
             it, too.
         steps: number of applied steps.
         method: the ``preconditioner.method`` that made the layers' decompositions.
-        moments: name of the moments in the layers' files; None if they have none.
-        kinds: what the factors are second moments of. Factors of another kind start empty.
+        moments: ``NAME`` of the class of moments in the layers' files; None if the files have no
+            moments.
+        kinds: what the factors are second moments of. A run whose factors are of another kind
+            starts them empty.
         layers: layer name -> its sides and groups.
         factors: factor key -> its side.
         peak_lr: number of a parameter group -> its largest learning rate so far.
         shared: groups of layers that share one A; None if they were not known yet.
-        rows: layer name -> mean rows of a rank in a step. Empty if they were not known yet, or if
-            nothing depends on them.
-        ranks: domain -> number of its ranks. ``rows`` is for this number of ranks.
+        rows: layer name -> mean number of rows that a rank has in a step. Empty if these numbers
+            were not known yet, or if nothing depends on them.
+        ranks: name of a domain -> number of its ranks when ``rows`` was observed.
         timetable: the adaptive rule's state.
         ready: keys of the factors that have been decomposed.
-        files: file name -> the file's entry.
+        files: name of a file of the save -> what it holds, and its checksum.
     """
 
     format: NonNegativeInt
@@ -169,7 +171,7 @@ class Header(_Record):
 
 
 class HistoryRecord(_Record):
-    """A factor's last two values, fp32 [P] each, for adaptive intervals."""
+    """A factor's values after its last two updates, fp32 [P] each, for adaptive intervals."""
 
     last: Tensor
     before: Tensor
@@ -196,7 +198,8 @@ class LayerFile(_Record):
         terms: fp32 scalar, number of loss terms of the last captured batch.
         A, G: name of a part of the side's decomposition -> flat tensor; None before the first
             refresh.
-        moments: name -> fp32 tensor; None if the update rule keeps no moments.
+        moments: name of an attribute of the class of moments, such as "second_OI" -> fp32 tensor;
+            None if the update rule keeps no moments.
     """
 
     terms: Tensor
@@ -222,7 +225,7 @@ def checked(record: type[Record], value: Any, path: Path) -> Record:
     """Return a file's content as a record.
 
     Raises:
-        ValueError: it is not such a record. The message begins with the file's path.
+        ValueError: the content is not such a record. The message begins with the file's path.
     """
     try:
         return record.model_validate(value)

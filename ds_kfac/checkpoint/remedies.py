@@ -20,7 +20,7 @@ CONVERT = (
     '--output_folder {folder}_universal, and load that with "checkpoint": {{"load_universal": '
     "true}} in the DeepSpeed config (docs/howto/resume_and_move.md)"
 )
-"""Template of a remedy. ``folder`` stands for the tag's folder."""
+"""Template of a remedy, in which ``folder`` is the tag's folder."""
 
 
 def tag_of(load_dir: Path, tag: str | None, *, universal: bool = False) -> Path:
@@ -63,8 +63,8 @@ def _explanation(engine: Any, load_dir: Path, tag: str | None, error: Exception)
         convert = CONVERT.format(folder=tag_of(load_dir, None))
         return (
             f'the DeepSpeed config has "checkpoint": {{"load_universal": true}}, but {load_dir} '
-            "has no universal checkpoint. The key is only for the move itself: to load this run's "
-            f"own checkpoints after it, take that out. To move: {convert}"
+            "has no universal checkpoint. The key is only for the move itself: take it out of the "
+            f"config to load this run's own checkpoints. To move: {convert}"
         )
     if "current world size is" in str(error):
         convert = CONVERT.format(folder=folder)
@@ -126,9 +126,9 @@ def _other_groups(engine: Any, load_dir: Path, folder: Path, error: Exception) -
             f"{CONVERT.format(folder=folder)}. Or: "
         )
     return (
-        f"{headline}KFACAdamW splits each group into layers, other matrices and all else, so it "
-        "and other optimizers cannot load each other's state, nor can it load its own if "
-        f"kfac.layers was different. {convert}{files.WEIGHTS_ALONE}"
+        f"{headline}KFACAdamW splits each group into layers, other matrices and all else. So "
+        "KFACAdamW and other optimizers cannot load each other's state, and KFACAdamW cannot load "
+        f"a state that was saved with other kfac.layers. {convert}{files.WEIGHTS_ALONE}"
     )
 
 

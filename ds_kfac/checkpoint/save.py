@@ -260,7 +260,7 @@ def finish(job: Job, tag_directory: Path, header: Header, later: bool = False) -
     saves. Collective.
 
     Args:
-        later: whether DeepSpeed still writes its files, in the background.
+        later: whether DeepSpeed is still writing its files in the background.
 
     Raises:
         CheckpointError: on every rank, if this failed on any rank.
@@ -336,8 +336,8 @@ def save_checkpoint(
             files.write_text(Path(save_dir) / "latest", tag)
     if header is None:
         raise CheckpointError(
-            f"{entry['problem']}\nDeepSpeed's own checkpoint {folder} is complete; it loads with "
-            f"{files.FRESH}, and K-FAC then starts afresh"
+            f"{entry['problem']}\nDeepSpeed's own checkpoint {folder} is complete. To load it, set "
+            f"{files.FRESH}; K-FAC then starts afresh"
         )
     finish(job, folder, header, in_background)
     if grams is not None and steps:

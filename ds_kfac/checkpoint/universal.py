@@ -80,8 +80,8 @@ def load_untrained(engine: Any, folder: Path) -> None:
 
 
 def _saved_values(folder: Path) -> dict[str, Tensor]:
-    """Return name -> value of frozen weights and buffers. At stage 3 each rank has saved a part of
-    each weight."""
+    """Return name of a frozen weight or a buffer -> its value. At stage 3 each rank has saved a
+    part of each weight."""
     paths_by_rank = {
         int(path.name.split("_")[3]): path
         for path in folder.glob("zero_pp_rank_*_mp_rank_00_model_states.pt")

@@ -105,7 +105,7 @@ def _blamed(ranks: Sequence[int], number: int) -> list[str]:
         if time.monotonic() > deadline:
             who = ", ".join(map(str, missing))
             return [
-                f"rank {who} did not come: it died (killed, out of memory), or is running another "
-                "part of the program"
+                f"rank {who} did not come to this exchange: it died (killed, out of memory), or is "
+                "running another part of the program"
             ]
         time.sleep(0.1)

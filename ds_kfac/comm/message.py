@@ -77,10 +77,10 @@ class Channel:
     may pass different groups. The channel connects the ranks of the group.
 
     Attributes:
-        calls: kind -> number of collectives entered. A collective that carries several kinds counts
-            for the first of them.
-        sent: kind -> payload bytes to other ranks.
-        received: kind -> payload bytes from other ranks.
+        calls: kind of data -> number of collectives entered. A collective that carries several
+            kinds counts for the first of them.
+        sent: kind of data -> payload bytes to other ranks.
+        received: kind of data -> payload bytes from other ranks.
     """
 
     def __init__(self, group: Any) -> None:
@@ -123,7 +123,8 @@ class Channel:
 
         Args:
             sent: flat tensor with the elements for all ranks, in rank order.
-            bytes_by_kind: kind -> (payload bytes to other ranks, payload bytes from other ranks).
+            bytes_by_kind: kind of data -> (payload bytes to other ranks, payload bytes from other
+                ranks).
 
         Returns the received tensor, and a handle to wait for before the tensor is read.
         """
@@ -404,8 +405,8 @@ class BufferLayout:
             self.sizes.append(start - first)
 
     def payload(self, rank: int) -> Counter[str]:
-        """Return kind -> number of bytes in the buffer that come from or go to ranks other than
-        ``rank``, without padding."""
+        """Return kind of data -> number of bytes in the buffer that come from or go to ranks other
+        than ``rank``, without padding."""
         payload = Counter[str]()
         for slot in self.slots:
             if slot.pair != (rank, rank):
@@ -512,13 +513,13 @@ class Scalars:
         """Return the message part with this rank's scalars, in fp32 on the device.
 
         Args:
-            values: name -> scalar tensor on the device, or Python number.
+            values: name of a scalar -> scalar tensor on the device, or Python number.
         """
         self._sent = stacked([values[name] for name in self.names[self.rank]], device)
         return MessagePart("numbers", self.plan, lambda move: self._sent, torch.float32)
 
     def read(self, received: Arrivals) -> dict[Hashable, Tensor]:
-        """Return name -> scalar for the scalars of all ranks."""
+        """Return name of a scalar -> the scalar, for the scalars of all ranks."""
         # copied, because a view would keep the whole message in memory
         sent = {move.param: piece.clone() for move, piece in received} | {self.rank: self._sent}
         return {

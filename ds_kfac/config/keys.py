@@ -79,7 +79,7 @@ class FactorConfig(Block):
 
     A longer side is cut into blocks about as long as the layer's other side, but at least half of
     this value. A side over 16384, such as a head's vocabulary, has a diagonal factor. With
-    ``fisher`` ``activations_only`` only inputs have factors, and this limit is 65536."""
+    ``fisher`` ``activations_only`` only inputs have factors, and 16384 becomes 65536."""
 
     @property
     def mean_over_step(self) -> bool:
@@ -98,7 +98,7 @@ class EigenbasisConfig(Block):
 
 
 class DampingConfig(Block):
-    """What is added to the Fisher's eigenvalues."""
+    """What is added to the Fisher matrix's eigenvalues."""
 
     value: values.Positive | None = None
     """Size of the damping. null: 0.001 with ``tikhonov``, 1 with ``relative``."""
@@ -128,7 +128,7 @@ class PreconditionerConfig(Block):
     Cholesky, with KAISA's pi-damping.
 
     ``inverse`` needs half the products of a step, sends half the bytes to other workers and
-    refreshes about ten times as fast. Use it for sides of 4096 and up. If damping changes, it takes
+    refreshes about ten times as fast. Use it for sides of 4096 and up. A change of damping takes
     effect at the next refresh. ``inverse`` needs ``eigenvalues`` ``kronecker``."""
     eigenvalues: Literal["kronecker", "corrected"] | None = None
     """Eigenvalues of the Fisher matrix in the eigenbasis. ``kronecker``: products of the factors'
@@ -181,7 +181,7 @@ class AdamConfig(Block):
     Norms always keep Adam's direction.
 
     Each entry is a regex for the end of a layer's name, after a dot or from its beginning;
-    ``".*"`` is all layers. You may leave out what PEFT or torch.compile append. The default
+    ``".*"`` is all layers. You may leave out what PEFT or torch.compile add to names. The default
     matches the heads of transformers and timm. Unless you set this key, a language model's head
     is also found by its shape: the last layer, if it has the shape of an embedding."""
     blocks: dict[values.NameEnd, values.BlockRows] = {}
@@ -197,7 +197,7 @@ class AdamConfig(Block):
     whiten: float = Field(default=0.125, ge=0, le=1)
     """Power p of A^-p, which is applied on both sides of an orthogonalization. 0: no whitening.
 
-    The step then bounds the response to each input direction instead of the change of the
+    A whitened step bounds the layer's response to each input direction, not the change of the
     weights."""
 
 
@@ -315,14 +315,14 @@ class OptimizerParams(BaseModel):
     weight_decay: float = Field(0.01, ge=0)
     """Decoupled weight decay: a step subtracts lr * weight_decay times the parameter.
 
-    The factor is lr, not ``adam_lr``, for all parameters. A layer that a step did not use does not
-    decay in that step."""
+    All parameters decay by lr, not ``adam_lr``. A layer that a step did not use does not decay in
+    that step."""
     adam_lr: float | None = Field(None, ge=0)
     """Learning rate of embeddings, norms and biases that are in no layer. null: 8 lr. 0: they are
     frozen, without weight decay.
 
-    The learning rate of heads follows ``adam_lr`` (docs/howto/tune.md). If ``adam_lr`` is 0, it is
-    lr."""
+    The learning rate of heads follows ``adam_lr`` (docs/howto/tune.md). If ``adam_lr`` is 0, heads
+    have lr."""
     torch_adam: bool = False
     """true: torch's AdamW steps the parameters that are in no layer. false: DeepSpeed's Adam does.
 
@@ -333,7 +333,7 @@ class OptimizerParams(BaseModel):
 DEFAULTS: dict[str, Any] = {
     name: field.default for name, field in OptimizerParams.model_fields.items()
 }
-"""Parameter -> its default."""
+"""Name of a parameter -> its default."""
 
 
 class KFACConfig(Block):
@@ -475,7 +475,7 @@ def _contradictions(block: Mapping[str, Any]) -> list[str]:
             )
         if given("factor", "fisher") == "monte_carlo":
             errors.append(
-                'kfac.factor.loss_mean "step": the sampled loss of kfac.factor.fisher '
-                '"monte_carlo" is a mean over each micro-batch: leave loss_mean out'
+                'kfac.factor.loss_mean "step" does not fit kfac.factor.fisher "monte_carlo": the '
+                "sampled loss is a mean over each micro-batch; leave loss_mean out"
             )
     return errors

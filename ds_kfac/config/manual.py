@@ -71,7 +71,7 @@ run.
 | `"linear"`, `"cosine"`, `"exponential"` | from `start` to `end` in `steps` steps, after `delay` steps (default 0) |
 | `"piecewise"` | `values` has one entry more than `steps`; the value changes at each of `steps` |
 
-`"exponential"` needs positive ends. Intervals are rounded to whole steps. In this example the update interval is 5 at
+`"exponential"` needs `start` and `end` above 0. Intervals are rounded to whole steps. Here the update interval is 5 at
 first, 20 from step 100 on, and 50 from step 1000 on:
 
 ```json
@@ -89,7 +89,7 @@ first, 20 from step 100 on, and 50 from step 1000 on:
 
 ## The "kfac" block
 
-In the following tables "why" says what a key is for, and where it was measured.
+Below, "why" says what a key is for, and where it was measured.
 """  # noqa: E501
 _TUNE = "[measured](../howto/tune.md#other-keys-of-kfacadamw)"
 _OTHERS = "../howto/tune.md#k-fac-gradient-into-another-optimizer"
@@ -137,9 +137,9 @@ WHY = {
     "tools](../howto/factors_for_other_tools.md)",
     "checkpoint.on_missing": "continue without K-FAC's part of a checkpoint",
 }
-"""Key -> why it exists. Either some value trains better than the default by more than the spread
-between seeds, or the key has another purpose. A key without a reason should be a constant in the
-code."""
+"""Name of a key -> why the key exists. Either some value trains better than the default by more
+than the spread between seeds, or the key has another purpose. A key without a reason should be a
+constant in the code."""
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
@@ -174,7 +174,7 @@ def table(prefix: str, keys: Mapping[str, Any]) -> Iterator[str]:
 
     Args:
         prefix: the text before each key's name, such as "factor.".
-        keys: name -> JSON schema.
+        keys: name of a key -> its JSON schema.
     """
     is_kfac = not prefix.startswith(PARAMS)  # parameters of KFACAdamW have no column "why"
     yield "| key | type | default | what it does |" + (" why |" if is_kfac else "")

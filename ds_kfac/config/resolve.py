@@ -14,7 +14,7 @@ DENSE_MAX = 4096
 REFRESH = 5
 """Number of factor updates between two refreshes."""
 DAMPING = {"tikhonov": 1e-3, "relative": 1.0}
-"""``damping.kind`` -> ``damping.value``."""
+"""``damping.kind`` -> default of ``damping.value``."""
 KL_CLIP = 1e-3
 RULES_BLOCKS = ("damping", "preconditioner", "adam")
 """Blocks whose keys only update rules read. Each update rule reads some of these blocks."""
@@ -28,8 +28,8 @@ def resolve(
 
     Args:
         fisher: value that the update rule chooses for ``factor.fisher``.
-        blocks: the blocks of :data:`RULES_BLOCKS` that this update rule reads. Choices in its other
-            blocks get no text.
+        blocks: the blocks of :data:`RULES_BLOCKS` that this update rule reads. Choices in the
+            blocks that it does not read get no text.
         adaptive: whether the optimizer is adaptive, see :func:`adaptive`.
 
     Returns the config, and a text for each choice: key, value, reason.

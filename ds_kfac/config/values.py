@@ -185,8 +185,8 @@ def holds_value(annotation: Any) -> bool:
 
 
 def _parse(raw: Any, number: Any, name: str) -> Value:
-    """Return a Value from a number or a schedule object. An error has the place inside the object,
-    and pydantic adds the key.
+    """Return a Value from a number or a schedule object. An error names the place inside the
+    object, and pydantic adds the key.
 
     Args:
         number: type of the numbers.
@@ -246,7 +246,7 @@ REMOVED = {
     "checkpoint.eigenbasis": "was removed in 0.2: eigenbases are always saved, so that resuming "
     "is exact; leave it out",
 }
-"""Key of an earlier version, or key=value -> what became of it and what to do."""
+"""Key, or key=value, of an earlier version -> what became of it and what to do."""
 AUTO = "auto"
 """Hugging Face's word for "choose for me"; the same as null."""
 KEY = "kfac"
@@ -275,7 +275,7 @@ def explain(detail: Any, block: Mapping[str, Any], model: Model) -> str:
 
     Args:
         detail: an element of ``ValidationError.errors()``.
-        block: the raw input of ``model``.
+        block: what the user wrote for ``model``.
     """
     location = detail["loc"]
     error_type = detail["type"]
@@ -331,12 +331,12 @@ def _such_as(location: tuple[str, ...], got: Any, model: Model) -> str:
 
 
 def _nearest(location: tuple[str, ...], block: Mapping[str, Any], model: Model) -> str:
-    """Return a hint at the valid key that is closest to an unknown key. Keys of the same block come
-    first, then keys of all blocks.
+    """Return a hint at the valid key that is closest to an unknown key. It is looked for in the
+    same block first, then in all blocks.
 
     Args:
         location: the unknown key, after the names of the blocks around it.
-        block: the raw input of ``model``.
+        block: what the user wrote for ``model``.
     """
     *parents, key = location
     if key in OF_OPTIMIZER:

@@ -19,7 +19,7 @@ from ds_kfac.step.job import Job
 from ds_kfac.step.messages import FAILED, FRESH, UNUSABLE
 from ds_kfac.step.preconditioner import KFACPreconditioner
 
-NO_ROWS = "a hook failed ({}): its rows are not taken any more in this process"
+NO_ROWS = "a hook failed ({}): this process no longer captures the layer's rows"
 COLUMNS = ("layer", "state", "next update", "next refresh", "decomposed on", "state on")
 
 
@@ -50,7 +50,7 @@ def explain(job: Job, scan: Scan, name: str | None = None) -> str:
                 f"attach: {module.reason}"
             )
     near = get_close_matches(name, [*explanations, *(module.name for module in scan.skipped)])
-    hint = f"near it are {', '.join(near)}; " if near else ""
+    hint = f"similar names: {', '.join(near)}; " if near else ""
     raise ValueError(
         f"ds_kfac: explain({name!r}): no such layer on this rank; {hint}engine.kfac.explain() "
         "lists all layers"
@@ -62,8 +62,8 @@ class LayerExplanation:
 
     Attributes:
         kfac: the preconditioner of the layer's domain.
-        factors: "A" and "G" -> the factor's specification; empty if the config gives the layer no
-            factors.
+        factors: "A" or "G" -> specification of the layer's factor; empty if the config gives the
+            layer no factors.
         state: what this rank keeps of the layer; None if this rank is not one of the layer's
             gradient workers.
         basis: "basis" or "inverse", the word for the matrices that precondition the layer.
@@ -191,8 +191,8 @@ class LayerExplanation:
         hook_error = self.kfac.capture.failed.get(self.layer.name)
         if hook_error:
             texts.append(
-                f"{NO_ROWS.format(hook_error)}, and from the next check of rows on it is without "
-                "curvature"
+                f"{NO_ROWS.format(hook_error)}, and from the next check of rows on the layer is "
+                "stepped without curvature"
             )
         for side, factor in self.factors.items():
             step, outcome = self.curvature.log.tried.get(factor.key, (0, FRESH))
@@ -239,7 +239,7 @@ class LayerExplanation:
                 return NO_ROWS.format(hook_error)
             return (
                 f"not proven, its rows do not make up its gradient: {kfac.proving.unfit[name]}; "
-                "the next update proves again"
+                "the next update repeats the proof"
             )
         state = self.state
         decomposed = {"A": state and state.A, "G": state and state.G}
@@ -302,7 +302,11 @@ class LayerExplanation:
             text += f"{reason}, so it left the factor as it was"
             if has_updates:
                 is_here = changed >= 0
-                since = f"step {changed:.0f}" if is_here else "this process started or loaded"
+                since = (
+                    f"step {changed:.0f}"
+                    if is_here
+                    else "this process started or loaded a checkpoint"
+                )
                 text += f"; unchanged since {since}"
             return text
         wanted = self.kfac.plan.config.factor.rows

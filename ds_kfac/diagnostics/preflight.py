@@ -36,7 +36,7 @@ NOT_PASSED_ON = (
 NO_RANK = (
     "ds_kfac: no launcher has started this process: RANK is not in its environment, but other "
     "variables of a launcher or of MPI are. DeepSpeed therefore asks mpi4py, which is not "
-    "installed; start it with `deepspeed {script}`, or with torchrun"
+    "installed. Start the script with `deepspeed {script}`, or with torchrun"
 )
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 """Environment variables that launchers set for every rank."""
@@ -220,15 +220,16 @@ def check_tensors(model: Any, arguments: dict[str, Any]) -> None:
         if not parameter.ndim:
             raise ValueError(
                 f"ds_kfac: {name} has no dimension, like CLIP's logit_scale, and "
-                "deepspeed.initialize cannot broadcast it, whatever the optimizer; give it the "
-                "shape [1] before: p.data = p.data.view(1)"
+                "deepspeed.initialize cannot broadcast it, whatever the optimizer. Before the "
+                "call, give it the shape [1]: p.data = p.data.view(1)"
             )
         if parameter.numel() and parameter.stride(-1) != 1:
             raise ValueError(
                 f"ds_kfac: {name} is stored in another order than its shape (channels_last, a "
-                "transposed matrix, as qr and svd return), and deepspeed.initialize cannot "
-                "broadcast it; set p.data = p.data.contiguous() before. For channels_last convert "
-                "the images, or at ZeRO stage 0 convert the model after initialize"
+                "transposed matrix such as qr and svd return), and deepspeed.initialize cannot "
+                "broadcast it. Before the call, set p.data = p.data.contiguous(). To train in "
+                "channels_last, convert only the images, or at ZeRO stage 0 convert the model "
+                "after initialize"
             )
 
 
@@ -243,8 +244,8 @@ def _check_membership(named: Mapping[str, nn.Parameter], arguments: dict[str, An
             raise ValueError(
                 f"ds_kfac: the optimizer was given a parameter of shape {list(tensor.shape)} that "
                 "the model has not got; it may belong to a copy of the model, or to a loss with "
-                "learned weights. Make it a parameter of the model that is given to initialize, or "
-                "step it with another optimizer"
+                "learned weights. Make the parameter one of the model that is given to "
+                "initialize, or step it with another optimizer"
             )
 
 

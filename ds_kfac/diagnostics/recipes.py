@@ -136,7 +136,7 @@ def config_far_from_recipes(
 def _peak_rate(optimizer: str, lr: float, schedule: Mapping[str, Any]) -> float | None:
     """Return the largest learning rate of a config's "scheduler" block; None if it cannot be known.
 
-    The scheduler itself computes it, on an optimizer of a single number.
+    The scheduler itself computes it, for an optimizer of a one-element tensor.
     """
     stand_in: type[torch.optim.Optimizer] = (
         torch.optim.SGD if optimizer == "SGD" else torch.optim.AdamW
@@ -218,8 +218,8 @@ def _decay_apart(recipe: Recipe, weight_decay: float) -> float:
 
 
 def _distance(recipe: Recipe, lr: float, weight_decay: float) -> tuple[int, float]:
-    """Return how many of the two values are far from the recipe's, and the absolute difference of
-    the learning rates' logarithms."""
+    """Return how many of learning rate and weight decay are far from the recipe's, and the absolute
+    difference of the learning rates' logarithms."""
     rate_apart = abs(math.log(lr / recipe.lr))
     decay_apart = _decay_apart(recipe, weight_decay)
     return sum(apart > MOST_APART for apart in (rate_apart, decay_apart)), rate_apart

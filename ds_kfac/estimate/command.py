@@ -117,9 +117,9 @@ def estimate_kfac_mem_needs_all_cold(
 
 
 def costs_of(device: str, file: str | None = None) -> CostModel:
-    """Return the rates with which a run on this type of device plans: the builtin ones, replaced by
-    the rates in ``file`` where it has them. Raise ValueError if the device is unknown or the file
-    is missing or wrong."""
+    """Return the rates with which a run on this type of device plans: those that ``file`` has, and
+    builtin ones for the others. Raise ValueError if the device is unknown or the file is missing or
+    wrong."""
     if device not in BUILTIN:
         raise ValueError(f"device: got {device!r}; must be one of {', '.join(BUILTIN)}")
     return BUILTIN[device] if file is None else measured(BUILTIN[device], file)

@@ -32,8 +32,8 @@ from ds_kfac.zero.exchange import ExchangePlan
 
 Keys = frozenset[str]
 Message = Sequence[tuple[str, np.ndarray]]
-"""(kind, bytes [W, W]) for each part of a collective, in the order of the parts. Batch sums have
-two parts, counts and elements."""
+"""(kind of data, bytes [W, W]) for each part of a collective, in the order of the parts. Batch sums
+have two parts, counts and elements."""
 
 PARTS = tuple(dict.fromkeys(part.kind for method in METHODS.values() for part in method.parts))
 KINDS = ("factors", "gradients", *PARTS, "results", "numbers")
@@ -140,8 +140,9 @@ class Estimate:
         update: traffic of a step that also captures every factor.
         refresh: traffic of a step that captures every factor and refreshes every eigenbasis.
         mean: mean traffic over one period of the settled intervals.
-        stages: stage -> seconds of its slowest rank in the mean step. Ranks wait for each other in
-            a collective between any two stages, so the sum over all stages is the time of the step.
+        stages: name of a stage -> seconds of its slowest rank in the mean step. Ranks wait for each
+            other in a collective between any two stages, so the sum over all stages is the time of
+            the step.
         seconds, worst: seconds of the mean step, and of the longest step.
         model: seconds of the model's forward and backward passes; None: unknown.
         overhead: seconds of the mean step divided by those of the model; None: unknown.
@@ -304,7 +305,7 @@ class Estimate:
 
     @cached_property
     def memory(self) -> Mapping[str, np.ndarray]:
-        """Kind -> bytes [W], once all factors and eigenbases exist."""
+        """Kind of memory -> bytes [W], once all factors and eigenbases exist."""
         plan = self.plan
         groups = self._layer_groups
         nbytes_of = plan.assignment.work.bytes_of(self.workers, self.homes)
@@ -547,8 +548,8 @@ class Estimate:
 
     @property
     def flops(self) -> Mapping[str, np.ndarray]:
-        """Stage -> FLOPs [W]: to capture every factor once, to decompose every factor once, and to
-        precondition one step."""
+        """Name of a stage -> FLOPs [W] that the stage needs to capture every factor once, to
+        decompose every factor once, or to precondition all layers once."""
         method = self.plan.method
         config = self.plan.config
         facts = self.rule.facts

@@ -32,7 +32,7 @@ class Trace:
         units: number of units in the example.
         inputs: module name -> numbers that identify the module's inputs. Modules with equal numbers
             share their inputs.
-        rows: module name -> number of rows per unit. A module that is missing has 1.
+        rows: module name -> number of rows per unit. A missing module has one row per unit.
         stacked: name of a parameter that is a stack of matrices, such as experts -> number of rows
             per unit that one matrix multiplies, averaged over the matrices.
     """
@@ -76,8 +76,8 @@ class Trace:
         except Exception as problem:
             raise ValueError(
                 f"{type(model).__name__} does not run on its example inputs "
-                f"({type(problem).__name__}: {problem}); give other example inputs, or none, but "
-                "without example inputs no layers are assumed to share their inputs"
+                f"({type(problem).__name__}: {problem}); give other example inputs, or none. "
+                "Without example inputs, each layer is assumed to have an input of its own"
             ) from problem
         return trace
 

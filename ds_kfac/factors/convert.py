@@ -27,7 +27,7 @@ def convert(
         rank: only for eva, mean number of rows of LoRA's A over all layers.
         rho: only for eva, largest number of rows of a layer, in units of ``rank``.
 
-    Returns layer -> why it was left out.
+    Returns name of a layer -> why it was left out.
 
     Raises:
         FactorsError: an argument is wrong, or no layer can be converted.
@@ -129,9 +129,9 @@ def eva(factors: Factors, layers: list[str], rank: int, rho: float) -> dict[str,
     """Return an ``eva_state_dict`` for ``peft.initialize_lora_eva_weights``.
 
     For each layer it has the r directions in which the layer's inputs vary most, [r, I]. r differs
-    between layers. The result has those directions of all layers that explain the largest parts of
-    their layer's variance: ``rank`` times the number of layers in total, and at least one of each
-    layer (Paischer et al. 2024, arXiv:2410.07170).
+    between layers. Of the directions of all layers, those are kept that explain the largest parts
+    of their layer's variance: ``rank`` times the number of layers in total, and at least one of
+    each layer (Paischer et al. 2024, arXiv:2410.07170).
     """
     if rank < 1 or rho < 1:
         raise FactorsError(f"convert: rank {rank}, rho {rho}; both must be at least 1")

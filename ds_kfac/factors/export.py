@@ -144,10 +144,12 @@ def _owned_factors(kfac: KFACPreconditioner, factors: Factors) -> dict[str, Kron
         side = key[-1]
         saved_side = factors.side(layer, side)
         if saved_side != spec.side:
-            text = f"{side} is {saved_side}, of this model and config {spec.side}"
+            text = f"{side} is {saved_side}, but that of this model and config is {spec.side}"
             raise FactorsError(f"{layer}: {text}")
         if side == "G" and saved_fisher != fisher:
-            raise FactorsError(f"G is of fisher {saved_fisher!r}, but this run uses {fisher!r}")
+            raise FactorsError(
+                f"G was computed with fisher {saved_fisher!r}, but this run uses {fisher!r}"
+            )
         if kfac.curvature.eigen_workers[key] == kfac.rank:
             updates = torch.full((), SEEN, device=kfac.device, dtype=torch.float32)
             packed = factors.packed(layer, side)

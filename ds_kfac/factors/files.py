@@ -98,8 +98,8 @@ class Factors:
               export it is the number of batches.
             - "fisher": "empirical", "monte_carlo" or "activations_only".
             - "weight_map": tensor name -> file name.
-            - only from ``fit``: "batches" and "sequences", how many the data had; "left_alone",
-              module -> why it has no factors; "weight_sharing".
+            - only from ``fit``: "batches" and "sequences", their numbers in the data; "left_alone",
+              name of a module -> why it has no factors; "weight_sharing".
             - only from a run's export: "steps".
     """
 

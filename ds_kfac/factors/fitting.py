@@ -165,8 +165,8 @@ class _Fitting:
                 not_whole.append(name)
         if not_whole:
             raise FactorsError(
-                f"ds_kfac.fit: {not_whole[0]} is a tensor-parallel shard, or of DeepSpeed's "
-                "experts, which fit does not support; train a step and use engine.kfac.export"
+                f"ds_kfac.fit: {not_whole[0]} is a tensor-parallel shard or belongs to DeepSpeed's "
+                "experts. fit supports neither; train a step and use engine.kfac.export"
             )
         self.plan = plan_of(layers, config, self.channel.world, self.device)
         self.specs = {spec.key: spec for spec in self.plan.assignment.factors}

@@ -17,7 +17,7 @@ HELP = """\
 usage: {program} run {usage}
 
 Starts a script by DeepSpeed's launcher, with K-FAC enabled in every process:
-deepspeed.initialize attaches it where the DeepSpeed config names KFACAdamW or has a "kfac" block.
+deepspeed.initialize attaches it if the DeepSpeed config names KFACAdamW or has a "kfac" block.
 No line of the script changes.
 
   {program} run train.py --deepspeed ds_config.json       every GPU of this machine

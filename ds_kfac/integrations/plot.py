@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 Points = list[tuple[float, float]]
 Series = dict[str, Points]
-"""Name -> list of (step or sample, value)."""
+"""Name of a logged number -> list of (step or sample, value)."""
 
 
 class Question(NamedTuple):
@@ -26,7 +26,7 @@ class Question(NamedTuple):
         y: label of the y axis.
         names: regex that finds the panel's lines by their names in the logs. The rest of a name
             after the match is the line's label.
-        missing: how to get such lines into the logs.
+        missing: how to get these numbers into the logs.
         grows: whether the logged numbers are sums over all steps so far. If they are, the panel
             shows the amount per step.
         whole: whether a line's label is its whole name.
@@ -127,7 +127,7 @@ def run(arguments: argparse.Namespace) -> str:
 
 def read(source: Path) -> Series:
     """Return all numbers that were logged in a folder and its subfolders, or in a file, by name and
-    in order. If a run has logged a number to csv and to tensorboard, the number has one name."""
+    in order. A number that was logged to both csv and tensorboard is returned once."""
     found: defaultdict[str, dict[float, float]] = defaultdict(dict)
     for path in [source] if source.is_file() else sorted(source.rglob("*")):
         for name, x, value in _numbers(path, alone=path == source):

@@ -84,8 +84,8 @@ class BatchRamp:
             )
         if list(at) != sorted(set(at)) or len(at) > most_doublings:
             return (
-                f"at has to be 1 to {most_doublings} ascending numbers of samples ({self.largest} "
-                f"at most), got {list(at)}"
+                f"at has to be 1 to {most_doublings} ascending numbers of samples (a batch of "
+                f"{self.largest} at most), got {list(at)}"
             )
         if isinstance(self.inner, BatchRamp):
             return "this engine has a ramp already"

@@ -27,8 +27,8 @@ FIRST_BUCKETS = 4
 """If the batch sums of the first captured batch would take more memory than this number of messages
 of :data:`BUCKET_BYTES`, only the eigen workers capture that batch."""
 COSTLY_TRAFFIC = 0.02
-"""In a 16-bit model, batch sums and eigenvectors travel in bf16 if batch sums would take more than
-this fraction of K-FAC's seconds per step in fp32."""
+"""In a 16-bit model, batch sums and eigenvectors travel in bf16 if sending batch sums in fp32 would
+take more than this fraction of K-FAC's seconds per step."""
 BUCKET_BYTES = 1 << 28
 """Most bytes of batch sums that a rank sends, or receives, in one message. Two messages are in
 flight at a time."""
@@ -130,8 +130,8 @@ class Plan:
 
     @cached_property
     def measures(self) -> bool:
-        """Whether it depends on the observed number of rows which ranks contribute and which of
-        their rows count."""
+        """Whether the contributors, and which of their rows count, depend on the numbers of rows
+        that were observed."""
         return self.config.factor.rows != "all"
 
     def with_observations(self, observations: Observations) -> "Plan":
@@ -257,7 +257,7 @@ def make_plan(
                 raise
         fewer = most_factors - len(factor_specs(variants[0]))
         reasons = (
-            f"one A for all experts of a stack: {fewer:,} more are over the budget of "
+            f"one A for all experts of a stack: {fewer:,} more As would exceed the budget of "
             f"{config.assignment.memory_budget_gb:g} GB",
         )
 
@@ -444,8 +444,8 @@ def batched(device: torch.device, method: Method) -> bool:
 
     This is possible only if gradients are rotated. It is off on CPUs, because there a batched
     product is slower than separate products. Batching takes memory that plans do not count: stacked
-    eigenvectors of at most 256 MiB per rank, and as much again in a step that refreshes them. Of a
-    shared A, each layer in a batch has a copy of the eigenvectors.
+    eigenvectors of at most 256 MiB per rank, and as much again in a step that refreshes them. Each
+    layer in a batch has its own copy of the eigenvectors of a shared A.
     """
     return method.rotates and device.type != "cpu"
 

@@ -173,9 +173,9 @@ class Rotation:
         """Return which columns of rotated gradients are more than rounding errors.
 
         These are the columns in A's range, and those in its null space that get gradients all the
-        same. If no input has a component along a null direction, no gradient has one either. What
-        is there is a rounding error, which Adam would scale up to a full step. But A may have
-        missed inputs of batches between its updates, and may have forgotten old ones.
+        same. If no input has a component along a null direction, a gradient's component along it is
+        only a rounding error, which Adam would scale up to a full step. But A may have missed
+        inputs of batches between its updates, and may have forgotten old ones.
 
         Args:
             second_nOI: running mean of the squared rotated gradients.
@@ -187,8 +187,8 @@ class Rotation:
         return _has_gradients(self.range_A, second_nOI.mean(dim=-2))
 
     def layer_mean(self, x_n: Tensor) -> Tensor:
-        """Replace the number of each matrix by the mean over all matrices of its layer. Return
-        [n]."""
+        """Return [n], in which the entry of each matrix is the mean of ``x_n`` over all matrices of
+        its layer."""
         return x_n if self.maps == 1 else repeated(x_n.view(-1, self.maps).mean(dim=1), self.maps)
 
     def rotate(self, x_nOI: Tensor, *, overwrite: bool = False) -> Tensor:
