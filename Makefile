@@ -178,6 +178,7 @@ report: $(STAMP)
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror csrc/cuda/* tests/ops/emulation.h
 	$(BIN)/mypy
 
 clean:

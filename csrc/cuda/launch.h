@@ -1,9 +1,11 @@
-// Launches an op over many layers at once. Below that: the dtypes of messages, and the indices of a packed triangle.
+// Launches an op over many layers at once. Below that: the dtypes of messages, and the indices of a
+// packed triangle.
 //
-// An op is a struct with a table of layers, and with a function `phase<i>(shared, block, thread)` for each of its
-// PHASES. The threads of a block wait for each other between phases. The table is passed by value with the launch, so
-// nothing is copied to the device, nothing must outlive the call, and a CUDA graph records the table. Without nvcc, the
-// tests' emulation.h replaces the parts of CUDA that are used here, and a launch is a loop over blocks and threads.
+// An op is a struct with a table of layers, and with a function `phase<i>(shared, block, thread)`
+// for each of its PHASES. The threads of a block wait for each other between phases. The table is
+// passed by value with the launch, so nothing is copied to the device, nothing must outlive the
+// call, and a CUDA graph records the table. Without nvcc, the tests' emulation.h replaces the parts
+// of CUDA that are used here, and a launch is a loop over blocks and threads.
 #pragma once
 
 #include <cmath>
@@ -30,14 +32,18 @@ constexpr int LAYERS = DS_KFAC_LAYERS;  // few, for tests of several launches
 constexpr int LAYERS = 512;  // arguments of a launch may have 32,764 bytes, from CUDA 12.1 on
 #endif
 
-// Tells which layer a block of threads works on. `first_block[i]` is the number of blocks of all layers before layer i.
-template <class Layer> struct Table {
+// Tells which layer a block of threads works on. `first_block[i]` is the number of blocks of all
+// layers before layer i.
+template <class Layer>
+struct Table {
     Layer layers[LAYERS];
     int first_block[LAYERS];
     int count;
 
     DS_KFAC_DEVICE int find(int block) const {
-        int low = 0, high = count;  // a layer without elements shares its first block with the next one
+        // a layer without elements shares its first block with the next layer
+        int low = 0;
+        int high = count;
         while (high - low > 1) {
             const int middle = (low + high) / 2;
             if (first_block[middle] <= block)
@@ -57,7 +63,8 @@ DS_KFAC_BOTH constexpr int64_t blocks_for(int64_t elements, int64_t per_block) {
 
 #ifdef __CUDACC__
 
-template <int i, class Op> __device__ __forceinline__ void run_phases(const Op &op, typename Op::Shared &shared) {
+template <int i, class Op>
+__device__ __forceinline__ void run_phases(const Op &op, typename Op::Shared &shared) {
     op.template phase<i>(shared, static_cast<int>(blockIdx.x), static_cast<int>(threadIdx.x));
     if constexpr (i + 1 < Op::PHASES) {
         __syncthreads();
@@ -65,24 +72,29 @@ template <int i, class Op> __device__ __forceinline__ void run_phases(const Op &
     }
 }
 
-template <class Op> __global__ void __launch_bounds__(THREADS) run(const __grid_constant__ Op op) {
+template <class Op>
+__global__ void __launch_bounds__(THREADS) run(const __grid_constant__ Op op) {
     __shared__ typename Op::Shared shared;
     run_phases<0>(op, shared);
 }
 
-template <class Op> int launch(const Op &op, int64_t blocks, void *stream) {
+template <class Op>
+int launch(const Op &op, int64_t blocks, void *stream) {
     static_assert(sizeof(Op) <= 32764, "a launch carries no more");
     if (blocks == 0) return cudaSuccess;
     if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
     void *arguments[] = {const_cast<Op *>(&op)};
-    return cudaLaunchKernel(reinterpret_cast<const void *>(&run<Op>), dim3(static_cast<unsigned>(blocks)),
-                            dim3(THREADS), arguments, 0, static_cast<cudaStream_t>(stream));
+    return cudaLaunchKernel(reinterpret_cast<const void *>(&run<Op>),
+                            dim3(static_cast<unsigned>(blocks)), dim3(THREADS), arguments, 0,
+                            static_cast<cudaStream_t>(stream));
 }
 
 #endif
 
-// Launches `op` over `count` layers, in as few launches as their number allows. `layer_of(i)` describes layer i.
-template <class Op, class LayerOf> int launch_layers(Op op, int count, LayerOf layer_of, void *stream) {
+// Launches `op` over `count` layers, in as few launches as their number allows. `layer_of(i)`
+// describes layer i.
+template <class Op, class LayerOf>
+int launch_layers(Op op, int count, LayerOf layer_of, void *stream) {
     for (int first = 0; first < count; first += LAYERS) {
         op.table.count = count - first < LAYERS ? count - first : LAYERS;
         int64_t blocks = 0;
@@ -113,11 +125,12 @@ DS_KFAC_DEVICE float divide(float x, float y) { return __fdiv_rn(x, y); }
 
 DS_KFAC_DEVICE bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
 
-// Index arithmetic of a packed lower triangle: element (row, column), column <= row, lies at row(row+1)/2 + column.
+// Index arithmetic of a packed lower triangle: element (row, column), column <= row, lies at
+// row(row+1)/2 + column.
 //
-// Widest triangle for which row_of is exact. At a row's first element the rounded root is 2 row + 1 and never less;
-// only near a row's end it may already be the next row's root, which row_of corrects. These are IEEE operations, so a
-// test on the host is valid for the device, too.
+// Widest triangle for which row_of is exact. At a row's first element the rounded root is 2 row + 1
+// and never less; only near a row's end it may already be the next row's root, which row_of
+// corrects. These are IEEE operations, so a test on the host is valid for the device, too.
 constexpr int64_t MAX_DIM = int64_t(1) << 20;
 
 DS_KFAC_BOTH int64_t packed_numel(int64_t dim) { return dim * (dim + 1) / 2; }
@@ -129,12 +142,14 @@ DS_KFAC_BOTH int64_t row_of(int64_t index) {
     return packed_numel(row) > index ? row - 1 : row;
 }
 
-// A place in a triangle that moves forward. It needs a square root at the start, and then only additions.
+// A place in a triangle that moves forward. It needs a square root at the start, and then only
+// additions.
 struct Cursor {
     int64_t row;
     int64_t column;
 
-    DS_KFAC_BOTH explicit Cursor(int64_t index) : row(row_of(index)), column(index - packed_numel(row)) {}
+    DS_KFAC_BOTH explicit Cursor(int64_t index)
+        : row(row_of(index)), column(index - packed_numel(row)) {}
 
     DS_KFAC_BOTH void advance(int64_t elements) {
         column += elements;

@@ -1,5 +1,5 @@
-// What csrc/cuda uses of CUDA, for a plain C++ compiler: numbers of 16 bits, and a launch as loops over blocks and
-// threads. Compiled with -ffp-contract=off, or sums would differ from the GPU's.
+// What csrc/cuda uses of CUDA, for a plain C++ compiler: numbers of 16 bits, and a launch as loops
+// over blocks and threads. Compiled with -ffp-contract=off, or sums would differ from the GPU's.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +33,8 @@ struct __nv_bfloat16 {
 };
 inline __nv_bfloat16 __float2bfloat16_rn(float x) {
     const uint32_t bits = __float_as_uint(x);
-    return {x == x ? static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16) : static_cast<uint16_t>(0x7fc0)};
+    return {x == x ? static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)
+                   : static_cast<uint16_t>(0x7fc0)};
 }
 inline float __bfloat162float(__nv_bfloat16 x) {
     const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
@@ -50,14 +51,16 @@ inline float __half2float(__half x) { return static_cast<float>(x.number); }
 
 namespace ds_kfac {
 
-template <int i, class Op> void run_phases(const Op &op, typename Op::Shared &shared, int block) {
+template <int i, class Op>
+void run_phases(const Op &op, typename Op::Shared &shared, int block) {
     // odd blocks backwards: an order of threads that the kernel must not rely on
     for (int thread = 0; thread < THREADS; ++thread)
         op.template phase<i>(shared, block, block % 2 ? THREADS - 1 - thread : thread);
     if constexpr (i + 1 < Op::PHASES) run_phases<i + 1>(op, shared, block);
 }
 
-template <class Op> int launch(const Op &op, int64_t blocks, void *) {
+template <class Op>
+int launch(const Op &op, int64_t blocks, void *) {
     for (int64_t block = blocks - 1; block >= 0; --block) {
         typename Op::Shared shared;
         std::memset(static_cast<void *>(&shared), 0xff, sizeof shared);  // NaN
