@@ -77,7 +77,7 @@ class LayerWarner:
                 self._warned.add(name)
                 logger.warning(
                     f"ds_kfac: gradients of {name or '(model)'} were left out, {int(count)} so "
-                    "far: their norm exceeds 1e15, which Adam's second moment would not recover "
-                    "from. The layer's weights were not changed in these steps. To bound "
+                    "far: they have entries of 1e15 or more, which would stay in Adam's second "
+                    "moment for long. The layer's weights were not changed in these steps. To bound "
                     'gradients, set "gradient_clipping" in the DeepSpeed config'
                 )
