@@ -224,9 +224,11 @@ def _check_files(arguments: argparse.Namespace) -> None:
     installed."""
     model = getattr(arguments, "model", None) or ""
     data = getattr(arguments, "data", None) or ""
-    if config := getattr(arguments, "config", None):
+    config = getattr(arguments, "config", None)
+    if config:
         must_exist("--config ", config, "a DeepSpeed config")
-    if costs := getattr(arguments, "costs", None):
+    costs = getattr(arguments, "costs", None)
+    if costs:
         must_exist("--costs ", costs, "a file that python -m benchmarks.kernels.costs has written")
     if arguments.command == "convert":
         must_exist(

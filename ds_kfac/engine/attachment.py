@@ -391,14 +391,14 @@ class Attachment:
         If all gradients come from backward passes outside of this engine, the step updates no
         factors. This method runs in captured steps, or in all steps if nothing is ever captured.
         """
-        if (
-            added := {id(p) for p in self.engine.module.parameters() if p.requires_grad}
-            - self._known
-        ):
-            model = self.engine.module
+        model = self.engine.module
+        trained = {id(p) for p in model.parameters() if p.requires_grad}
+        added = trained - self._known
+        if added:
             self._known = self._known | added
             matrices = sorted(other_matrices(model, Scan((), ())))
-            if named := [(name,) for name in matrices if id(model.get_parameter(name)) in added]:
+            named = [(name,) for name in matrices if id(model.get_parameter(name)) in added]
+            if named:
                 warn(NEW + ", ".join(name for name, *_ in folded(named)))
         outside = sum(capture.outside for capture in self._captures)
         if (
@@ -425,7 +425,8 @@ class Attachment:
             for kfac in kfacs
             for name, why in kfac.proving.unfit.items()
         }
-        if new := [(name, why) for name, why in unfit.items() if name not in self._warned]:
+        new = [(name, why) for name, why in unfit.items() if name not in self._warned]
+        if new:
             self._warned.update(name for name, _ in new)
             layers = "; ".join(f"{name}: {why}" for name, why in folded(new))
             left = share_of(self.engine.module, self._found, without=unfit).curved_fraction

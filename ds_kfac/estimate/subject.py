@@ -60,9 +60,10 @@ def config_of(
     if optimizer is not None and config.get("optimizer") is not None:
         raise ValueError(f"--optimizer {optimizer}: the config has one, too; leave either out")
     if dtype is not None:
-        if other := [
+        other = [
             name for name in DTYPES if name != dtype and block(config, name).get("enabled") is True
-        ]:
+        ]
+        if other:
             raise ValueError(f"--dtype {dtype}: the config has {other[0]}; leave either out")
         config = {**config, **{name: {"enabled": name == dtype} for name in DTYPES}}
     return config if optimizer is None else {**config, "optimizer": {"type": optimizer}}

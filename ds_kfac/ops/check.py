@@ -128,7 +128,7 @@ def probes(op: str, dtype: torch.dtype) -> list[Call]:
     """Return the calls with which an op is checked, as (arguments, options) on the CPU."""
     sides = [side for _, side in SIDES]
     numels = [packed_numel(side) for side in sides]
-    squares = [(x := _whole(side, side)) + x.T for side in sides]
+    squares = [x + x.T for x in (_whole(side, side) for side in sides)]
     starts = [3, 7 + numels[0]]
     end = 9 + sum(numels)
     averages, sums = ([_whole(numel, seed=seed) for numel in numels] for seed in range(2))

@@ -125,7 +125,8 @@ class CudaOps:
                 f"{[sum_P.numel() for sum_P in sums_P]}, {len(counts)} counts, {len(updates)} "
                 f"updates, {len(decays)} decays"
             )
-        if wide := [scalar for scalar in (*counts, *updates) if scalar.numel() != 1]:
+        wide = [scalar for scalar in (*counts, *updates) if scalar.numel() != 1]
+        if wide:
             raise ValueError(
                 "ema_update_: counts and updates must have one element each, got "
                 f"{describe(wide[0])}"
@@ -193,7 +194,8 @@ class CudaOps:
 def load() -> Mapping[str, Callable[..., Any]]:
     """Return a mapping from op to implementation. The library is built at first use. Raise
     RuntimeError with the reason if it cannot run here."""
-    if reason := check.gpu_problem():
+    reason = check.gpu_problem()
+    if reason:
         raise RuntimeError(reason)
     ops = _load()
     return {name: getattr(ops, name) for name in CudaOps.OPS}

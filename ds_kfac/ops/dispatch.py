@@ -114,7 +114,8 @@ def use(
 
 def chosen(device: str) -> BackendChoice:
     """Return the choice for a device type. It is made at the first call."""
-    if (choice := _choices.get(device)) is None:
+    choice = _choices.get(device)
+    if choice is None:
         with _lock:
             choice = _choices.get(device) or _choices.setdefault(
                 device, _choose(_requested, device, {})

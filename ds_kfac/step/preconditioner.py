@@ -309,7 +309,8 @@ class KFACPreconditioner:
             self.exchange.gradients = {}
             self.exchange.sent_off()
         self.due = self.curvature.timetable.due(self.steps)
-        if still := self.proving.again:
+        still = self.proving.again
+        if still:
             self.due = FactorsDue(
                 self.due.capture | (still & self.curvature.specs.keys()), self.due.refresh
             )

@@ -63,7 +63,8 @@ class LayerWarner:
             before = self._rows.get(text, {})
             now = {name: before.get(name, 0) + 1 for name in names if name in captured}
             self._rows[text] = {name: n for name, n in before.items() if name not in captured} | now
-            if late := [name for name, n in now.items() if n == CAPTURES_BEFORE_WARNING]:
+            late = [name for name, n in now.items() if n == CAPTURES_BEFORE_WARNING]
+            if late:
                 named = ", ".join(late[:NAMED])
                 if len(late) > NAMED:
                     named += f" and {len(late) - NAMED} more"
@@ -78,6 +79,6 @@ class LayerWarner:
                 logger.warning(
                     f"ds_kfac: gradients of {name or '(model)'} were left out, {int(count)} so "
                     "far: they have entries of 1e15 or more, which would stay in Adam's second "
-                    "moment for long. The layer's weights were not changed in these steps. To bound "
-                    'gradients, set "gradient_clipping" in the DeepSpeed config'
+                    "moment for long. The layer's weights were not changed in these steps. To "
+                    'bound gradients, set "gradient_clipping" in the DeepSpeed config'
                 )

@@ -443,7 +443,8 @@ def unchanged(optimizer: Any) -> Iterator[None]:
             now.update(before)
         for each, elements in lists:
             each[:] = elements
-        if gathered := [param for param in released if is_gathered(param)]:
+        gathered = [param for param in released if is_gathered(param)]
+        if gathered:
             gathered[0].partition(gathered)
 
     with ExitStack() as stack:
@@ -505,7 +506,8 @@ def offsets(optimizer: Any, group: int) -> Sequence[int]:
     """Return the offset of each parameter of ``round_robin_bit16_groups[group]`` in ZeRO-1/2's flat
     buffer, in elements. DeepSpeed stores these offsets since 0.19.8, because that version can align
     parameters. In older versions the parameters follow each other without gaps."""
-    if (stored := getattr(optimizer, "round_robin_bit16_offsets", None)) is not None:
+    stored = getattr(optimizer, "round_robin_bit16_offsets", None)
+    if stored is not None:
         return stored[group]
     return list(
         accumulate((p.numel() for p in optimizer.round_robin_bit16_groups[group]), initial=0)
@@ -558,7 +560,8 @@ def flat_partition(optimizer: Any, group: int, gradients: list[Tensor]) -> list[
     """
     params = optimizer.params_in_partition[group]
     named = {}
-    if (kept := getattr(optimizer, "all_grad_tensors", None)) is not None:
+    kept = getattr(optimizer, "all_grad_tensors", None)
+    if kept is not None:
         kept[group] = gradients
         named = {"param_group_idx": group}
     else:

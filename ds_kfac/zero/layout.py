@@ -224,7 +224,8 @@ class ShardLayout(ABC):
         for param in self.params:
             # ZeRO-1/2 and BF16_Optimizer add these methods to parameters
             for name in ("get_full_hp_param", "set_full_hp_param"):
-                if isinstance(plain := getattr(param, name, None), MethodType):
+                plain = getattr(param, name, None)
+                if isinstance(plain, MethodType):
                     setattr(param, name, partial(_guarded, plain, refuse))
 
     # for the self-test
@@ -259,7 +260,8 @@ def parameter_groups(optimizer: Any) -> list[list[Any]]:
     """Return a list of the model's parameters for each of the optimizer's groups. ZeRO's
     ``param_groups`` cannot be used, because they have flat slices instead of parameters."""
     for attribute in ("bit16_groups", "bf16_groups", "fp16_groups"):
-        if (groups := getattr(optimizer, attribute, None)) is not None:
+        groups = getattr(optimizer, attribute, None)
+        if groups is not None:
             return groups
     return [group["params"] for group in optimizer.param_groups]
 

@@ -73,7 +73,8 @@ class Domain:
 def check_names(names: Sequence[str]) -> None:
     """Raise ValueError if two layers have the same name in checkpoints. Attach calls this, because
     otherwise the error would come only at the first save."""
-    if twice := [name for name, times in Counter(names).items() if times > 1]:
+    twice = [name for name, times in Counter(names).items() if times > 1]
+    if twice:
         raise ValueError(
             "ds_kfac cannot attach: two layers would have the same name in checkpoints, "
             f"{twice[0]!r}; rename one of the modules, or exclude it (kfac.layers.exclude)"

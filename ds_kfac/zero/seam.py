@@ -113,7 +113,8 @@ class Seam:
         self.inner = optimizer if self._is_bare else optimizer.optimizer
         self.outer = self.scaler if self._is_bare else optimizer
         self._optimizers = [self.inner]
-        if (backup := deepspeed_versions.backup_optimizer(optimizer)) is not None:
+        backup = deepspeed_versions.backup_optimizer(optimizer)
+        if backup is not None:
             self._optimizers.append(backup)
         self.groups: list[dict[str, Any]] = self.inner.param_groups
         self.factor: Tensor | None = None

@@ -33,7 +33,8 @@ def unavailable() -> str | None:
 def load() -> Mapping[str, Callable[..., Any]]:
     """Return a mapping from op to implementation. Raise RuntimeError with the reason if Triton
     cannot run here."""
-    if reason := unavailable():
+    reason = unavailable()
+    if reason:
         raise RuntimeError(reason)
     return {
         op: getattr(importlib.import_module(f"{__name__}.{file}"), op)
