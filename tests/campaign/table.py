@@ -14,26 +14,28 @@ HEAD = """# Reliability
 
 What does a training run survive?
 
-`make campaign` tries this with `tests/campaign/`. It kills ranks, puts NaN, infinities and spikes into single
-steps, uses engines in unusual ways, runs one engine for thousands of steps, and reports how each case ended. `make
-test` tries {damages} kinds of damage to a checkpoint (`tests/deepspeed/damages.py`): each must be refused on every rank
-with nothing changed.
+`make campaign` (`tests/campaign/`) disturbs training runs: it kills ranks, puts NaN, infinities and spikes into single
+steps, uses engines in unusual ways, and runs one engine for thousands of steps. Then it reports how each case ended.
+`make test` damages checkpoints in {damages} ways (`tests/deepspeed/damages.py`). Every rank must refuse to load a damaged
+checkpoint, and must keep its state.
+
+Each case has one of these outcomes:
 
 - **survived**: training continues as it should. After a kill, every loss equals, to the bit, the loss of the same step
   in a run without kills.
 - **loud**: an error or a warning names the cause.
-- **crash**: an error does not name the cause, a correct program fails, or the disturbance did not take place.
+- **crash**: an error does not name the cause, a correct program fails, or the case did not disturb the run as planned.
 - **silent**: the result is wrong, and no message says so.
 - **hang**: the case makes no progress.
 - **lost**: training steps that a finished save contained are gone.
 
-Two known cases are not tried. In the first {settled} batches of a factor, K-FAC does not recognize a gradient spike, so the
-spike stays in the factor until the running average has forgotten it. And at ZeRO 2, DeepSpeed aborts if only some ranks
-use a layer, also without ds_kfac.
+Two known weaknesses are not tried. In the first {settled} batches of a factor, K-FAC does not recognize a gradient spike, so
+the spike stays in the factor until the running average has forgotten it. And at ZeRO 2, DeepSpeed aborts if only some
+ranks use a layer, also without ds_kfac.
 
-DeepSpeed skips a step whose gradients are not finite, so K-FAC does not see them. At stage 0 in fp32, and in bf16 with
-`check_grad_overflow` off, DeepSpeed applies the step. The weights are then not finite, as without K-FAC; K-FAC's own
-state must stay finite.
+DeepSpeed skips a step whose gradients are not finite, so K-FAC does not see these gradients. But at stage 0 in fp32,
+and in bf16 with `check_grad_overflow` off, DeepSpeed applies the step. After that the weights are not finite, as
+without K-FAC, but K-FAC's own state must still be finite.
 """  # noqa: E501
 
 
