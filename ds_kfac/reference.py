@@ -100,7 +100,8 @@ class Layer:
 
 
 class KFAC:
-    """K-FAC for all nn.Linear layers of a model. ``identity_G``: G = I, as in KFACAdamW."""
+    """K-FAC for all nn.Linear layers of a model. ``identity_G``: whether to set G = I, as KFACAdamW
+    does."""
 
     iterates = False  # whether nine of ten refreshes use one_step, as on a GPU
 
@@ -118,8 +119,8 @@ class KFAC:
         self.M = 0  # M of this step's batch; 0 until a gradient arrives
 
     def update(self) -> None:
-        """Update the factors if this is due, then refresh the eigenbases if this is due. Both are
-        due in the first step."""
+        """Update the factors if this step is one of their update interval, then refresh the
+        eigenbases if it is one of their refresh interval. The first step does both."""
         refreshes, off = divmod(self.steps, self.refresh_interval)
         for layer in self.layers.values():
             if self.steps % self.update_interval == 0:

@@ -96,7 +96,8 @@ class BurnIn:
 
     def __str__(self) -> str:
         return (
-            f"{self.steps} steps with intervals {self.update_interval} and {self.refresh_interval}"
+            f"{self.steps} steps, with factors every {self.update_interval} and refreshes every "
+            f"{self.refresh_interval}"
         )
 
 
