@@ -139,8 +139,8 @@ class Header(_Record):
         method: the ``preconditioner.method`` that made the layers' decompositions.
         moments: ``NAME`` of the class of moments in the layers' files; None if the files have no
             moments.
-        kinds: what the factors are second moments of. A run whose factors are of another kind
-            starts them empty.
+        kinds: names for the rows that the factors average. A run that averages rows of another
+            kind starts with empty factors.
         layers: layer name -> its sides and groups.
         factors: factor key -> its side.
         peak_lr: number of a parameter group -> its largest learning rate so far.

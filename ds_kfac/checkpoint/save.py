@@ -106,7 +106,8 @@ def save(job: Job, tag_directory: Path) -> Header:
                 files.write_header(folder, header)
     except CheckpointError:
         if job.channel.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)  # the error says what is wrong with the place
+            # the error that is being raised already says what is wrong with the folder
+            shutil.rmtree(folder, ignore_errors=True)
         raise
     return header
 

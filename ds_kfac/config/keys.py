@@ -37,8 +37,8 @@ class FactorConfig(Block):
     update_interval: values.Interval = Value.constant(10)
     """Steps between two updates of the factors. Each update uses one batch."""
     decay: values.Decay = Value.constant(0.95)
-    """Weight of the past in a factor's running average. The average is bias-corrected, so early
-    averages are plain means."""
+    """Weight of earlier batches in a factor's running average. The average is bias-corrected, so
+    at first it is nearly a plain mean."""
     fisher: Literal["empirical", "monte_carlo", "activations_only"] | None = None
     """Which gradients G is computed from. null: ``activations_only`` with the optimizer KFACAdamW,
     ``empirical`` with any other optimizer.
@@ -66,20 +66,22 @@ class FactorConfig(Block):
 
     ``micro_batch``: the loss of each backward pass is a mean over its own rows. ``step``: your
     program divides the sum of the losses by the number of terms of all micro-batches on all ranks,
-    as HF Trainer does for causal language models. This needs ``factor.rows`` ``"all"``. G depends
+    as HF Trainer does for causal language models; ``factor.rows`` must then be ``"all"``. G depends
     on this key only if micro-batches have different numbers of rows."""
     rows: values.Rows | None = None
     """Rows that each factor update uses. null: 4 per column of the factor. ``"all"``: every row of
     all ranks, at every position.
 
-    If one rank alone has more rows than this, only every k-th of its rows is used. Positions of a
-    convolution are sampled on a grid. The samples change with every update and are unbiased."""
+    If one rank alone has more rows than an update uses, only every k-th of its rows is used.
+    Positions of a convolution are sampled on a grid. Every update samples other rows, and samples
+    are unbiased."""
     dense_max: int | None = Field(default=None, ge=2)
     """Longest side of a layer whose factor is one dense matrix. null: 4096.
 
-    A longer side is cut into blocks about as long as the layer's other side, but at least half of
-    this value. A side over 16384, such as a head's vocabulary, has a diagonal factor. With
-    ``fisher`` ``activations_only`` only inputs have factors, and 16384 becomes 65536."""
+    A longer side is cut into blocks that are about as long as the layer's other side, but at least
+    half as long as this value. A side over 16384, such as a head's vocabulary, has a diagonal
+    factor. With ``fisher`` ``activations_only`` only inputs have factors, and this limit is 65536
+    instead of 16384."""
 
     @property
     def mean_over_step(self) -> bool:
@@ -177,8 +179,8 @@ class AdamConfig(Block):
         "vocab_projector",
         "qa_outputs",
     ]
-    """Layers that keep Adam's direction, as heads do with Muon. All others are orthogonalized.
-    Norms always keep Adam's direction.
+    """Layers whose steps keep Adam's direction, as those of heads do with Muon. Steps of other
+    layers are orthogonalized. Norms always keep Adam's direction.
 
     Each entry is a regex for the end of a layer's name, after a dot or from its beginning;
     ``".*"`` is all layers. You may leave out what PEFT or torch.compile add to names. The default
@@ -195,7 +197,8 @@ class AdamConfig(Block):
     (``ds_kfac/model/blocks.py``): fused queries, keys and values, gates, latent attention and
     Mamba. The full report lists the blocks of each layer."""
     whiten: float = Field(default=0.125, ge=0, le=1)
-    """Power p of A^-p, which is applied on both sides of an orthogonalization. 0: no whitening.
+    """Power p. A step is multiplied by A^-p before it is orthogonalized, and again afterwards. 0:
+    no whitening.
 
     A whitened step bounds the layer's response to each input direction, not the change of the
     weights."""
@@ -288,8 +291,8 @@ class OpsConfig(Block):
 
     ``triton`` and ``cuda`` have kernels for some operations, which run on NVIDIA GPUs from compute
     capability 8.0 and are compiled at first use; other operations run in torch. ``torch`` is plain
-    torch, on any device and without a CUDA graph. All engines of a process use the choice of the
-    last attach."""
+    torch, on any device and without a CUDA graph. All engines of a process use the backend of the
+    engine to which K-FAC was attached last."""
 
 
 NAME = "KFACAdamW"
@@ -303,15 +306,15 @@ class OptimizerParams(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     lr: float = Field(0.001, ge=0)
-    """Learning rate of the layers' weights and of other matrices. Schedulers change it and
-    ``adam_lr`` alike."""
+    """Learning rate of the layers' weights and of other matrices. Schedulers scale ``adam_lr`` by
+    the same factor."""
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
         [0.9, 0.999], min_length=2, max_length=2
     )
     """Decay of the two moments, which a layer keeps in its eigenbasis. The measured language
     models use [0.9, 0.95]."""
     eps: float = Field(1e-8, ge=0)
-    """Added to the root of the second moment."""
+    """Number that is added to the root of the second moment."""
     weight_decay: float = Field(0.01, ge=0)
     """Decoupled weight decay: a step subtracts lr * weight_decay times the parameter.
 
