@@ -206,8 +206,9 @@ def recipe_warnings(
         f"{name} {value:g} ({of_recipe:g} there)" for name, (value, of_recipe) in far.items()
     )
     return [
-        f"far from every recipe for a {model}; the nearest is {nearest.title!r} in "
-        f"docs/howto/recipes.md: {values}. If you chose these values on purpose, ignore this line"
+        f"this run is far from every recipe for a {model}. The nearest recipe, {nearest.title!r} "
+        f"in docs/howto/recipes.md, has other values: {values}. If you chose yours on purpose, "
+        "ignore this line"
     ]
 
 

@@ -38,27 +38,27 @@ MEMORY_SHARE = 0.1
 BATCH_NORM: Any = nn.modules.batchnorm._BatchNorm
 
 PIPELINE_SCALES = (
-    "each pipeline stage takes the scale of G from the number of rows of its own last layer: if "
-    "the last stage's layers have fewer rows (a pooled head), G of the other stages is larger by "
-    "that ratio (docs/reference/supported.md)"
+    "each pipeline stage takes the scale of G from the number of rows of its own last layer. If "
+    "layers of the last stage have fewer rows than other layers, for example a pooled head, G of "
+    "the other stages is larger by the ratio of these numbers (docs/reference/supported.md)"
 )
 ZERO_NORMS = (
-    "{count} norms begin with a weight of zero ({first}, ..), so the layers below get hardly any "
-    "gradient at first, and relative damping makes full steps of it. If the loss does not fall, "
+    "{count} norms begin with a weight of zero ({first}, ..), so the layers before them get hardly "
+    "any gradient at first, but relative damping gives them full steps. If the loss does not fall, "
     'use kfac.damping {{"kind": "tikhonov"}}, use KFACAdamW, or begin with weights of one '
     "(docs/howto/tune.md)"
 )
 LOCAL_STATISTICS = (
-    "BatchNorm's running statistics stay each rank's own, and a checkpoint has those of rank 0; "
-    "average them before you evaluate or save, as examples/job.py does"
+    "BatchNorm's running statistics differ between ranks, and a checkpoint has those of rank 0; "
+    "average them over ranks before you evaluate or save, as examples/job.py does"
 )
 MIXED_BATCH_NORM = (
     "BatchNorm does not run on a CPU with 16-bit weights and fp32 statistics; set "
     '"data_types": {"buffer_dtype": ...} to the weights\' dtype'
 )
 SILENT_SKIPS = (
-    "torch_autocast fp16 skips overflowed steps without notice; ds_kfac recognizes them by the "
-    "loss scale"
+    "with torch_autocast in fp16, steps that overflow are skipped without notice; ds_kfac "
+    "recognizes these steps by the loss scale"
 )
 
 
@@ -140,7 +140,7 @@ def summary(
     ]
     if share.fraction < LOW_SHARE:
         low = (
-            f"  WARNING: below {LOW_SHARE:.0%} of the matrix parameters; left out: "
+            f"  WARNING: K-FAC steps less than {LOW_SHARE:.0%} of the matrix parameters; left out: "
             f"{share.exceptions()}"
         )
         warnings = [low, *warnings]
@@ -154,7 +154,9 @@ def summary(
     if len(lines) + len(warnings) > LINES:
         shown = LINES - len(lines) - 1
         more = len(warnings) - shown
-        pointer = f'  WARNING: {more} more: see engine.kfac.report, or "report": "full"'
+        pointer = (
+            f'  WARNING: {more} more warnings: see engine.kfac.report, or set "report": "full"'
+        )
         warnings = [*warnings[:shown], pointer]
     return [*lines, *warnings]
 
@@ -190,8 +192,9 @@ def _batched(kfac: KFACPreconditioner) -> str:
     if not groups:
         return "layer by layer"
     return (
-        f"{sum(map(len, groups))} of this rank's {len(kfac.owned)} layers in {len(groups)} groups "
-        f"of one shape, {sum(map(basis_bytes, groups)):,} bytes of eigenvectors in them"
+        f"{sum(map(len, groups))} of this rank's {len(kfac.owned)} layers are stepped in "
+        f"{len(groups)} groups of equal shape, which hold {sum(map(basis_bytes, groups)):,} bytes "
+        "of eigenvectors"
     )
 
 
@@ -206,9 +209,9 @@ def _traffic(kfac: KFACPreconditioner) -> str:
     gradient_elements = sum(layer.numel for layer in kfac.layers)
     return (
         f"relayout moves {relayout.gather.total_numel:,} of {gradient_elements:,} gradient "
-        f"elements to their workers, {relayout.scatter.total_numel:,} back; batch sums "
-        f"{total_bytes // kfac.channel.world:,} bytes a rank in {_name(wire)}, {len(buckets)} "
-        "messages"
+        f"elements to their workers, and {relayout.scatter.total_numel:,} elements of results "
+        f"back; a rank sends {total_bytes // kfac.channel.world:,} bytes of batch sums on average, "
+        f"in {_name(wire)} and in {len(buckets)} messages"
     )
 
 
@@ -242,11 +245,15 @@ def _memory(kfac: KFACPreconditioner) -> str:
         moment_bytes = sum(
             state.moments.nbytes for state in kfac.state.values() if state.moments is not None
         )
-        text += f"; moments {moment_bytes:,} in eigenbases and {optimizer_bytes:,} in the optimizer"
+        text += (
+            f"; moments take {moment_bytes:,} bytes in eigenbases and {optimizer_bytes:,} in the "
+            "optimizer"
+        )
     kept_bytes = kfac.rule.facts.kept(plan, kfac.owned, kfac.device.type)
     if kept_bytes:
         text += (
-            f"; {kept_bytes:,} for steps as one CUDA graph, and the memory of a step stays reserved"
+            f"; the CUDA graph of a step keeps {kept_bytes:,} bytes, and the memory of a step "
+            "stays reserved"
         )
     return text
 
@@ -396,7 +403,9 @@ def without_effect(
     keys += rule.facts.idle(config, layers)
     if not keys:
         return []
-    return [f"without effect with {rule.optimizer_type or optimizer}: {', '.join(keys)}"]
+    return [
+        f"these keys are without effect with {rule.optimizer_type or optimizer}: {', '.join(keys)}"
+    ]
 
 
 def _memory_warnings(kfac: KFACPreconditioner) -> list[str]:
@@ -411,7 +420,7 @@ def _memory_warnings(kfac: KFACPreconditioner) -> list[str]:
         return []
     return [
         f"K-FAC needs {state_bytes / 1e9:.1f} GB on this rank and {sum_bytes / 1e9:.1f} GB more in "
-        f"a step that updates all factors, {needed_bytes / free_bytes:.0%} of the "
+        f"a step that updates all factors, together {needed_bytes / free_bytes:.0%} of the "
         f"{free_bytes / 1e9:.1f} GB that are free: to save memory, see kfac.factor.dense_max, "
         "kfac.layers.exclude, kfac.offload, or assignment.memory_budget_gb at ZeRO stage 0"
     ]

@@ -35,7 +35,8 @@ class Share:
         skipped: one ``((type of module, reason), elements)`` pair for the matrices in no K-FAC
             layer, largest first.
         tables: one ``(name, elements)`` pair for each parameter that counts as a table because the
-            model's code looks up rows in it, without embedding modules' weights; largest first.
+            model's code looks up rows in it, largest first. Weights of embedding modules are left
+            out.
         unclear: one ``(name, elements)`` pair for each parameter that is in no K-FAC layer, has
             more elements than a bias can have, and shows neither by its shape nor by its module's
             code that it is a matrix or a table; largest first.
