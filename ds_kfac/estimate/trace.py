@@ -56,7 +56,7 @@ class Trace:
         """
         first = next((x for x in example if isinstance(x, Tensor) and x.ndim), None)
         if first is None:
-            raise ValueError("the example inputs have no tensor of at least one dimension")
+            raise ValueError("the example inputs contain no tensor with at least one dimension")
         trace = cls(units=len(first) if first.is_floating_point() else first.numel())
         modules = {
             name: module

@@ -131,7 +131,7 @@ def _choose(backend: str | None, device: str, without: Mapping[str, str]) -> Bac
         made_for = BACKENDS[name].device
         if made_for not in (None, device):
             if name == backend:
-                missing[name] = f"it is for {made_for}, not for {device}"
+                missing[name] = f"this backend is for {made_for}, not for {device}"
             continue
         try:
             if name in without:
