@@ -45,7 +45,7 @@ _is_command = (
     sys.argv[0] == "-m" and sys.orig_argv[-len(sys.argv)].removeprefix("-m") == __name__
 ) or os.path.basename(sys.argv[0]) == __name__
 """Whether this package is being imported for ``python -m ds_kfac`` or the script ``ds_kfac``. Some
-of their commands need neither torch nor DeepSpeed."""
+of the commands need neither torch nor DeepSpeed."""
 
 if TYPE_CHECKING or not _is_command:
     from ds_kfac.zero.deepspeed_versions import check

@@ -451,8 +451,8 @@ class _Timeline:
     def delay(self, step: int, seconds: Mapping[Hashable, float]) -> float:
         """Return by how many seconds a step would become longer if its workers got more work.
 
-        A worker's idle time is subtracted from its additional work. A worker without idle time adds
-        all of its work, so the result is exactly the same for an empty step and for a full one.
+        This is the largest difference between a worker's additional work and its idle time. For a
+        worker without idle time, the difference is exactly the additional work, without rounding.
         """
         longer = 0.0
         for worker, more in seconds.items():

@@ -460,8 +460,8 @@ def _without_state(tag_directory: Path, other_values: Values | None) -> str:
     else:
         continuing = ""
     return (
-        f"WARNING: {tag_directory} has no K-FAC state, so K-FAC starts afresh{continuing}: the "
-        "loss may take some steps to recover"
+        f"WARNING: {tag_directory} has no K-FAC state, K-FAC starts afresh{continuing}: the loss "
+        "may take some steps to recover"
     )
 
 

@@ -129,7 +129,8 @@ class FileEntry(_Record):
 
 
 class Header(_Record):
-    """``header.json``: what a save holds. Names are global, the same in all domains of a job.
+    """``header.json``: what a save holds. Layers are named as in the whole model. A domain of a job
+    is the dense layers, or experts that are spread over other ranks.
 
     Attributes:
         format: :data:`FORMAT`.

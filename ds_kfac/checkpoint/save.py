@@ -2,7 +2,7 @@
 each layer is written once.
 
 A factor's eigen worker writes ``<layer>.A.factor.pt``, and a layer's first gradient worker writes
-``<layer>.layer.pt`` (eigenbases, moments). Names are the same in all domains of a job, so the files
+``<layer>.layer.pt`` (eigenbases, moments). Layers are named as in the whole model, so the files
 do not depend on world size, ZeRO stage, gradient worker fraction, pipeline stages or the ranks of
 experts: at load, the rank that has a layer or factor reads its file.
 
@@ -52,8 +52,9 @@ Entries = dict[str, FileEntry]
 
 @dataclass(frozen=True)
 class DomainRecord:
-    """What one rank tells the others about one of its domains; names are global. The attributes are
-    those of :class:`Header` with the same name, for one domain."""
+    """What one rank tells the others about one of its domains: the dense layers, or experts that
+    are spread over other ranks. Layers are named as in the whole model. The attributes are those of
+    :class:`Header` with the same name, for one domain."""
 
     domain: str
     layers: dict[str, LayerRecord]

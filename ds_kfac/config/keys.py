@@ -109,7 +109,7 @@ class DampingConfig(Block):
     layer's mean eigenvalue, mean(A) mean(G)."""
 
     def at(self, step: int) -> float:
-        """Return the damping's size at a step; after ``resolve()``."""
+        """Return the damping's size at a step. Call this only after ``resolve()``."""
         assert self.value is not None
         return self.value.at(step)
 
@@ -145,7 +145,7 @@ class PreconditionerConfig(Block):
     DeepSpeed runs a scheduler, else the current one."""
 
     def kl_clip_at(self, step: int) -> float:
-        """Return the bound at a step, 0 for no clipping; after ``resolve()``."""
+        """Return the bound at a step; 0 means no clipping. Call this only after ``resolve()``."""
         assert self.kl_clip is not None
         return self.kl_clip.at(step)
 

@@ -124,8 +124,9 @@ apply to the whole regex."""
 
 
 class _Form(BaseModel):
-    """Common settings of schedule objects. Attributes have no docstrings: pydantic would look for
-    the source of each generic model, which takes a quarter of a second."""
+    """Common settings of schedule objects. The attributes of these classes have no docstrings,
+    because pydantic would look for them in the source of each generic model, which takes a quarter
+    of a second."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     _numbers_fit = field_validator("*", mode="before")(fits)
@@ -333,8 +334,8 @@ def _such_as(location: tuple[str, ...], got: Any, model: Model) -> str:
 
 
 def _nearest(location: tuple[str, ...], block: Mapping[str, Any], model: Model) -> str:
-    """Return a hint at the valid key that is closest to an unknown key. It is looked for in the
-    same block first, then in all blocks.
+    """Return a hint at the valid key that is closest to an unknown key. The keys of the same block
+    are searched first, then the keys of all blocks.
 
     Args:
         location: the unknown key, after the names of the blocks around it.

@@ -24,8 +24,8 @@ COLUMNS = ("layer", "state", "next update", "next refresh", "decomposed on", "st
 
 
 def explain(job: Job, scan: Scan, name: str | None = None) -> str:
-    """Return the text that describes a layer. If the name is None, return a table of all layers of
-    this rank's domains.
+    """Return the text that describes a layer. If the name is None, return a table of all K-FAC
+    layers in this rank's part of the model.
 
     Local. Call it between steps.
 
@@ -61,7 +61,7 @@ class LayerExplanation:
     """Makes the text and the table row that describe one layer.
 
     Attributes:
-        kfac: the preconditioner of the layer's domain.
+        kfac: the preconditioner of the layer. Experts may have another one than dense layers.
         factors: "A" or "G" -> specification of the layer's factor; empty if the config gives the
             layer no factors.
         state: what this rank keeps of the layer; None if this rank is not one of the layer's
@@ -124,8 +124,8 @@ class LayerExplanation:
     # ranks
 
     def _ranks(self, in_group: Sequence[int]) -> str:
-        """Name ranks of the domain's group by their numbers in the job. The numbers differ if there
-        are several domains."""
+        """Return the numbers in the job of ranks that are numbered within the group of ranks that
+        share this layer's work."""
         in_job = torch.distributed.get_process_group_ranks(self.kfac.channel.group)
         return ", ".join(str(in_job[rank]) for rank in in_group)
 

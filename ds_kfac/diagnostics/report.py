@@ -68,14 +68,15 @@ def report(kfacs: Sequence[KFACPreconditioner], scan: Scan, given: KFACConfig) -
     The first rank of the job prints, and so does the first rank of each pipeline stage.
 
     Args:
-        kfacs: preconditioners of all of this rank's domains.
+        kfacs: this rank's preconditioners: one for the dense layers, and one for experts if these
+            are spread over other ranks.
         given: the config as the user gave it.
     """
     first = kfacs[0]
     domain = first.engine_view.domain
     inner = first.engine_view.inner
     texts = [text for kfac in kfacs for text in attach_warnings(kfac, given)]
-    warnings = list(dict.fromkeys(texts))  # domains may have the same ones
+    warnings = list(dict.fromkeys(texts))  # several preconditioners may have the same warnings
     brief = summary(
         first.layout.engine.module,
         scan,
@@ -112,7 +113,7 @@ def summary(
     """Describe a run in :data:`LINES` lines at most, from its plans and not from measurements.
 
     Args:
-        plans: the plan of each of this rank's domains.
+        plans: plans of this rank's preconditioners, see :func:`report`.
         optimizer: class or type of the innermost optimizer.
         mode: the engine's mode, in words.
         ratio: learning rate of parameters in no layer, as a multiple of the optimizer's.
@@ -162,7 +163,8 @@ def summary(
 
 
 def _details(kfac: KFACPreconditioner) -> list[str]:
-    """Return the lines of one domain: what was configured or chosen, and a table of its layers."""
+    """Return the lines of one preconditioner: what was configured or chosen, and a table of its
+    layers."""
     config = kfac.config
     plan = kfac.plan
     domain = kfac.engine_view.domain.name

@@ -58,7 +58,7 @@ class Share:
 
     @property
     def curved_fraction(self) -> float:
-        """Fraction of the matrix elements that have curvature."""
+        """Fraction of the matrix elements whose layer has a factor that is not diagonal."""
         return self.curved / max(1, self.matrices)
 
     @property

@@ -208,7 +208,8 @@ def per_step(points: Points, steps: dict[float, float]) -> Points:
     """Convert a sum over all steps so far to the mean amount per step since the last point.
 
     Args:
-        steps: x of a point -> number of steps so far, if x counts samples. Empty if x counts steps.
+        steps: number of samples, as on the x axis -> number of steps at that point. Empty if the x
+            axis counts steps.
     """
     # after a resume, counters begin at zero again, but steps do not
     before = [(0.0, 0.0, 0.0)] if steps else []

@@ -223,8 +223,8 @@ def wanted_architectures(environment: Mapping[str, str]) -> list[str]:
 
 
 def supported(compiler: str) -> list[str]:
-    """Return the entries of ``ARCHITECTURES`` that this nvcc can compile for. Return all of them if
-    nvcc lists none of them or cannot list any."""
+    """Return the entries of ``ARCHITECTURES`` for which this nvcc can compile. Return all entries
+    if nvcc cannot list its architectures, or if its list contains none of them."""
     try:
         listed = subprocess.run(
             [compiler, "--list-gpu-code"], capture_output=True, text=True, timeout=60, check=True

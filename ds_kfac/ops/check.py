@@ -230,10 +230,11 @@ def difference(actual: Tensor, expected: Tensor) -> float:
 def faults(
     compiled: Mapping[str, tuple[str, Callable[..., Any]]], device: torch.device
 ) -> dict[str, str]:
-    """Return op -> why its implementation must not be used on a device.
+    """Check compiled ops on a device. Return op -> reason, for each op that must not be used there.
 
-    The processes of a machine check one after the other. An op is entered in the file before it is
-    checked. If the check kills its process, the next process does not run the op again.
+    The processes of a machine check one after the other. An op is entered in the file of outcomes
+    before it is checked. If the check kills its process, the next process does not run the op
+    again.
 
     Args:
         compiled: op -> (backend, implementation).

@@ -364,7 +364,7 @@ def _assignment(
             for workers, (load, size) in largest.items()
         )
         if problems:
-            tried += f"; {len(problems)} more exceed the budget of {budget} GB"
+            tried += f"; {len(problems)} other fractions exceed the budget of {budget} GB"
         reasons.append(
             f"{best} of {world} ranks precondition a layer: predicted time and memory per step and "
             f"rank: {tried}"

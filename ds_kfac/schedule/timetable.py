@@ -1,5 +1,5 @@
 """Numbers that change over steps, and a timetable that decides in which steps each factor is
-captured and decomposed.
+captured, that is, updated with a batch, and in which steps it is decomposed.
 
 All factors follow one schedule. A factor may follow it with an offset of some steps, and SP-NGD's
 adaptive rule (Osawa et al. 2019, arXiv:1811.12019) may skip some of the factor's captures.
