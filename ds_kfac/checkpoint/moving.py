@@ -316,7 +316,7 @@ def give(engine: Any, values: Values, saved: Mapping[str, Any]) -> None:
     loss scale continues.
 
     Args:
-        saved: the saved optimizer's state, which has the loss scale.
+        saved: the saved optimizer's state, from which the loss scale is taken.
     """
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     state = dict(engine.optimizer.state_dict())

@@ -327,7 +327,7 @@ class OptimizerParams(BaseModel):
     The learning rate of heads follows ``adam_lr`` (docs/howto/tune.md). If ``adam_lr`` is 0, heads
     have lr."""
     torch_adam: bool = False
-    """true: torch's AdamW steps the parameters that are in no layer. false: DeepSpeed's Adam does.
+    """Which AdamW steps the parameters that are in no layer. true: torch's. false: DeepSpeed's.
 
     DeepSpeed's fused Adam (on a GPU) and CPU Adam (for an offloaded optimizer) are compiled at
     first use. On a CPU without offload torch's AdamW is used in both cases."""

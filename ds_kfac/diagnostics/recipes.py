@@ -207,8 +207,8 @@ def recipe_warnings(
     )
     return [
         f"this run is far from every recipe for a {model}. The nearest recipe, {nearest.title!r} "
-        f"in docs/howto/recipes.md, has other values: {values}. If you chose yours on purpose, "
-        "ignore this line"
+        f"in docs/howto/recipes.md, has other values: {values}. If you chose your values on "
+        "purpose, ignore this line"
     ]
 
 

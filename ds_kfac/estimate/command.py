@@ -144,7 +144,7 @@ def described(
     try:
         chosen = Estimate(subject, costs, world, rows)
     except ValueError as refused:
-        problem = [f"  this config: refused: {refused}"]
+        problem = [f"  this config is refused: {refused}"]
     for workers in worker_counts(world) if subject.replicated else (1,):
         if chosen is not None and chosen.plan.workers == workers:
             strategies.append(chosen)
@@ -210,8 +210,8 @@ def machine_lines(costs: CostModel, method: Method) -> list[str]:
     )
     if method.step_flops:
         times = (
-            f"eigh {times}; steps of {method.step_flops:.3g} n^3 FLOPs at "
-            f"{number(costs.ieee_flops, '')}/s"
+            f"eigh {times}; a step of orthogonal iteration takes {method.step_flops:.3g} n^3 "
+            f"FLOPs, at {number(costs.ieee_flops, 'FLOP/s')}"
         )
     rates = (costs.gemm_flops, costs.syrk_flops, costs.model_flops or costs.gemm_flops)
     products, moments, model = (number(rate, "") for rate in rates)
@@ -305,7 +305,7 @@ def chosen_lines(chosen: Estimate, assumed: str = "") -> list[str]:
     table = {plan.method.words if kind == "eigenbases" else kind: memory[kind] for kind in STATE}
     table |= {
         "state": chosen.state,
-        **{f"{kind} of a step that captures all": memory[kind] for kind in TRANSIENT},
+        **{f"{kind}, if a step captures all factors": memory[kind] for kind in TRANSIENT},
     }
     rows = [
         (kind, number(nbytes.max(), "B"), number(nbytes.mean(), "B"))
@@ -338,7 +338,7 @@ def chosen_lines(chosen: Estimate, assumed: str = "") -> list[str]:
     ]
     work.append(
         (
-            "FLOPs of the busiest rank, all factors",
+            "FLOPs of the busiest rank, all layers once",
             *(flops.get(stage, "") for stage in (*STAGES, "", "")),
         )
     )

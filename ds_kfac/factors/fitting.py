@@ -286,10 +286,10 @@ class _Fitting:
         ]
         if idle:
             raise FactorsError(
-                f"{len(idle)} layers had no row: {', '.join(idle[:5])}; they are never called, "
-                "their gradient is zero, all their rows are masked, or activation checkpointing "
-                "hides them (it needs use_reentrant=False); exclude these layers by layers.exclude "
-                "in the config"
+                f"{len(idle)} layers had no row: {', '.join(idle[:5])}. Either they are never "
+                "called, their gradient is zero, all their rows are masked, or activation "
+                "checkpointing hides them (it needs use_reentrant=False). Exclude such layers by "
+                "layers.exclude in the config"
             )
 
     def _decomposed(self, key: str, packed: Tensor) -> dict[str, Tensor]:

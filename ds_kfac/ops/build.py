@@ -242,8 +242,9 @@ def build_ahead(into: Path, environment: Mapping[str, str]) -> list[Path]:
     paths.
 
     The variables work as DeepSpeed's ``DS_BUILD_OPS`` and ``DS_BUILD_<OP>`` do.
-    ``DS_KFAC_BUILD_OPS=1`` builds the library if that is possible. ``DS_KFAC_BUILD_CUDA=1`` raises
-    BuildError if it is not possible. ``DS_KFAC_BUILD_CUDA=0`` builds nothing.
+    ``DS_KFAC_BUILD_OPS=1`` builds the library if that is possible. ``DS_KFAC_BUILD_CUDA=1`` does
+    the same, but raises BuildError if the library cannot be built. ``DS_KFAC_BUILD_CUDA=0`` builds
+    nothing.
     """
     built: list[Path] = []
     into.mkdir(parents=True, exist_ok=True)

@@ -289,8 +289,8 @@ def _checked(
 
 
 def check_alive(device: torch.device) -> None:
-    """Raise if a kernel has broken the GPU's context. Nothing can run in this process any more
-    then, and the next process will not use the op. Waits for the device."""
+    """Raise if a kernel has broken the GPU's context, because then nothing can run in this process
+    any more. The next process will not use the op that was being checked. Waits for the device."""
     torch.zeros((), dtype=torch.float32, device=device).item()
 
 

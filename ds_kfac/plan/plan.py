@@ -360,14 +360,13 @@ def _assignment(
     best = min(largest, key=largest.__getitem__)
     if len(counts) > 1:
         tried = ", ".join(
-            f"{workers}/{world}: {load * 1e3:.3g} ms and {size:,} bytes"
+            f"{workers}/{world}: {load * 1e3:.3g} ms per step and {size:,} bytes of state"
             for workers, (load, size) in largest.items()
         )
         if problems:
             tried += f"; {len(problems)} other fractions exceed the budget of {budget} GB"
         reasons.append(
-            f"{best} of {world} ranks precondition a layer: predicted time and memory per step and "
-            f"rank: {tried}"
+            f"{best} of {world} ranks precondition a layer; predicted maximum per rank: {tried}"
         )
     return assignments[best]
 
