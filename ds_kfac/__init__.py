@@ -27,8 +27,9 @@ def only_for_data() -> Iterator[None]:
     """Redirect standard output to standard error inside the ``with`` block, also for C code and
     child processes.
 
-    DeepSpeed writes to standard output as soon as it is imported, and compilers and models may do
-    so, too. A command such as ``python -m ds_kfac schema > file`` must not mix this with its data.
+    DeepSpeed writes to standard output as soon as it is imported, and compilers and models may also
+    write to it. A command such as ``python -m ds_kfac schema > file`` must not mix these texts with
+    its data.
     """
     sys.stdout.flush()
     kept = os.dup(1)

@@ -174,7 +174,8 @@ class KFAC:
             R = QG.T @ layer.gradient() @ QA
             layer.m = b1 * layer.m + (1 - b1) * R
             layer.v = b2 * layer.v + (1 - b2) * R**2
-            m = b1 * layer.m / (1 - b1 ** (k + 1)) + (1 - b1) * R / (1 - b1**k)  # Nesterov's
+            # with Nesterov's momentum
+            m = b1 * layer.m / (1 - b1 ** (k + 1)) + (1 - b1) * R / (1 - b1**k)
             # zero where an eigenvalue and the gradient along its direction are rounding errors
             kept = [
                 (e >= max(64, len(e)) ** 0.5 * 2**-23 * e.max()) | (square > square.mean() / 1024)

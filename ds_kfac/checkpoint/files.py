@@ -319,7 +319,7 @@ def read_header(folder: Path) -> Header:
     path = folder / HEADER
     try:
         wrapped = json.loads(path.read_bytes())
-    except ValueError as error:  # also undecodable bytes
+    except ValueError as error:  # undecodable bytes raise it, too
         raise ValueError(f"{path}: is not JSON: {error}") from error
     content = wrapped.get("header") if isinstance(wrapped, dict) else None
     if not isinstance(content, dict) or wrapped.get("crc32") != _crc32(content):

@@ -210,7 +210,8 @@ def _keys_of(
     """Match the factors of this run with those of the save.
 
     Returns factor key -> its key in the save, for factors that continue; and the keys of factors
-    that start empty although their layers are in the save. All ranks of the domain get the same.
+    that start empty although their layers are in the save. The result is the same on all ranks that
+    work on these layers.
     """
     leader = {name: group[0] for group in header.shared or () for name in group}
     stacked = {
@@ -470,7 +471,7 @@ def _loaded(engine: Any, job: Job, tag_directory: Path, entry: Mapping[str, Any]
     afresh instead."""
     kfac = job.preconditioners[0]
     try:
-        if entry.get("save_id") is None:  # the same on every rank
+        if entry.get("save_id") is None:  # the entry is the same on every rank
             raise CheckpointError(
                 f"ds_kfac: {tag_directory} was saved without its K-FAC state, which could not be "
                 f"written:\n{entry.get('problem')}"

@@ -133,7 +133,7 @@ def moving(
     optimizer wrote the checkpoint.
     """
     saved: Any = None
-    states: Mapping[str, Any] = {}  # of stage 0
+    states: Mapping[str, Any] = {}  # model states of a checkpoint of stage 0
     if with_optimizer and engine.load_universal_checkpoint():
         saved = optimizer_state(folder)
     elif with_optimizer and not engine.zero_optimization():
@@ -188,9 +188,9 @@ def _inner(state: Mapping[str, Any]) -> Mapping[str, Any]:
 def _is_others(
     then: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], *, at_stage_0: bool
 ) -> bool:
-    """Return whether one of AdamW and KFACAdamW has saved parameter groups and the other one loads
-    them. For a universal checkpoint also return True for two KFACAdamW with different K-FAC layers,
-    whose values move by name, too."""
+    """Return whether AdamW saved the parameter groups and KFACAdamW loads them, or the reverse. For
+    a universal checkpoint also return True if KFACAdamW saved and loads them, but with different
+    K-FAC layers. In all these cases values are loaded by name."""
     if at_stage_0:
         kfac_is_involved = of_kfac(then) != of_kfac(now)
     else:

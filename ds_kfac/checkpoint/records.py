@@ -118,8 +118,8 @@ class FileEntry(_Record):
         holds: name of the layer, or key of the factor ("<layer>/A"), that the file holds.
         bytes: size of the file in bytes.
         crc32: CRC-32 of the file's bytes.
-        parts: path in the payload -> dtype and shape if a tensor is there, else the name of the
-            value's type.
+        parts: path in the payload, such as "A.eigenvectors" -> dtype and shape of the tensor at
+            this path; for another value, the name of its type.
     """
 
     holds: Name

@@ -48,7 +48,7 @@ def explained(engine: Any, load_dir: Path, tag: str | None) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except Exception as error:  # on every rank
+    except Exception as error:  # DeepSpeed raises it on every rank
         explanation = _explanation(engine, load_dir, tag, error)
         if explanation is None:
             raise

@@ -156,7 +156,7 @@ def _header(
     layers: dict[str, LayerRecord] = {}
     factors: dict[str, SavedSide] = {}
     peak_lr: dict[str, float] = {}
-    groups: dict[tuple[str, ...], None] = {}  # in the order of the records, each once
+    groups: dict[tuple[str, ...], None] = {}  # each group once, in the order of the records
     rows: dict[str, float] = {}
     clocks: dict[str, SavedClock] = {}
     for record in records:
@@ -275,7 +275,7 @@ def finish(job: Job, tag_directory: Path, header: Header, later: bool = False) -
             files.write_text(folder / files.LATEST, header.save_id)
             for old in folder.iterdir():
                 if old.is_dir() and old.name != header.save_id:
-                    shutil.rmtree(old, ignore_errors=True)  # only disk space is at stake
+                    shutil.rmtree(old, ignore_errors=True)  # a failure only costs disk space
 
 
 # the engine's own save
@@ -310,7 +310,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: on every rank, after DeepSpeed's save, if K-FAC's save failed.
     """
-    if not save_dir:  # DeepSpeed says what is wrong
+    if not save_dir:  # DeepSpeed's own error says what is wrong
         return original(save_dir, tag, client_state or {}, save_latest, *args, **kwargs)
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     folder = Path(save_dir) / tag

@@ -57,7 +57,8 @@ class FactorConfig(Block):
     """Name of the module whose output is the prediction for ``monte_carlo``. null: the model's
     output, or its ``logits``."""
     weight_sharing: Literal["expand", "reduce"] = "expand"
-    """What a row of the statistics is. ``expand``: a token. ``reduce``: a sequence or an image.
+    """What counts as one row of the statistics. ``expand``: a token. ``reduce``: a sequence or an
+    image.
 
     Use ``expand`` for a loss per token and ``reduce`` for a loss per example. ``reduce`` makes the
     statistics cheaper by a factor of the sequence length."""
@@ -96,7 +97,8 @@ class EigenbasisConfig(Block):
     """Steps between two decompositions of a factor, a multiple of ``factor.update_interval``. null:
     five times that interval.
 
-    If one of the two intervals is a schedule, a refresh waits for the next factor update."""
+    If this key or ``factor.update_interval`` is a schedule, a refresh may fall between two factor
+    updates; it then waits for the next one."""
 
 
 class DampingConfig(Block):
@@ -115,8 +117,8 @@ class DampingConfig(Block):
 
 
 class PreconditionerConfig(Block):
-    """How gradients are preconditioned. With the optimizer KFACAdamW ``method`` must be ``eigen``,
-    and of the other keys only ``precision`` has an effect."""
+    """How gradients are preconditioned. With the optimizer KFACAdamW, ``method`` must be ``eigen``,
+    ``precision`` has an effect, and the other keys have none."""
 
     precision: Literal["highest", "tf32"] | None = None
     """Precision of the products into the eigenbasis and back. null: ``tf32`` on GPUs that have it,
@@ -139,10 +141,11 @@ class PreconditionerConfig(Block):
     null: ``corrected`` if your optimizer divides by a running second moment too, as Adam does,
     else ``kronecker``."""
     kl_clip: values.NotNegative | None = None
-    """Bound kappa on lr^2 <V, gradient>, summed over layers. 0 switches it off. null: 0.001.
+    """Bound kappa: V, the preconditioned gradient, is scaled down if lr^2 <V, gradient>, summed
+    over layers, exceeds kappa. 0: no bound. null: 0.001.
 
-    V is the preconditioned gradient. lr is the largest learning rate of the schedule if
-    DeepSpeed runs a scheduler, else the current one."""
+    lr is the largest learning rate of the schedule if DeepSpeed runs a scheduler, else the current
+    learning rate."""
 
     def kl_clip_at(self, step: int) -> float:
         """Return the bound at a step; 0 means no clipping. Call this only after ``resolve()``."""
@@ -154,20 +157,21 @@ class BurnInConfig(Block):
     """Shorter intervals at the start of a run, where curvature changes fastest."""
 
     steps: int = Field(default=50, ge=0)
-    """Number of first steps in which factors are updated and refreshed more often. 0: none.
+    """Number of steps at the start in which factors are updated and refreshed more often. 0: none.
 
     In these steps factors are updated twice as often as ``factor.update_interval`` says.
-    Eigenbases are refreshed at every second update, unless they are refreshed more often anyway."""
+    Eigenbases are refreshed at every second update, or more often if
+    ``eigenbasis.refresh_interval`` says so."""
 
 
 class AdamConfig(Block):
     """The optimizer KFACAdamW. These keys do not affect other optimizers."""
 
     rotate: bool = True
-    """Step in the eigenbasis of A. false: step in the layers' own coordinates, without curvature
-    and whitening.
+    """true: step in the eigenbasis of A. false: step in the layers' own coordinates, without
+    curvature and whitening.
 
-    If it is false, K-FAC collects, keeps and sends no statistics."""
+    If this key is false, K-FAC collects, keeps and sends no statistics."""
     except_layers: list[values.NameEnd] = [
         "([^.]*_)?head(_dist)?",
         "score",
@@ -179,23 +183,23 @@ class AdamConfig(Block):
         "vocab_projector",
         "qa_outputs",
     ]
-    """Layers whose steps keep Adam's direction, as those of heads do with Muon. Steps of other
-    layers are orthogonalized. Norms always keep Adam's direction.
+    """Layers whose steps keep Adam's direction, as Muon's steps of heads do. Steps of other layers
+    are orthogonalized. Norms always keep Adam's direction.
 
     Each entry is a regex for the end of a layer's name, after a dot or from its beginning;
     ``".*"`` is all layers. You may leave out what PEFT or torch.compile add to names. The default
     matches the heads of transformers and timm. Unless you set this key, a language model's head
     is also found by its shape: the last layer, if it has the shape of an embedding."""
     blocks: dict[values.NameEnd, values.BlockRows] = {}
-    """Weights that hold several maps, each of which is orthogonalized by itself: regex for the end
-    of the weight's name -> the blocks.
+    """Weights that hold several linear maps, each orthogonalized by itself: a regex for the end of
+    a weight's name -> the weight's blocks.
 
     A number is the number of equal blocks; a list gives the rows of each block and is repeated up
     to the last row. ``{"qkv": 3}`` means queries, keys and values. ``{"qkv": [64, 64, 64]}`` means
     queries, keys and values of each head of size 64. ``{"q_proj": 32}`` treats each of 32 heads by
-    itself, and 1 means a single map. The key has precedence over the names that ds_kfac knows
-    (``ds_kfac/model/blocks.py``): fused queries, keys and values, gates, latent attention and
-    Mamba. The full report lists the blocks of each layer."""
+    itself, and 1 treats all heads as one map. This key has precedence over the names that ds_kfac
+    knows (``ds_kfac/model/blocks.py``): fused queries, keys and values, gates, latent attention
+    and Mamba. The full report lists the blocks of each layer."""
     whiten: float = Field(default=0.125, ge=0, le=1)
     """Power p. A step is multiplied by A^-p before it is orthogonalized, and again afterwards. 0:
     no whitening.
@@ -240,7 +244,7 @@ class AssignmentConfig(Block):
     """Fraction of the ranks that precondition a layer (KAISA), at stage 0. null: the fastest
     predicted fraction within ``memory_budget_gb``.
 
-    1/world is MEM-OPT and 1 is COMM-OPT. Under ZeRO 1 to 3 a layer always has one worker."""
+    KAISA calls 1/world MEM-OPT, and 1 COMM-OPT. Under ZeRO 1 to 3 a layer always has one worker."""
     memory_budget_gb: float | None = Field(default=None, gt=0)
     """Most memory that K-FAC may take on a rank, in 10^9 bytes. null: no limit.
 
@@ -372,7 +376,7 @@ class KFACConfig(Block):
     """SP-NGD's adaptive statistics: tolerance below which two values of a factor are similar, such
     as 0.1. null: off.
 
-    A factor that barely changes is then updated and decomposed less often. Each factor has its
+    This rule updates and decomposes a factor less often if it barely changes. Each factor has its
     own interval, in units of ``factor.update_interval``: the interval grows (1, 2, 3, 5, 8, ...)
     while the factor stays similar, and halves when it does not. The rule starts after the burn-in.
     docs/explanation/formulas.md has the formulas."""

@@ -102,7 +102,7 @@ WHY = {
     "rescale_weights": "applies SP-NGD's rule for weights that are followed by a norm",
     "factor.update_interval": f"trades cost against loss ({_TUNE})",
     "factor.decay": "0 uses the last batch alone, as SP-NGD does",
-    "factor.fisher": "saves memory, or gives the true Fisher matrix",
+    "factor.fisher": "activations_only saves memory; monte_carlo gives the true Fisher matrix",
     "factor.sampler": "must match your loss",
     "factor.prediction": "must match your model",
     "factor.weight_sharing": "must match your loss",

@@ -77,7 +77,7 @@ def far_from_recipes(kfac: KFACPreconditioner) -> list[str]:
     groups = kfac.layout.optimizer.param_groups
     rates = planned_rates(groups, kfac.layout.engine.lr_scheduler)
     indices = {kfac.layout.group_index(parameter) for parameter in kfac.layout.params}
-    # the largest learning rate: a schedule or a user may give other groups smaller ones
+    # compare the largest learning rate, because a user may give some groups a smaller one
     leading = max(indices, key=lambda index: rates[index])
     betas = groups[leading].get("betas")
     return recipe_warnings(

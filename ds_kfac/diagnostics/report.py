@@ -92,7 +92,7 @@ def report(kfacs: Sequence[KFACPreconditioner], scan: Scan, given: KFACConfig) -
         details += _details(kfac)
         if kfac is first:
             details += skipped_lines(scan, every_module=first.config.report == "full")
-    # a summary that would be too long lacks some of the warnings
+    # the full text also has the warnings that did not fit into the summary
     left_out = [line for line in warnings if line not in brief]
     text = "\n".join([*brief, *left_out, *details])
     if given.report != "none" and first.rank == 0 and domain.shard[0] == 0:

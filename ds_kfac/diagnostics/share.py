@@ -128,7 +128,7 @@ def share_of(model: nn.Module, scan: Scan, without: Collection[str] = ()) -> Sha
     skipped: Counter[tuple[str, str]] = Counter()
     for name in matrices.keys() - stepped:
         module_name = name.rpartition(".")[0]
-        # the scan names a module, or the parameter itself
+        # scan.skipped has the name of the module, or of the parameter itself
         reason = reasons.get(module_name, reasons.get(name, UNKNOWN))
         skipped[reason] += matrices[name]
     looked_up = tables_and_embeddings(model)

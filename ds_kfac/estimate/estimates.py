@@ -265,8 +265,8 @@ class Estimate:
     @cached_property
     def _scatter(self) -> Message:
         """The message from gradient workers. It contains results and the scalars that are summed
-        over a row of ranks: those of the direction, those of the metrics, and a flag per layer if
-        the rule needs flags."""
+        over a row of ranks: scalars of the update rule and of the metrics, and a flag per layer if
+        the update rule needs flags."""
         flags = len(self.plan.layers) if self.rule.flags(self.plan.config) else 0
         count = self.rule.numbers + len(SUMMARY) + flags
         results = self.exchange.scatter

@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> str:
     series = read(source)
     if not series:
         raise ValueError(
-            f"{source}: no csv_monitor, tensorboard or trainer_state.json logs; enable one of them "
+            f"{source}: no csv_monitor, tensorboard or trainer_state.json logs; enable a monitor "
             'in the DeepSpeed config, such as "csv_monitor": {"enabled": true, "output_path": '
             '"runs", "job_name": "kfac"}'
         )

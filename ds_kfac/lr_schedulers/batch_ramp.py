@@ -156,7 +156,8 @@ class BatchRamp:
         return doublings < len(self.at) and samples >= self.at[doublings]
 
     def _is_boundary(self, batch: int) -> bool:
-        """Return whether the number of micro-batches so far is a multiple of those of this batch.
+        """Return whether the number of micro-batches so far is a multiple of the number of
+        micro-batches of this batch.
 
         If it is not, DeepSpeed would end the next step too early, because it counts micro-batches
         from the start of the run.

@@ -182,8 +182,8 @@ def nvcc_flags(architectures: Sequence[str]) -> list[str]:
 def installed(architecture: str) -> Path | None:
     """Return the path of a library that was built ahead of time and runs on a GPU, or None.
 
-    A library for an older GPU of the same generation runs, too, unless its architecture ends in a
-    letter, as "90a" does.
+    A GPU also runs a library that was built for an older GPU of the same generation, unless the
+    architecture of the library ends in a letter, as "90a" does.
 
     Args:
         architecture: the GPU's architecture as nvcc names it.

@@ -299,7 +299,7 @@ def identity(device: torch.device) -> str:
     versions, driver and GPU."""
     digest = hashlib.sha256()
     sources = list[Path]()
-    with suppress(build.BuildError):  # an installation without them has no CUDA ops
+    with suppress(build.BuildError):  # an installation without sources has no CUDA ops
         sources += build.source_folder().iterdir()
     for file in sorted([*(build.PACKAGE / "ops").rglob("*.py"), *sources]):
         digest.update(file.name.encode() + file.read_bytes())

@@ -48,8 +48,8 @@ BACKENDS: dict[str, Backend] = {
     "cuda": Backend("cuda", cuda.load),
     "torch": Backend(None, lambda: {op: getattr(functional, op) for op in OPS}),
 }
-"""Backends by name, the best first. Triton has the products and Adam, and CUDA has the ops that
-process many layers in one launch. No op is in both."""
+"""Name of a backend -> the backend, the best first. Triton has the products and Adam, and CUDA has
+the ops that process many layers in one launch. No op is in both Triton and CUDA."""
 
 
 @dataclass(frozen=True)

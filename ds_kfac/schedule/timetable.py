@@ -136,11 +136,11 @@ class Schedule:
     captures and refreshes, so that the longer interval starts with fresh bases.
 
     Note: Offset. An ``offset`` above 0 displaces the schedule from step B on, where B is the first
-    step after the burn-in, or 0 without a burn-in. From B on, nothing is due before step
-    B + offset % update interval, which always captures. Nothing refreshes before step B + offset,
-    which captures and refreshes. During the burn-in the same rule applies from step 1 on, with
-    another offset. If ``offset`` is k update intervals and r steps, the offset of the burn-in is k
-    of the burn-in's update intervals and r steps, modulo the burn-in's refresh interval.
+    step after the burn-in, or 0 without a burn-in. From B on, the first capture is at step
+    B + offset % u, where u is the update interval, and the first refresh is at step B + offset,
+    which captures, too. During the burn-in the same rule applies from step 1 on, with another
+    offset: if offset = k u + r with 0 <= r < u, the offset in the burn-in is (k u' + r) % v', where
+    u' and v' are the update and refresh intervals of the burn-in.
     """
 
     update: Value
@@ -292,8 +292,8 @@ def next_interval(
 
 
 def _first(reached: Callable[[int], bool], step: int) -> int:
-    """Return the first step from ``step`` on for which ``reached`` is true. ``reached`` must then
-    be true for all later steps, too."""
+    """Return the first step, not before ``step``, for which ``reached`` is true. ``reached`` must
+    also be true for all later steps."""
     low = step - 1
     high = step
     while not reached(high):
@@ -483,8 +483,8 @@ class Timetable:
         this after each applied step.
 
         Args:
-            due: factors that were captured and refreshed at ``step``: those of ``due(step)``, and
-                possibly other factors.
+            due: factors that were captured and refreshed at ``step``: all factors of ``due(step)``,
+                and possibly more.
             similar: key of a captured factor -> (whether the factor is similar to its last value,
                 whether it is similar to the value before that), or None if the factor had no batch,
                 so that it keeps its interval. The mapping is only read after the burn-in with the
