@@ -36,7 +36,8 @@ def _rate(text: str) -> float:
 
 
 def _describe(parser: argparse.ArgumentParser, *, check: bool = False) -> None:
-    """Add the arguments of ``estimate``, or with ``check`` those of ``check``."""
+    """Add the arguments of the command ``estimate``, or of the command ``check`` if ``check`` is
+    True."""
     parser.add_argument(
         "--model",
         required=True,
