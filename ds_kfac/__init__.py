@@ -27,8 +27,9 @@ def only_for_data() -> Iterator[None]:
     """Redirect standard output to standard error inside the ``with`` block, also for C code and
     child processes.
 
-    DeepSpeed writes to standard output as soon as it is imported, and compilers and models may do
-    so, too. A command such as ``python -m ds_kfac schema > file`` must not mix this with its data.
+    DeepSpeed writes to standard output as soon as it is imported, and compilers and models may also
+    write to it. A command such as ``python -m ds_kfac schema > file`` must not mix these texts with
+    its data.
     """
     sys.stdout.flush()
     kept = os.dup(1)
@@ -45,7 +46,7 @@ _is_command = (
     sys.argv[0] == "-m" and sys.orig_argv[-len(sys.argv)].removeprefix("-m") == __name__
 ) or os.path.basename(sys.argv[0]) == __name__
 """Whether this package is being imported for ``python -m ds_kfac`` or the script ``ds_kfac``. Some
-of their commands need neither torch nor DeepSpeed."""
+of the commands need neither torch nor DeepSpeed."""
 
 if TYPE_CHECKING or not _is_command:
     from ds_kfac.zero.deepspeed_versions import check

@@ -36,27 +36,32 @@ def _rate(text: str) -> float:
 
 
 def _describe(parser: argparse.ArgumentParser, *, check: bool = False) -> None:
-    """Add the arguments of ``estimate``, or with ``check`` those of ``check``."""
+    """Add the arguments of the command ``estimate``, or of the command ``check`` if ``check`` is
+    True."""
     parser.add_argument(
         "--model",
         required=True,
-        help="module:factory, a function that is called on the meta device and returns a model, or "
-        "(model, example inputs); or hf:PATH, a config.json of transformers, or its folder",
+        help="module:factory, where factory() is called on the meta device and returns a model or "
+        "the pair (model, example inputs); or hf:PATH, where PATH is a config.json of transformers "
+        "or its folder",
     )
     parser.add_argument(
         "--optimizer",
         metavar="TYPE",
-        help="type of the optimizer that the script passes, such as AdamW, if the config has none",
+        help="type of the optimizer that the script passes, if the config has none, such as AdamW",
     )
     parser.add_argument(
         "--dtype",
         choices=("fp32", "bf16", "fp16"),
-        help='dtype of the parameters, if the config has "auto" or nothing for it',
+        help='if the config does not set the dtype or says "auto": dtype of the parameters',
     )
     parser.add_argument(
-        "--lora", type=_count, metavar="R", help="train only adapters of this rank, added by peft"
+        "--lora",
+        type=_count,
+        metavar="R",
+        help="assume that peft adds LoRA adapters of rank R, and that only these are trained",
     )
-    default = "" if check else '; default: KFACAdamW, stage 0, an empty "kfac" block'
+    default = "" if check else '; default: KFACAdamW at stage 0 with an empty "kfac" block'
     parser.add_argument("--config", required=check, help=f"DeepSpeed config (JSON){default}")
     parser.add_argument(
         "--world", type=_count, required=not check, default=1, help="number of data-parallel ranks"
@@ -64,45 +69,54 @@ def _describe(parser: argparse.ArgumentParser, *, check: bool = False) -> None:
     if check:
         return
     parser.add_argument(
-        "--stage", type=int, choices=range(4), help="ZeRO stage; default: the config's"
+        "--stage", type=int, choices=range(4), help="ZeRO stage; default: the stage in the config"
     )
     parser.add_argument(
         "--batch-rows",
         type=_count,
         metavar="N",
         help="tokens (or images) that a rank processes in a step; "
-        "default: the config's batch times the model's context",
+        "default: the batch size in the config times the model's context length",
     )
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="device whose builtin costs apply"
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="type of device whose builtin speeds are used; default: cuda, an H100",
     )
     parser.add_argument(
-        "--device-flops", type=_rate, metavar="F", help="FLOP/s that K-FAC's products reach"
+        "--device-flops",
+        type=_rate,
+        metavar="F",
+        help="FLOP/s that a rank reaches in K-FAC's matrix products; default: a builtin value",
     )
     parser.add_argument(
         "--model-flops",
         type=_rate,
         metavar="F",
-        help="FLOP/s that the model's forward and backward passes reach; default: the same as "
-        "--device-flops, or a builtin value",
+        help="FLOP/s that a rank reaches in the model's forward and backward passes; default: the "
+        "value of --device-flops, or else a builtin value",
     )
     parser.add_argument(
         "--costs",
         metavar="FILE",
-        help="file with the rates of a machine, from python -m benchmarks.kernels.costs; "
-        "default: the builtin rates, with which runs plan",
+        help="file with the measured speeds of a machine, which python -m benchmarks.kernels.costs "
+        "writes; default: the builtin speeds, which training runs use to plan",
     )
     parser.add_argument(
-        "--link-gbps", type=_rate, metavar="G", help="network Gbit/s of a rank, each way"
+        "--link-gbps",
+        type=_rate,
+        metavar="G",
+        help="network bandwidth of a rank in each direction, in Gbit/s",
     )
     parser.add_argument(
-        "--node-size", type=_count, metavar="N", help="number of ranks of a node; default: 1"
+        "--node-size", type=_count, metavar="N", help="number of ranks per node; default: 1"
     )
     parser.add_argument(
         "--node-gbps",
         type=_rate,
         metavar="G",
-        help="Gbit/s of a rank within its node; default: the same as between nodes",
+        help="bandwidth of a rank inside its node, in Gbit/s; default: the same as between nodes",
     )
 
 
@@ -111,45 +125,50 @@ def _describe_factors(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         required=True,
-        help="hf:PATH, a folder that transformers loads, or module:function, which returns a model",
+        help="hf:PATH, where transformers loads PATH; or module:function, where function() returns "
+        "a model",
     )
     parser.add_argument(
         "--data",
         required=True,
-        help="if --model is hf: a text file, a .jsonl with a field text, or a folder of the "
-        "package datasets; else module:function, which is called with (rank, ranks) and returns "
-        "batches",
+        help="with --model hf:PATH: a text file, a .jsonl with a field text, or a folder that the "
+        "package datasets has saved; otherwise module:function, where function(rank, ranks) "
+        "returns the batches of a rank",
     )
     parser.add_argument(
         "--out",
         required=True,
         type=Path,
-        help="folder for the files; factors that are in it are replaced",
+        help="folder for the files; factors that are already in it are replaced",
     )
     parser.add_argument(
-        "--config", help='DeepSpeed config: ZeRO stage, bf16, offload, and its "kfac" block'
+        "--config",
+        help='DeepSpeed config, of which the ZeRO stage, bf16, offload and "kfac" block are used',
     )
     parser.add_argument(
         "--length",
         type=_count,
         default=512,
         metavar="T",
-        help="hf: models: length of the sequences into which texts are joined; default: 512",
+        help="with --model hf:PATH: tokens of a sequence; texts are joined and cut into such "
+        "sequences; default: 512",
     )
     parser.add_argument(
         "--batch",
         type=_count,
         default=8,
         metavar="N",
-        help="hf: models: sequences in a batch of a rank; default: 8",
+        help="with --model hf:PATH: sequences in a batch of a rank; default: 8",
     )
     parser.add_argument(
-        "--limit", type=_count, metavar="N", help="hf: models: use at most N sequences"
+        "--limit", type=_count, metavar="N", help="with --model hf:PATH: use at most N sequences"
     )
     parser.add_argument(
         "--fisher",
         choices=("empirical", "monte_carlo", "activations_only"),
-        help="default: the config's; monte_carlo: the true Fisher; activations_only: A alone",
+        help="gradients from which G is computed: the training gradients (empirical), gradients "
+        "for drawn labels (monte_carlo, the true Fisher), or none (activations_only computes A "
+        "alone); default: the choice in the config",
     )
     parser.add_argument(
         "--no-corrected", action="store_true", help="skip the pass that computes EKFAC eigenvalues"
@@ -159,18 +178,28 @@ def _describe_factors(parser: argparse.ArgumentParser) -> None:
 def _describe_convert(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``convert``."""
     parser.add_argument(
-        "factors", type=Path, help="folder that factors, or engine.kfac.export, has written"
+        "factors",
+        type=Path,
+        help="folder that the command factors, or engine.kfac.export, has written",
     )
     parser.add_argument("--to", required=True, choices=TOOLS)
     parser.add_argument(
-        "--out", required=True, type=Path, help="safetensors file; for kronfluence its output_dir"
+        "--out",
+        required=True,
+        type=Path,
+        help="safetensors file to write; for kronfluence the folder that it calls output_dir",
     )
-    parser.add_argument("--name", default="ds_kfac", help="kronfluence: factors_name")
     parser.add_argument(
-        "--rank", type=int, default=16, help="eva: mean of LoRA's r over the layers"
+        "--name", default="ds_kfac", help="only for kronfluence: the factors' name (factors_name)"
     )
     parser.add_argument(
-        "--rho", type=float, default=2.0, help="eva: largest r of a layer, as a multiple of --rank"
+        "--rank", type=int, default=16, help="only for eva: mean of LoRA's r over the layers"
+    )
+    parser.add_argument(
+        "--rho",
+        type=float,
+        default=2.0,
+        help="only for eva: largest r of a layer, as a multiple of --rank",
     )
 
 
@@ -234,7 +263,7 @@ def _check_files(arguments: argparse.Namespace) -> None:
         must_exist(
             "factors ",
             arguments.factors,
-            "the folder that factors, or engine.kfac.export, has written",
+            "the folder that the command factors, or engine.kfac.export, has written",
         )
     if model.startswith("hf:"):
         must_exist(
@@ -314,21 +343,22 @@ def _parser(program: str) -> tuple[argparse.ArgumentParser, list[str]]:
     # DeepSpeed's launcher passes this option
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True)
-    what = "memory, bytes, FLOPs and overhead of every strategy, before a run"
+    what = "predict memory, traffic, FLOPs and time of K-FAC for every strategy"
     more = (
-        "What K-FAC would cost a rank, from the plan that a run would make; no model is allocated."
+        "Predict what K-FAC will cost each rank, from the plan that a run would make. No memory is "
+        "allocated for the model."
     )
     _describe(commands.add_parser("estimate", help=what, description=more))
     check = commands.add_parser(
-        "check", help="whether a config fits a model, and the report of attach, without a run"
+        "check", help="tell without a run whether a config fits a model, and print attach's report"
     )
     _describe(check, check=True)
     text = (
-        "factors of a model over some data, without training; on several ranks by deepspeed "
-        "--module ds_kfac factors"
+        "compute factors of a model over some data, without training; for several ranks, start it "
+        "by deepspeed --module ds_kfac factors"
     )
     _describe_factors(commands.add_parser("factors", help=text))
-    text = "factors for kronfluence, RegMean, GPTQ or PEFT's EVA"
+    text = "write factors in the format of kronfluence, RegMean, GPTQ or PEFT's EVA"
     _describe_convert(commands.add_parser("convert", help=text))
     plot.add_arguments(
         commands.add_parser("plot", help="draw a run's logs: csv, tensorboard, or the Trainer's")
@@ -336,11 +366,12 @@ def _parser(program: str) -> tuple[argparse.ArgumentParser, list[str]]:
     text = f"start a script with K-FAC enabled: {program} run {launcher.USAGE}"
     commands.add_parser("run", help=text, add_help=False)
     commands.add_parser(
-        "doctor", help="whether this environment will work, and how to fix it; for bug reports, too"
+        "doctor",
+        help="tell whether this environment will work, and how to fix it; bug reports need this",
     )
-    commands.add_parser("config", help='every key of the "kfac" block, as Markdown')
+    commands.add_parser("config", help='print every key of the "kfac" block, as Markdown')
     commands.add_parser(
-        "schema", help='JSON schema of a DeepSpeed config with a "kfac" block, for editors'
+        "schema", help='print a JSON schema of a DeepSpeed config with a "kfac" block, for editors'
     )
     return parser, list(commands.choices)
 

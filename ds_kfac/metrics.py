@@ -74,7 +74,8 @@ class Metrics:
         self._accumulates = torch.tensor(so_far, dtype=torch.float32, device=device)
 
     def step(self, summary: Tensor) -> None:
-        """Count an applied step. ``summary``: its fp32 counts in the order of :data:`SUMMARY`."""
+        """Count an applied step. ``summary``: the step's fp32 counts, ordered like
+        :data:`SUMMARY`."""
         self.summary = self.summary * self._accumulates + summary
         self.counts["steps"] += 1
 

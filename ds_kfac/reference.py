@@ -100,7 +100,8 @@ class Layer:
 
 
 class KFAC:
-    """K-FAC for all nn.Linear layers of a model. ``identity_G``: G = I, as in KFACAdamW."""
+    """K-FAC for all nn.Linear layers of a model. ``identity_G``: whether to set G = I, as KFACAdamW
+    does."""
 
     iterates = False  # whether nine of ten refreshes use one_step, as on a GPU
 
@@ -118,8 +119,8 @@ class KFAC:
         self.M = 0  # M of this step's batch; 0 until a gradient arrives
 
     def update(self) -> None:
-        """Update the factors if this is due, then refresh the eigenbases if this is due. Both are
-        due in the first step."""
+        """Update the factors if this step is one of their update interval, then refresh the
+        eigenbases if it is one of their refresh interval. The first step does both."""
         refreshes, off = divmod(self.steps, self.refresh_interval)
         for layer in self.layers.values():
             if self.steps % self.update_interval == 0:
@@ -173,7 +174,8 @@ class KFAC:
             R = QG.T @ layer.gradient() @ QA
             layer.m = b1 * layer.m + (1 - b1) * R
             layer.v = b2 * layer.v + (1 - b2) * R**2
-            m = b1 * layer.m / (1 - b1 ** (k + 1)) + (1 - b1) * R / (1 - b1**k)  # Nesterov's
+            # with Nesterov's momentum
+            m = b1 * layer.m / (1 - b1 ** (k + 1)) + (1 - b1) * R / (1 - b1**k)
             # zero where an eigenvalue and the gradient along its direction are rounding errors
             kept = [
                 (e >= max(64, len(e)) ** 0.5 * 2**-23 * e.max()) | (square > square.mean() / 1024)

@@ -31,7 +31,7 @@ class Assignment:
             in ascending order. If gradients are partitioned (ZeRO), each layer has one such rank.
             If gradients are replicated, the ranks form a column of the KAISA grid.
         eigen_workers: factor key -> rank that averages and decomposes the factor. It may also have
-            keys of factors that a shared factor has replaced.
+            keys of factors that no longer exist because a shared factor has replaced them.
     """
 
     work: Work
@@ -74,7 +74,8 @@ def assign(
     work: Work, workers: int, *, paired: bool = False, memory_cap: float | None = None
 ) -> Assignment:
     """Assign layers to columns of workers, and then factors to eigen workers. In both cases the
-    heaviest is assigned first, and each is assigned where the load is smallest afterwards.
+    heaviest layer or factor is assigned first, and each goes to the column or rank whose load is
+    smallest after it is added.
 
     Several assignments are tried. They differ in whether the load of a layer includes its
     decompositions, and in whether one rank must decompose both A and G of a layer. The assignment
@@ -133,8 +134,8 @@ LOAD_TOLERANCE = 0.1
 """A layer may stay on the rank that holds its gradient as long as that rank's load exceeds the mean
 by at most this fraction."""
 NEAR_TIE = 0.99
-"""Ranks that hold at least this fraction of the largest part of a gradient count as equal holders
-(ZeRO-3's chunks)."""
+"""ZeRO-3 splits a gradient into nearly equal chunks. A rank counts as one of the ranks that hold
+most of the gradient if its chunk has at least this fraction of the largest chunk's size."""
 
 
 class _Load(NamedTuple):
@@ -291,8 +292,8 @@ def _decomposed_together(work: Work, split: bool) -> list[tuple[FactorSpec, ...]
 def _soonest(
     candidates: list[int], loads: list[float], users: set[int], seconds: float, travel: float
 ) -> int:
-    """Return the rank whose choice as eigen worker makes the largest load among the users smallest.
-    If several ranks are equal in this, return the one with the least load.
+    """Return the rank that should be the eigen worker. The largest load of any user is smallest
+    with this choice. If this is true of several ranks, return the one with the least load.
 
     Args:
         candidates: ranks that may be chosen, which must be among the users.
@@ -331,11 +332,11 @@ def workers_for(fraction: float, world: int) -> int:
         return nearest
     above = bisect_right(counts, wanted)
     options = " or ".join(
-        f"{count / world:.6g} (g = {count})" for count in counts[above - 1 : above + 1]
+        f"{count / world:.6g} ({count} of {world} ranks)" for count in counts[above - 1 : above + 1]
     )
     raise ValueError(
         f"kfac.assignment.gradient_worker_fraction: got {fraction}, which is {wanted:.6g} of "
-        f"{world} ranks; the number of workers must divide {world}: {options}"
+        f"{world} ranks; the number of workers must divide {world}: set {options}"
     )
 
 
@@ -450,8 +451,8 @@ class _Timeline:
     def delay(self, step: int, seconds: Mapping[Hashable, float]) -> float:
         """Return by how many seconds a step would become longer if its workers got more work.
 
-        A worker's idle time is subtracted from its additional work. A worker without idle time adds
-        all of its work, so the result is exactly the same for an empty step and for a full one.
+        This is the largest difference between a worker's additional work and its idle time. For a
+        worker without idle time, the difference is exactly the additional work, without rounding.
         """
         longer = 0.0
         for worker, more in seconds.items():

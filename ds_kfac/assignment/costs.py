@@ -284,17 +284,17 @@ def measured(costs: CostModel, path: str) -> CostModel:
                 (int(_positive(size)), _positive(value)) for size, value in content[name]
             )
             if not table or [size for size, _ in table] != sorted({size for size, _ in table}):
-                raise ValueError(f"{name}: sizes must ascend")
+                raise ValueError(f"{name}: sizes must be in ascending order, each only once")
     except (OSError, ValueError, TypeError) as problem:
         raise ValueError(
-            f"--costs {path}: {problem}; python -m benchmarks.kernels.costs writes such a file"
+            f"--costs {path}: {problem}; python -m benchmarks.kernels.costs writes a valid file"
         ) from None
     return replace(costs, **fields, measured=frozenset(fields))
 
 
 def _positive(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ValueError(f"{value!r} is no positive number")
+        raise ValueError(f"{value!r} is not a positive number")
     return float(value)
 
 
@@ -336,7 +336,7 @@ def factor_specs(
             owner = leader.get(layer.name) or layer.shares or layer.name
             key = key_of(owner if which == "A" else layer.name, which)
             first_side = sides.setdefault(key, side)
-            assert first_side == side, f"{key} and {layer.name} share an input of another kind"
+            assert first_side == side, f"the A of {layer.name} has another shape than {key}"
             users.setdefault(key, []).append(layer.name)
     return tuple(FactorSpec(key, sides[key], tuple(users[key])) for key in users)
 

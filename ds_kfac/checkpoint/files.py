@@ -71,7 +71,7 @@ class CheckpointError(RuntimeError):
 
 
 def kinds_of(config: KFACConfig) -> FactorKinds:
-    """Return what A and G are second moments of in a run with this config."""
+    """Return which rows A and G average in a run with this config."""
     options = config.factor
     sampler = f" of {options.sampler}" if options.fisher == "monte_carlo" else ""
     return FactorKinds(
@@ -87,8 +87,8 @@ def stem(name: str) -> str:
 
     Module names may contain "/" (keys of a ModuleDict) or hundreds of letters, and two names may
     differ only in capitals. A name of small letters, digits, "_", "." and "-" stays as it is. Any
-    other name becomes its readable part, "~" and a hash. Names of the first kind have no "~", so
-    different names always give different files, even on file systems that ignore case.
+    other name is replaced by its readable part, "~" and a hash. Names of the first kind have no
+    "~", so different names always give different files, even on file systems that ignore case.
     """
     if PLAIN.fullmatch(name):
         return name
@@ -133,7 +133,7 @@ def write_payload(path: Path, holds: str, payload: Any) -> FileEntry:
     """Write a factor's or layer's tensors to a new file, and wait until they are on disk.
 
     Args:
-        holds: name of the layer, or key of the factor.
+        holds: name of the layer, or key of the factor, whose tensors these are.
         payload: tensors, in dicts and lists.
 
     Returns the file's entry in the header.
@@ -143,7 +143,7 @@ def write_payload(path: Path, holds: str, payload: Any) -> FileEntry:
     """
     problem = _wrong_value(payload)
     if problem is not None:
-        raise ValueError(f"{holds}: {problem}; it is not saved")
+        raise ValueError(f"{holds} is not saved, because its {problem}")
     with path.open("wb") as file:
         summing = _SummingFile(file)
         torch.save(payload, summing)  # type: ignore[arg-type]
@@ -158,7 +158,7 @@ def read_payload(path: Path, holds: str, entry: FileEntry | None) -> Any:
     """Read what :func:`write_payload` wrote, to the CPU.
 
     Args:
-        holds: name of the layer, or key of the factor.
+        holds: name of the layer, or key of the factor, that the file should hold.
         entry: the file's entry in the header; None if the header has none.
 
     Raises:
@@ -168,8 +168,8 @@ def read_payload(path: Path, holds: str, entry: FileEntry | None) -> Any:
     """
     if entry is None or entry.holds != holds:
         raise ValueError(f"{path}: the header does not say that it holds {holds}")
-    if not path.is_file():  # nor a folder, nor a pipe, which would block the read
-        raise ValueError(f"{path}: {'is no file' if path.exists() else 'is missing'}")
+    if not path.is_file():  # a folder is no file, and reading a pipe would block
+        raise ValueError(f"{path}: {'is not a file' if path.exists() else 'is missing'}")
     data = path.read_bytes()
     if len(data) != entry.bytes:
         raise ValueError(
@@ -283,16 +283,16 @@ def check_token(folder: Path, patience: float = PATIENCE) -> None:
         patience: seconds to wait.
 
     Raises:
-        ValueError: the token is not there, so this rank has another disk than rank 0.
+        ValueError: the token is not there, so this rank and rank 0 write to different disks.
     """
     deadline = time.monotonic() + patience
     token = folder / TOKEN
     while not token.is_file() or token.read_text() != folder.name:
         if time.monotonic() > deadline:
             raise ValueError(
-                f"{folder.absolute()}, which rank 0 has made, is not there. All ranks save their "
-                "parts of K-FAC's state to one folder, which each of them must see: save to a "
-                "shared file system, under the same path"
+                f"{folder.absolute()}, which rank 0 has made, does not exist on this rank. All "
+                "ranks save their parts of K-FAC's state to this folder: save to a shared file "
+                "system that every rank mounts under the same path"
             )
         time.sleep(0.05)
 
@@ -301,7 +301,7 @@ def check_token(folder: Path, patience: float = PATIENCE) -> None:
 
 
 def write_header(folder: Path, header: Header) -> None:
-    """Write the last file of a save, which makes it complete, and remove the token."""
+    """Write header.json, which completes K-FAC's part of a save, and remove the token."""
     sync_folder(folder)
     content = header.model_dump()
     wrapped = {"crc32": _crc32(content), "header": content}
@@ -313,14 +313,14 @@ def read_header(folder: Path) -> Header:
     """Read the header of the save in a folder.
 
     Raises:
-        ValueError: the file is damaged, or of another save or version of ds_kfac. The message
-            begins with its path.
+        ValueError: the file is damaged, belongs to another save, or was written by another version
+            of ds_kfac. The message begins with the file's path.
     """
     path = folder / HEADER
     try:
         wrapped = json.loads(path.read_bytes())
-    except ValueError as error:  # also undecodable bytes
-        raise ValueError(f"{path}: is no JSON: {error}") from error
+    except ValueError as error:  # undecodable bytes raise it, too
+        raise ValueError(f"{path}: is not JSON: {error}") from error
     content = wrapped.get("header") if isinstance(wrapped, dict) else None
     if not isinstance(content, dict) or wrapped.get("crc32") != _crc32(content):
         raise ValueError(f"{path}: wrong checksum: the file is damaged")
@@ -333,7 +333,7 @@ def read_header(folder: Path) -> Header:
         )
     header = checked(Header, content, path)
     if header.save_id != folder.name:
-        raise ValueError(f"{path}: is of save {header.save_id}, not of {folder.name}")
+        raise ValueError(f"{path}: belongs to save {header.save_id}, not to {folder.name}")
     return header
 
 
@@ -352,7 +352,8 @@ def find(tag_directory: Path, save_id: str | None, origin: str | None) -> Path:
 
     Args:
         save_id: id of the save; None: the tag's last finished save.
-        origin: the tag's folder when it was saved, if it may have been converted since.
+        origin: folder to which the tag was saved, in which the save may still be if the tag has
+            been converted; None: unknown.
 
     Raises:
         ValueError: no tag has the save.
@@ -366,8 +367,9 @@ def find(tag_directory: Path, save_id: str | None, origin: str | None) -> Path:
             return tag / FOLDER / name
     looked = ", ".join(str(tag / FOLDER) for tag in dict.fromkeys(tags))
     raise ValueError(
-        f"no K-FAC state {save_id or ''} in {looked}; every rank must see it there. If the tag was "
-        f"converted or moved, copy the folder {FOLDER} from the original tag to {tag_directory}"
+        f"no K-FAC state {save_id or ''} in {looked}. Every rank must see one of these folders. If "
+        f"the tag was converted or moved, copy the folder {FOLDER} from the original tag to "
+        f"{tag_directory}"
     )
 
 
@@ -379,7 +381,7 @@ def _latest(tag: Path) -> str:
 
 def fingerprints(tag_directory: Path) -> dict[str, Fingerprint]:
     """Return file name -> fingerprint of DeepSpeed's files in a tag. The values in the files are
-    not read. A copy of a file has the same fingerprint, because times do not count."""
+    not read. A copy of a file has the same fingerprint, because file times are ignored."""
     prints = {}
     for path in sorted(tag_directory.glob("*_states.pt")):
         try:
@@ -387,7 +389,7 @@ def fingerprints(tag_directory: Path) -> dict[str, Fingerprint]:
                 records = [
                     [record.filename, record.file_size, record.CRC] for record in archive.infolist()
                 ]
-        except zipfile.BadZipFile:  # of another checkpoint engine
+        except zipfile.BadZipFile:  # another checkpoint engine wrote the file
             records = []
         crc32 = zlib.crc32(json.dumps(records).encode())
         prints[path.name] = Fingerprint(path.stat().st_size, crc32)
@@ -395,11 +397,11 @@ def fingerprints(tag_directory: Path) -> dict[str, Fingerprint]:
 
 
 def write_states(folder: Path, names: bool = True) -> None:
-    """Write the last file of a save. It shows that DeepSpeed's save has reached its end, too.
+    """Write states.json, the last file of a save. It shows that the save has reached its end.
 
     Args:
         folder: the folder of the save.
-        names: False while DeepSpeed is still writing its files.
+        names: whether to list DeepSpeed's files; False while DeepSpeed is still writing them.
     """
     prints = fingerprints(folder.parent.parent) if names else {}
     write_text(folder / STATES, json.dumps(prints, indent=1))
@@ -414,10 +416,10 @@ def _read_states(folder: Path) -> dict[str, Fingerprint] | None:
 
 
 class Interruption(NamedTuple):
-    """A save of a tag that did not reach its end.
+    """A save to a tag that did not reach its end.
 
     Attributes:
-        sentence: which save was interrupted, in words.
+        sentence: words for an error, which say which save was interrupted.
         foreign: names of DeepSpeed's files in the tag that belong to another save than the one that
             is loaded.
     """
@@ -455,5 +457,5 @@ def unfinished(tag_directory: Path, save_id: str) -> Interruption | None:
         # in two saves
         if now.get(name) == print_ and not name.startswith("layer_")
     ]
-    sentence = f"save {save_id} of {tag_directory} was interrupted before its end"
+    sentence = f"save {save_id} to {tag_directory} was interrupted before its end"
     return Interruption(sentence, sorted(older))

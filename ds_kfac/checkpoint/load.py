@@ -41,7 +41,8 @@ def load(
 
     Args:
         save_id: id of the save; None: the tag's last finished save.
-        origin: the tag's folder when it was saved, if it may have been converted since.
+        origin: folder to which the tag was saved, in which the save may still be if the tag has
+            been converted; None: unknown.
 
     Raises:
         CheckpointError: on every rank, if files are missing, damaged or do not fit the model.
@@ -60,8 +61,8 @@ def load(
     with failing_together(headline, group, CheckpointError) as problems:
         if len(set(ids)) > 1:
             raise ValueError(
-                f"the ranks see different saves ({ids} in rank order), so they do not see the same "
-                "folder"
+                f"the ranks see different saves in this folder ({ids} in rank order), so they do "
+                "not see the same file system"
             )
         for kfac in job.preconditioners:
             state, texts = _read(kfac, folder, header, problems)
@@ -78,7 +79,8 @@ def load(
 def _read(
     kfac: KFACPreconditioner, folder: Path, header: Header, problems: list[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Read this rank's part of a domain.
+    """Read this rank's part of a domain, which is a set of layers with the ranks that share their
+    work: experts may have other ranks than all other layers.
 
     Args:
         problems: receives a text for each fault in a file.
@@ -154,8 +156,8 @@ def _timetable_here(
     saved_keys: Mapping[str, str],
     restarted: Sequence[str],
 ) -> dict[str, Any]:
-    """Return which factors are ready, and the adaptive rule's state, in the form that
-    ``load_state_dict`` takes."""
+    """Return which factors are ready, which means that they have been decomposed, and the adaptive
+    rule's state, in the form that ``load_state_dict`` takes."""
     # if one factor of a layer starts empty, both are decomposed as soon as that factor has data
     incomplete = set[str]()
     for sides in factors_by_layer(specs).values():
@@ -183,9 +185,9 @@ def _timetable_here(
 def _groups_here(kfac: KFACPreconditioner, header: Header) -> Groups | None:
     """Return the groups of layers that share one A after the load.
 
-    These are the saved run's groups, as far as their layers may share an A in this run, too. If the
-    saved run did not know its groups yet, this run's groups stay and are still checked. None: this
-    run does not know its groups yet.
+    These are the saved run's groups, without layers that cannot share an A in this run. If the
+    saved run did not know its groups yet, return this run's groups, or None if this run does not
+    know its groups yet either.
     """
     if header.shared is None or kfac.curvature.paired:  # paired: each layer has an A of its own
         return kfac.observations.groups
@@ -208,7 +210,8 @@ def _keys_of(
     """Match the factors of this run with those of the save.
 
     Returns factor key -> its key in the save, for factors that continue; and the keys of factors
-    that start empty although their layers are in the save. All ranks of the domain get the same.
+    that start empty although their layers are in the save. The result is the same on all ranks that
+    work on these layers.
     """
     leader = {name: group[0] for group in header.shared or () for name in group}
     stacked = {
@@ -236,9 +239,10 @@ def _keys_of(
 def _of_stack(key: str, saved: Container[str]) -> str:
     """Return the saved key of an A for experts of a stack.
 
-    This is the expert's own key, else the key of the nearest expert before it, because the saved
-    run may have had one A for all experts, or this rank may have other experts now. Their inputs
-    are tokens of the same kind. If the save has none of these keys, return ``key``.
+    This is the expert's own key if it was saved. It may be missing, because the saved run may have
+    had one A for all experts, or this rank may have other experts now. In this case return the key
+    of the nearest expert before it, whose inputs are tokens of the same kind. If the save has none
+    of these keys, return ``key``.
     """
     stack, _, number = key[:-2].rpartition(".")
     numbers = range(int(number), -1, -1) if number.isdigit() else ()
@@ -259,14 +263,15 @@ def _warnings(kfac: KFACPreconditioner, header: Header, restarted: Sequence[str]
             continue
         then = getattr(header.kinds, side)
         now = getattr(kinds, side)
-        why = "the saved run kept none" if then == now else f"saved: {then}; now: {now}"
+        why = "they were not saved" if then == now else f"saved: {then}; now: {now}"
         texts.append(
-            f"{', '.join(keys)} start empty ({why}); until their first batch arrives the saved "
-            "eigenbases stay in use"
+            f"the factors {', '.join(keys)} start empty ({why}); the saved eigenbases stay in use "
+            "until the factors have their first batch"
         )
     if kfac.moments is not None and header.moments != kfac.moments.NAME:
         texts.append(
-            f"has no {kfac.moments.NAME} moments; they start at zero: expect some steps to recover"
+            f"has no {kfac.moments.NAME} moments, so they start at zero: the loss may take some "
+            "steps to recover"
         )
     method = kfac.config.preconditioner.method
     if header.method != method:
@@ -317,7 +322,8 @@ def _load_layer(
     saved_method = METHODS[header.method]
     method = METHODS[kfac.config.preconditioner.method]
     kept: dict[str, Any] = {}
-    dropped: dict[str, Any] = {}  # moments are rotated out of these eigenbases
+    # eigenbases that this run does not keep, out of which saved moments are rotated
+    dropped: dict[str, Any] = {}
     for which, now in (("A", layer.A), ("G", layer.G)):
         then: Side = getattr(saved, which).side
         flat_parts = getattr(content, which)
@@ -442,8 +448,8 @@ def _left_out(arguments: Mapping[str, Any], tag_directory: Path) -> str | None:
     for argument, default in (("load_module_only", False), ("load_optimizer_states", True)):
         if bool(arguments.get(argument, default)) != default:
             return (
-                f"{argument}={not default}: K-FAC starts afresh; engine.kfac.load_state loads the "
-                f"state of {tag_directory}"
+                f"{argument}={not default}: K-FAC starts afresh. To load K-FAC's state of "
+                f"{tag_directory} nevertheless, call engine.kfac.load_state"
             )
     return None
 
@@ -455,8 +461,8 @@ def _without_state(tag_directory: Path, other_values: Values | None) -> str:
     else:
         continuing = ""
     return (
-        f"WARNING: {tag_directory} has no K-FAC state, K-FAC starts afresh{continuing}: expect "
-        "some steps to recover"
+        f"WARNING: {tag_directory} has no K-FAC state, K-FAC starts afresh{continuing}: the loss "
+        "may take some steps to recover"
     )
 
 
@@ -465,7 +471,7 @@ def _loaded(engine: Any, job: Job, tag_directory: Path, entry: Mapping[str, Any]
     afresh instead."""
     kfac = job.preconditioners[0]
     try:
-        if entry.get("save_id") is None:  # the same on every rank
+        if entry.get("save_id") is None:  # the entry is the same on every rank
             raise CheckpointError(
                 f"ds_kfac: {tag_directory} was saved without its K-FAC state, which could not be "
                 f"written:\n{entry.get('problem')}"
@@ -477,7 +483,7 @@ def _loaded(engine: Any, job: Job, tag_directory: Path, entry: Mapping[str, Any]
             text = str(error).removeprefix("ds_kfac: ")
             return (
                 f"WARNING: {text}\n"
-                f"  K-FAC starts afresh, without {lost}: expect some steps to recover"
+                f"  K-FAC starts afresh, without {lost}: the loss may take some steps to recover"
             )
         raise CheckpointError(
             f"{error}\nDeepSpeed has loaded weights, optimizer and step. To continue with them "
@@ -493,7 +499,7 @@ def _check_groups(
     groups: Mapping[str, int], tag_directory: Path, entry: Mapping[str, Any] | None
 ) -> None:
     """Check that every parameter is in the optimizer group in which it was saved, because DeepSpeed
-    loads weights and moments by their place in a group, except from a universal checkpoint.
+    loads weights and moments by their position in a group, except from a universal checkpoint.
 
     Raises:
         CheckpointError: on every rank, whatever the config's ``on_missing``.
@@ -505,15 +511,15 @@ def _check_groups(
         raise CheckpointError(
             f"ds_kfac: the optimizer state in {tag_directory} has {named} in other parameter "
             "groups: kfac.layers, or the layers that K-FAC found in the model, were different when "
-            "it was saved. DeepSpeed loads this state by place, so this engine's weights and "
-            "moments are mixed up now: build a new engine, with the old kfac.layers. "
+            "the state was saved. DeepSpeed loads the state by position, so this engine's weights "
+            "and moments are mixed up now: build a new engine, with the old kfac.layers. "
             f"{files.WEIGHTS_ALONE}"
         )
 
 
 def _check_schedule(scheduler: Any, tag_directory: Path) -> None:
-    """Check that a torch scheduler has one learning rate for each group, because it assigns them by
-    place.
+    """Check that a torch scheduler has one learning rate for each parameter group, because it gives
+    the i-th learning rate to the i-th group.
 
     Raises:
         CheckpointError: on every rank, whatever the config's ``on_missing``.
@@ -524,9 +530,9 @@ def _check_schedule(scheduler: Any, tag_directory: Path) -> None:
         raise CheckpointError(
             f"ds_kfac: the {type(scheduler).__name__} in {tag_directory} has learning rates of "
             f"{len(rates)} parameter groups, but this optimizer has "
-            f"{len(optimizer.param_groups)}. With KFACAdamW a scheduler has the groups that you "
-            "gave to the optimizer. Load with load_lr_scheduler_states=False, and step the "
-            "scheduler as often as it had been stepped before the save"
+            f"{len(optimizer.param_groups)}. With KFACAdamW a scheduler has one learning rate for "
+            "each group that you gave to the optimizer. Load with load_lr_scheduler_states=False, "
+            "and step the scheduler as often as it had been stepped before the save"
         )
 
 
@@ -537,19 +543,20 @@ def _check_files(engine: Any, job: Job, tag_directory: Path, save_id: str) -> No
         CheckpointError: on every rank, if some files are of another save.
     """
     interruption = files.unfinished(tag_directory, save_id) if engine.global_rank == 0 else None
-    headline = f"ds_kfac: the checkpoint in {tag_directory} is torn"
+    headline = f"ds_kfac: the checkpoint in {tag_directory} is torn: its files are of several saves"
     own_tag = "and give every save its own tag"
     with failing_together(headline, job.channel.group, CheckpointError) as problems:
         if interruption is not None and interruption.foreign:
             problems.append(
-                f"{interruption.sentence}: {', '.join(interruption.foreign)} belong to another "
-                f"save ({files.STATES} says so), and were partly loaded. Load another tag, "
-                f"{own_tag}"
+                f"{interruption.sentence}. According to {files.STATES}, "
+                f"{', '.join(interruption.foreign)} belong to another save, and this engine has "
+                f"loaded a part of them. Load another tag, {own_tag}"
             )
     if interruption is not None:
         logger.warning(
-            f"ds_kfac: WARNING: {interruption.sentence}: if DeepSpeed was writing then, its files "
-            f"in this tag belong to two saves. Load another tag if there is one, {own_tag}"
+            f"ds_kfac: WARNING: {interruption.sentence}. If DeepSpeed was writing its files at "
+            "that moment, the files in this tag belong to two saves. Load another tag if there is "
+            f"one, {own_tag}"
         )
 
 
@@ -557,7 +564,7 @@ def _check_one_save(job: Job, load_dir: str, loaded: bool, entry: Mapping[str, A
     """Check that all ranks have loaded the same save.
 
     At stage 3 every rank has a client_state of its own. If a save to an existing tag was killed,
-    some ranks may have that of the old save, and others that of the new save.
+    some ranks may have loaded the client_state of the old save, and others that of the new save.
 
     Raises:
         CheckpointError: on every rank, whatever the config's ``on_missing``: the weights themselves

@@ -1,11 +1,11 @@
 """Continue a run with another optimizer: from AdamW to KFACAdamW, or back.
 
-KFACAdamW splits every parameter group, and DeepSpeed loads groups by place. So weights and moments
-move by parameter name. DeepSpeed itself does this for a universal checkpoint, which has a folder
-for each parameter. At stage 0 ds_kfac does it.
+KFACAdamW splits every parameter group. DeepSpeed loads groups by position, so it would load the
+wrong weights and moments. Therefore they are loaded by parameter name. DeepSpeed itself does this
+for a universal checkpoint, which has a folder for each parameter. At stage 0 ds_kfac does it.
 
-K-FAC layers begin with AdamW's moments, which are rotated into the first eigenbasis. In the other
-direction the moments of K-FAC layers begin at zero.
+From AdamW to KFACAdamW, K-FAC layers begin with AdamW's moments, which are rotated into the first
+eigenbasis. From KFACAdamW to AdamW, the moments of K-FAC layers begin at zero.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,10 +53,10 @@ FLAT = "fp32_groups_flat"
 group."""
 LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter")
 TO_ADAMW = (
-    "this engine continues from a checkpoint of KFACAdamW. Its moments of K-FAC layers are in "
-    "eigenbases, so these layers begin with moments of zero; everything else continues. Warm up "
-    "the learning rate again, unless AdamW counts the steps of each parameter, as it does at "
-    "stage 0 in fp32 (docs/howto/resume_and_move.md)"
+    "this engine continues from a checkpoint of KFACAdamW. The checkpoint's moments of K-FAC "
+    "layers are in eigenbases, so these layers begin with moments of zero; everything else "
+    "continues. Warm up the learning rate again, unless AdamW counts steps for each parameter "
+    "separately, as it does at stage 0 in fp32 (docs/howto/resume_and_move.md)"
 )
 
 
@@ -104,12 +104,12 @@ def watch_loads(engine: Any) -> None:
 
     @wraps(original)
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        if hasattr(engine, "kfac"):  # K-FAC was attached since
+        if hasattr(engine, "kfac"):  # K-FAC was attached after this function was installed
             return original(*args, **kwargs)
         path, client_state, values = load_any(engine, original, *args, **kwargs)
         if values is not None and engine.global_rank == 0:
             logger.warning(f"ds_kfac: {TO_ADAMW}")
-        if client_state:  # the user would put K-FAC's entry into saves that have no K-FAC state
+        if client_state:  # else users could pass K-FAC's entry on to saves without K-FAC state
             client_state.pop(files.CLIENT_KEY, None)
         return path, client_state
 
@@ -120,8 +120,8 @@ def watch_loads(engine: Any) -> None:
 def moving(
     engine: Any, folder: Path, *, with_optimizer: bool, with_scheduler: bool
 ) -> Iterator[Values | None]:
-    """Load weights and moments by name while DeepSpeed loads a checkpoint, if the other optimizer
-    wrote it. The parameter groups keep this engine's settings.
+    """Load weights and moments by name while DeepSpeed loads a checkpoint, if AdamW wrote it and
+    this engine has KFACAdamW, or the reverse. The parameter groups keep this engine's settings.
 
     Args:
         folder: the tag's folder.
@@ -133,7 +133,7 @@ def moving(
     optimizer wrote the checkpoint.
     """
     saved: Any = None
-    states: Mapping[str, Any] = {}  # of stage 0
+    states: Mapping[str, Any] = {}  # model states of a checkpoint of stage 0
     if with_optimizer and engine.load_universal_checkpoint():
         saved = optimizer_state(folder)
     elif with_optimizer and not engine.zero_optimization():
@@ -188,9 +188,9 @@ def _inner(state: Mapping[str, Any]) -> Mapping[str, Any]:
 def _is_others(
     then: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], *, at_stage_0: bool
 ) -> bool:
-    """Return whether one of AdamW and KFACAdamW has saved parameter groups and the other one loads
-    them. For a universal checkpoint also return True for two KFACAdamW with different K-FAC layers,
-    whose values move by name, too."""
+    """Return whether AdamW saved the parameter groups and KFACAdamW loads them, or the reverse. For
+    a universal checkpoint also return True if KFACAdamW saved and loads them, but with different
+    K-FAC layers. In all these cases values are loaded by name."""
     if at_stage_0:
         kfac_is_involved = of_kfac(then) != of_kfac(now)
     else:
@@ -240,8 +240,8 @@ def _entries(state: Mapping[str, Any], groups: Sequence[Sequence[Any]]) -> Itera
 def of_stage_0(
     engine: Any, saved: Mapping[str, Any], states: Mapping[str, Any], folder: Path
 ) -> dict[str, Any]:
-    """Return parameter name -> fp32 weight, moments and step in a checkpoint of stage 0. K-FAC
-    layers have no moments there.
+    """Return parameter name -> fp32 weight, moments and step in a checkpoint of stage 0. Moments of
+    K-FAC layers are left out.
 
     Args:
         saved: the optimizer's state.
@@ -273,10 +273,10 @@ def of_stage_0(
                 values[name] |= {key: part[index] for key, part in parts.items()}
     except (KeyError, ValueError, RuntimeError) as error:
         raise CheckpointError(
-            f"ds_kfac: the optimizer in {folder} does not have groups of "
-            f"{[len(group) for group in groups]} parameters, or has other moments than AdamW's, so "
-            "moments cannot be matched with parameters. Give this optimizer the groups of the "
-            f"saved one. {files.WEIGHTS_ALONE}"
+            f"ds_kfac: the saved optimizer in {folder} does not have parameter groups of "
+            f"{[len(group) for group in groups]} parameters, as this engine's optimizer has, or "
+            "its moments are not AdamW's. So moments cannot be matched with parameters. Give this "
+            f"engine's optimizer the groups of the saved one. {files.WEIGHTS_ALONE}"
         ) from error
     return values
 
@@ -316,7 +316,7 @@ def give(engine: Any, values: Values, saved: Mapping[str, Any]) -> None:
     loss scale continues.
 
     Args:
-        saved: the saved optimizer's state, which has the loss scale.
+        saved: the saved optimizer's state, from which the loss scale is taken.
     """
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     state = dict(engine.optimizer.state_dict())
@@ -344,9 +344,9 @@ def give(engine: Any, values: Values, saved: Mapping[str, Any]) -> None:
 def _joined(
     key: str, values: Sequence[Mapping[str, Any]], parameters: Sequence[Tensor], like: Tensor
 ) -> Tensor:
-    """Return an entry's weight or moment, made of those of its parameters, with the shape, dtype
-    and device of ``like``. A moment that was not saved is zero. A weight that was not saved is
-    taken from the module, which is loaded before."""
+    """Return the weight or moment of an entry, joined from the values of its parameters, with the
+    shape, dtype and device of ``like``. A moment that was not saved is zero. A weight that was not
+    saved is taken from the module, which has been loaded before this call."""
     parts = []
     for value, parameter in zip(values, parameters, strict=True):
         part = value.get(key)
@@ -359,14 +359,14 @@ def _joined(
 def take_adamws(job: Job, values: Values) -> None:
     """Let K-FAC layers begin with AdamW's moments, after a reset. Collective.
 
-    In the other direction moments begin at zero, because rotating them back made no run better
-    after 25 steps (docs/howto/resume_and_move.md).
+    From KFACAdamW to AdamW, moments begin at zero, because rotating them out of the eigenbases made
+    no difference after 25 steps (docs/howto/resume_and_move.md).
 
     Raises:
         CheckpointError: on every rank, if a file cannot be read or belongs to another parameter.
     """
-    kfac = job.preconditioners[0]  # experts of other domains begin at zero
-    headline = "ds_kfac: moments of AdamW cannot be read"
+    kfac = job.preconditioners[0]  # the moments of experts, which are in other domains, stay zero
+    headline = "ds_kfac: AdamW's moments cannot be read from the checkpoint"
     with failing_together(headline, job.channel.group, CheckpointError):
         if kfac.moments is not AdamMoments:
             return

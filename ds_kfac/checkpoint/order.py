@@ -1,5 +1,5 @@
-"""Compare the places of parameters in two optimizers, because DeepSpeed loads an optimizer's state
-by place."""
+"""Compare the positions of parameters in two optimizers, because DeepSpeed loads an optimizer's
+state by position."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,8 +37,8 @@ def order_of(engine: Any) -> list[str]:
 
 
 def groups_of(engine: Any, job: Job) -> dict[str, int]:
-    """Return parameter name -> number of its optimizer group. Empty if K-FAC's layers do not decide
-    the groups, and with several pipeline stages."""
+    """Return parameter name -> number of its optimizer group. Empty if the groups do not depend on
+    which layers K-FAC has, and empty with several pipeline stages."""
     if job.preconditioners[0].rule.optimizer_type is None or getattr(engine, "num_stages", 1) > 1:
         return {}
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
@@ -75,7 +75,7 @@ def check_order(names: Sequence[str], saved_names: Sequence[str], folder: Path) 
             raise CheckpointError(
                 f"ds_kfac: the optimizer state in {folder} has {saved_name} where this model has "
                 f"{name}: the model's modules, or the optimizer's parameters, were in another "
-                "order when it was saved. DeepSpeed loads this state by place, which mixes up "
-                "weights and moments. Build an engine with the old order, or load a universal "
-                f"checkpoint, which is loaded by name. {files.WEIGHTS_ALONE}"
+                "order when the state was saved. DeepSpeed loads the state by position, which "
+                "mixes up weights and moments. Build an engine with the old order, or load a "
+                f"universal checkpoint, which is loaded by name. {files.WEIGHTS_ALONE}"
             )

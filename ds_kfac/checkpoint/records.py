@@ -118,8 +118,8 @@ class FileEntry(_Record):
         holds: name of the layer, or key of the factor ("<layer>/A"), that the file holds.
         bytes: size of the file in bytes.
         crc32: CRC-32 of the file's bytes.
-        parts: path in the payload -> dtype and shape if a tensor is there, else the name of the
-            value's type.
+        parts: path in the payload, such as "A.eigenvectors" -> dtype and shape of the tensor at
+            this path; for another value, the name of its type.
     """
 
     holds: Name
@@ -129,7 +129,8 @@ class FileEntry(_Record):
 
 
 class Header(_Record):
-    """``header.json``: what a save holds. Names are global, the same in all domains of a job.
+    """``header.json``: what a save holds. Layers are named as in the whole model. A domain of a job
+    is the dense layers, or experts that are spread over other ranks.
 
     Attributes:
         format: :data:`FORMAT`.
@@ -139,8 +140,8 @@ class Header(_Record):
         method: the ``preconditioner.method`` that made the layers' decompositions.
         moments: ``NAME`` of the class of moments in the layers' files; None if the files have no
             moments.
-        kinds: what the factors are second moments of. A run whose factors are of another kind
-            starts them empty.
+        kinds: names for the rows that the factors average. A run that averages rows of another
+            kind starts with empty factors.
         layers: layer name -> its sides and groups.
         factors: factor key -> its side.
         peak_lr: number of a parameter group -> its largest learning rate so far.

@@ -48,7 +48,7 @@ def explained(engine: Any, load_dir: Path, tag: str | None) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except Exception as error:  # on every rank
+    except Exception as error:  # DeepSpeed raises it on every rank
         explanation = _explanation(engine, load_dir, tag, error)
         if explanation is None:
             raise
@@ -63,20 +63,21 @@ def _explanation(engine: Any, load_dir: Path, tag: str | None, error: Exception)
         convert = CONVERT.format(folder=tag_of(load_dir, None))
         return (
             f'the DeepSpeed config has "checkpoint": {{"load_universal": true}}, but {load_dir} '
-            "has no universal checkpoint. The key is only for the move itself: take it out of the "
-            f"config to load this run's own checkpoints. To move: {convert}"
+            "has no universal checkpoint. The key is only for the move to other ranks or another "
+            "optimizer: take it out of the config to load this run's own checkpoints. To move: "
+            f"{convert}"
         )
     if "current world size is" in str(error):
         convert = CONVERT.format(folder=folder)
-        return f"{folder} is a checkpoint of another number of ranks. Convert it: {convert}"
+        return f"{folder} was saved with another number of ranks. Convert it: {convert}"
     saved_stage = saved_at(folder)
     if saved_stage not in (None, _stage_of(engine)):
         return (
-            f"{folder} was saved at ZeRO {saved_stage}, this engine has stage "
-            f"{int(engine.zero_optimization_stage())}, and DeepSpeed cannot load one into the "
-            "other, not even by a universal checkpoint; K-FAC's own state fits any stage "
-            "(engine.kfac.load_state). Continue at the stage at which it was saved, or load the "
-            "weights alone before the engine is built and outside of deepspeed.zero.Init: "
+            f"{folder} was saved at ZeRO {saved_stage}, but this engine has stage "
+            f"{int(engine.zero_optimization_stage())}. DeepSpeed cannot load a checkpoint of one "
+            "at the other, not even a universal checkpoint. (K-FAC's own state fits any stage, see "
+            "engine.kfac.load_state.) Continue at the stage at which the checkpoint was saved, or "
+            "load the weights alone before the engine is built and outside of deepspeed.zero.Init: "
             f"{weights_from(load_dir, folder)}"
         )
     return _other_groups(engine, load_dir, folder, error)
@@ -115,15 +116,15 @@ def _other_groups(engine: Any, load_dir: Path, folder: Path, error: Exception) -
     if other_stages:
         return (
             f"{headline}it was saved with {saved_stages} pipeline stages, this engine has "
-            f"{stages}, and DeepSpeed saves the optimizer's state by stage. Load it with "
-            f"{saved_stages} stages; K-FAC's own state fits any number (engine.kfac.load_state). "
-            f"{files.WEIGHTS_ALONE}"
+            f"{stages}, and DeepSpeed saves the optimizer's state by pipeline stage. Load the "
+            f"checkpoint with {saved_stages} pipeline stages. (K-FAC's own state fits any number, "
+            f"see engine.kfac.load_state.) {files.WEIGHTS_ALONE}"
         )
     convert = ""
     if any(folder.glob("*zero_pp_rank_*_optim_states.pt")):  # ds_to_universal needs ZeRO's files
         convert = (
             "To move a run to another optimizer, convert the checkpoint: "
-            f"{CONVERT.format(folder=folder)}. Or: "
+            f"{CONVERT.format(folder=folder)}. Or do without the optimizer state: "
         )
     return (
         f"{headline}KFACAdamW splits each group into layers, other matrices and all else. So "

@@ -2,7 +2,7 @@
 each layer is written once.
 
 A factor's eigen worker writes ``<layer>.A.factor.pt``, and a layer's first gradient worker writes
-``<layer>.layer.pt`` (eigenbases, moments). Names are the same in all domains of a job, so the files
+``<layer>.layer.pt`` (eigenbases, moments). Layers are named as in the whole model, so the files
 do not depend on world size, ZeRO stage, gradient worker fraction, pipeline stages or the ranks of
 experts: at load, the rank that has a layer or factor reads its file.
 
@@ -52,8 +52,9 @@ Entries = dict[str, FileEntry]
 
 @dataclass(frozen=True)
 class DomainRecord:
-    """What one rank tells the others about one of its domains; names are global. The attributes are
-    those of :class:`Header` with the same name, for one domain."""
+    """What one rank tells the others about one of its domains: the dense layers, or experts that
+    are spread over other ranks. Layers are named as in the whole model. The attributes are those of
+    :class:`Header` with the same name, for one domain."""
 
     domain: str
     layers: dict[str, LayerRecord]
@@ -106,7 +107,8 @@ def save(job: Job, tag_directory: Path) -> Header:
                 files.write_header(folder, header)
     except CheckpointError:
         if job.channel.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)  # the error says what is wrong with the place
+            # the error that is being raised already says what is wrong with the folder
+            shutil.rmtree(folder, ignore_errors=True)
         raise
     return header
 
@@ -154,7 +156,7 @@ def _header(
     layers: dict[str, LayerRecord] = {}
     factors: dict[str, SavedSide] = {}
     peak_lr: dict[str, float] = {}
-    groups: dict[tuple[str, ...], None] = {}  # in the order of the records, each once
+    groups: dict[tuple[str, ...], None] = {}  # each group once, in the order of the records
     rows: dict[str, float] = {}
     clocks: dict[str, SavedClock] = {}
     for record in records:
@@ -273,7 +275,7 @@ def finish(job: Job, tag_directory: Path, header: Header, later: bool = False) -
             files.write_text(folder / files.LATEST, header.save_id)
             for old in folder.iterdir():
                 if old.is_dir() and old.name != header.save_id:
-                    shutil.rmtree(old, ignore_errors=True)  # only disk space is at stake
+                    shutil.rmtree(old, ignore_errors=True)  # a failure only costs disk space
 
 
 # the engine's own save
@@ -308,7 +310,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: on every rank, after DeepSpeed's save, if K-FAC's save failed.
     """
-    if not save_dir:  # DeepSpeed says what is wrong
+    if not save_dir:  # DeepSpeed's own error says what is wrong
         return original(save_dir, tag, client_state or {}, save_latest, *args, **kwargs)
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     folder = Path(save_dir) / tag

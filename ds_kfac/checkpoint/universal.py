@@ -73,8 +73,8 @@ def load_untrained(engine: Any, folder: Path) -> None:
     if not_loaded:
         more = " .." if len(not_loaded) > 5 else ""
         logger.warning(
-            "ds_kfac: WARNING: the universal checkpoint does not load these frozen weights and "
-            "buffers, which stay as this model has them: "
+            "ds_kfac: WARNING: these frozen weights and buffers were not loaded from the "
+            "universal checkpoint and keep the values that they had before: "
             f"{', '.join(sorted(not_loaded)[:5])}{more}"
         )
 

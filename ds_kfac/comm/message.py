@@ -1,8 +1,8 @@
 """All traffic of K-FAC between ranks, counted by kind.
 
 A message is one all-to-all of bytes. It consists of parts, which may differ in kind and dtype. Each
-part has a plan that lists which elements travel between which ranks. Scalars are sent as such a
-part, too.
+part has a plan that lists which elements travel between which ranks. Scalars are also sent as a
+part of a message.
 """
 
 from collections import Counter

@@ -37,8 +37,8 @@ class FactorConfig(Block):
     update_interval: values.Interval = Value.constant(10)
     """Steps between two updates of the factors. Each update uses one batch."""
     decay: values.Decay = Value.constant(0.95)
-    """Weight of the past in a factor's running average. The average is bias-corrected, so early
-    averages are plain means."""
+    """Weight of earlier batches in a factor's running average. The average is bias-corrected, so
+    at first it is nearly a plain mean."""
     fisher: Literal["empirical", "monte_carlo", "activations_only"] | None = None
     """Which gradients G is computed from. null: ``activations_only`` with the optimizer KFACAdamW,
     ``empirical`` with any other optimizer.
@@ -57,7 +57,8 @@ class FactorConfig(Block):
     """Name of the module whose output is the prediction for ``monte_carlo``. null: the model's
     output, or its ``logits``."""
     weight_sharing: Literal["expand", "reduce"] = "expand"
-    """What a row of the statistics is. ``expand``: a token. ``reduce``: a sequence or an image.
+    """What counts as one row of the statistics. ``expand``: a token. ``reduce``: a sequence or an
+    image.
 
     Use ``expand`` for a loss per token and ``reduce`` for a loss per example. ``reduce`` makes the
     statistics cheaper by a factor of the sequence length."""
@@ -66,20 +67,22 @@ class FactorConfig(Block):
 
     ``micro_batch``: the loss of each backward pass is a mean over its own rows. ``step``: your
     program divides the sum of the losses by the number of terms of all micro-batches on all ranks,
-    as HF Trainer does for causal language models. This needs ``factor.rows`` ``"all"``. G depends
+    as HF Trainer does for causal language models; ``factor.rows`` must then be ``"all"``. G depends
     on this key only if micro-batches have different numbers of rows."""
     rows: values.Rows | None = None
     """Rows that each factor update uses. null: 4 per column of the factor. ``"all"``: every row of
     all ranks, at every position.
 
-    If one rank alone has more rows than this, only every k-th of its rows is used. Positions of a
-    convolution are sampled on a grid. The samples change with every update and are unbiased."""
+    If one rank alone has more rows than an update uses, only every k-th of its rows is used.
+    Positions of a convolution are sampled on a grid. Every update samples other rows, and samples
+    are unbiased."""
     dense_max: int | None = Field(default=None, ge=2)
     """Longest side of a layer whose factor is one dense matrix. null: 4096.
 
-    A longer side is cut into blocks about as long as the layer's other side, but at least half of
-    this value. A side over 16384, such as a head's vocabulary, has a diagonal factor. With
-    ``fisher`` ``activations_only`` only inputs have factors, and 16384 becomes 65536."""
+    A longer side is cut into blocks that are about as long as the layer's other side, but at least
+    half as long as this value. A side over 16384, such as a head's vocabulary, has a diagonal
+    factor. With ``fisher`` ``activations_only`` only inputs have factors, and this limit is 65536
+    instead of 16384."""
 
     @property
     def mean_over_step(self) -> bool:
@@ -94,7 +97,8 @@ class EigenbasisConfig(Block):
     """Steps between two decompositions of a factor, a multiple of ``factor.update_interval``. null:
     five times that interval.
 
-    If one of the two intervals is a schedule, a refresh waits for the next factor update."""
+    If this key or ``factor.update_interval`` is a schedule, a refresh may fall between two factor
+    updates; it then waits for the next one."""
 
 
 class DampingConfig(Block):
@@ -107,14 +111,14 @@ class DampingConfig(Block):
     layer's mean eigenvalue, mean(A) mean(G)."""
 
     def at(self, step: int) -> float:
-        """Return the damping's size at a step; after ``resolve()``."""
+        """Return the damping's size at a step. Call this only after ``resolve()``."""
         assert self.value is not None
         return self.value.at(step)
 
 
 class PreconditionerConfig(Block):
-    """How gradients are preconditioned. With the optimizer KFACAdamW ``method`` must be ``eigen``,
-    and of the other keys only ``precision`` has an effect."""
+    """How gradients are preconditioned. With the optimizer KFACAdamW, ``method`` must be ``eigen``,
+    ``precision`` has an effect, and the other keys have none."""
 
     precision: Literal["highest", "tf32"] | None = None
     """Precision of the products into the eigenbasis and back. null: ``tf32`` on GPUs that have it,
@@ -137,13 +141,14 @@ class PreconditionerConfig(Block):
     null: ``corrected`` if your optimizer divides by a running second moment too, as Adam does,
     else ``kronecker``."""
     kl_clip: values.NotNegative | None = None
-    """Bound kappa on lr^2 <V, gradient>, summed over layers. 0 switches it off. null: 0.001.
+    """Bound kappa: V, the preconditioned gradient, is scaled down if lr^2 <V, gradient>, summed
+    over layers, exceeds kappa. 0: no bound. null: 0.001.
 
-    V is the preconditioned gradient. lr is the largest learning rate of the schedule if
-    DeepSpeed runs a scheduler, else the current one."""
+    lr is the largest learning rate of the schedule if DeepSpeed runs a scheduler, else the current
+    learning rate."""
 
     def kl_clip_at(self, step: int) -> float:
-        """Return the bound at a step, 0 for no clipping; after ``resolve()``."""
+        """Return the bound at a step; 0 means no clipping. Call this only after ``resolve()``."""
         assert self.kl_clip is not None
         return self.kl_clip.at(step)
 
@@ -152,20 +157,21 @@ class BurnInConfig(Block):
     """Shorter intervals at the start of a run, where curvature changes fastest."""
 
     steps: int = Field(default=50, ge=0)
-    """Number of first steps in which factors are updated and refreshed more often. 0: none.
+    """Number of steps at the start in which factors are updated and refreshed more often. 0: none.
 
     In these steps factors are updated twice as often as ``factor.update_interval`` says.
-    Eigenbases are refreshed at every second update, unless they are refreshed more often anyway."""
+    Eigenbases are refreshed at every second update, or more often if
+    ``eigenbasis.refresh_interval`` says so."""
 
 
 class AdamConfig(Block):
     """The optimizer KFACAdamW. These keys do not affect other optimizers."""
 
     rotate: bool = True
-    """Step in the eigenbasis of A. false: step in the layers' own coordinates, without curvature
-    and whitening.
+    """true: step in the eigenbasis of A. false: step in the layers' own coordinates, without
+    curvature and whitening.
 
-    If it is false, K-FAC collects, keeps and sends no statistics."""
+    If this key is false, K-FAC collects, keeps and sends no statistics."""
     except_layers: list[values.NameEnd] = [
         "([^.]*_)?head(_dist)?",
         "score",
@@ -177,25 +183,26 @@ class AdamConfig(Block):
         "vocab_projector",
         "qa_outputs",
     ]
-    """Layers that keep Adam's direction, as heads do with Muon. All others are orthogonalized.
-    Norms always keep Adam's direction.
+    """Layers whose steps keep Adam's direction, as Muon's steps of heads do. Steps of other layers
+    are orthogonalized. Norms always keep Adam's direction.
 
     Each entry is a regex for the end of a layer's name, after a dot or from its beginning;
     ``".*"`` is all layers. You may leave out what PEFT or torch.compile add to names. The default
     matches the heads of transformers and timm. Unless you set this key, a language model's head
     is also found by its shape: the last layer, if it has the shape of an embedding."""
     blocks: dict[values.NameEnd, values.BlockRows] = {}
-    """Weights that hold several maps, each of which is orthogonalized by itself: regex for the end
-    of the weight's name -> the blocks.
+    """Weights that hold several linear maps, each orthogonalized by itself: a regex for the end of
+    a weight's name -> the weight's blocks.
 
     A number is the number of equal blocks; a list gives the rows of each block and is repeated up
     to the last row. ``{"qkv": 3}`` means queries, keys and values. ``{"qkv": [64, 64, 64]}`` means
     queries, keys and values of each head of size 64. ``{"q_proj": 32}`` treats each of 32 heads by
-    itself, and 1 means a single map. The key has precedence over the names that ds_kfac knows
-    (``ds_kfac/model/blocks.py``): fused queries, keys and values, gates, latent attention and
-    Mamba. The full report lists the blocks of each layer."""
+    itself, and 1 treats all heads as one map. This key has precedence over the names that ds_kfac
+    knows (``ds_kfac/model/blocks.py``): fused queries, keys and values, gates, latent attention
+    and Mamba. The full report lists the blocks of each layer."""
     whiten: float = Field(default=0.125, ge=0, le=1)
-    """Power p of A^-p, which is applied on both sides of an orthogonalization. 0: no whitening.
+    """Power p. A step is multiplied by A^-p before it is orthogonalized, and again afterwards. 0:
+    no whitening.
 
     A whitened step bounds the layer's response to each input direction, not the change of the
     weights."""
@@ -237,7 +244,7 @@ class AssignmentConfig(Block):
     """Fraction of the ranks that precondition a layer (KAISA), at stage 0. null: the fastest
     predicted fraction within ``memory_budget_gb``.
 
-    1/world is MEM-OPT and 1 is COMM-OPT. Under ZeRO 1 to 3 a layer always has one worker."""
+    KAISA calls 1/world MEM-OPT, and 1 COMM-OPT. Under ZeRO 1 to 3 a layer always has one worker."""
     memory_budget_gb: float | None = Field(default=None, gt=0)
     """Most memory that K-FAC may take on a rank, in 10^9 bytes. null: no limit.
 
@@ -288,8 +295,8 @@ class OpsConfig(Block):
 
     ``triton`` and ``cuda`` have kernels for some operations, which run on NVIDIA GPUs from compute
     capability 8.0 and are compiled at first use; other operations run in torch. ``torch`` is plain
-    torch, on any device and without a CUDA graph. All engines of a process use the choice of the
-    last attach."""
+    torch, on any device and without a CUDA graph. All engines of a process use the backend of the
+    engine to which K-FAC was attached last."""
 
 
 NAME = "KFACAdamW"
@@ -303,15 +310,15 @@ class OptimizerParams(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     lr: float = Field(0.001, ge=0)
-    """Learning rate of the layers' weights and of other matrices. Schedulers change it and
-    ``adam_lr`` alike."""
+    """Learning rate of the layers' weights and of other matrices. Schedulers scale ``adam_lr`` by
+    the same factor."""
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
         [0.9, 0.999], min_length=2, max_length=2
     )
     """Decay of the two moments, which a layer keeps in its eigenbasis. The measured language
     models use [0.9, 0.95]."""
     eps: float = Field(1e-8, ge=0)
-    """Added to the root of the second moment."""
+    """Number that is added to the root of the second moment."""
     weight_decay: float = Field(0.01, ge=0)
     """Decoupled weight decay: a step subtracts lr * weight_decay times the parameter.
 
@@ -324,7 +331,7 @@ class OptimizerParams(BaseModel):
     The learning rate of heads follows ``adam_lr`` (docs/howto/tune.md). If ``adam_lr`` is 0, heads
     have lr."""
     torch_adam: bool = False
-    """true: torch's AdamW steps the parameters that are in no layer. false: DeepSpeed's Adam does.
+    """Which AdamW steps the parameters that are in no layer. true: torch's. false: DeepSpeed's.
 
     DeepSpeed's fused Adam (on a GPU) and CPU Adam (for an offloaded optimizer) are compiled at
     first use. On a CPU without offload torch's AdamW is used in both cases."""
@@ -369,7 +376,7 @@ class KFACConfig(Block):
     """SP-NGD's adaptive statistics: tolerance below which two values of a factor are similar, such
     as 0.1. null: off.
 
-    A factor that barely changes is then updated and decomposed less often. Each factor has its
+    This rule updates and decomposes a factor less often if it barely changes. Each factor has its
     own interval, in units of ``factor.update_interval``: the interval grows (1, 2, 3, 5, 8, ...)
     while the factor stays similar, and halves when it does not. The rule starts after the burn-in.
     docs/explanation/formulas.md has the formulas."""

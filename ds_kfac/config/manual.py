@@ -89,53 +89,53 @@ first, 20 from step 100 on, and 50 from step 1000 on:
 
 ## The "kfac" block
 
-Below, "why" says what a key is for, and where it was measured.
+In the tables below, the column "why" says what a key does for you, and links to measurements.
 """  # noqa: E501
 _TUNE = "[measured](../howto/tune.md#other-keys-of-kfacadamw)"
 _OTHERS = "../howto/tune.md#k-fac-gradient-into-another-optimizer"
 _IMAGES = "../howto/tune.md#convolutional-networks"
 WHY = {
-    "enabled": "runs without K-FAC from the same config",
-    "report": "choice of output",
-    "adaptive": "SP-NGD's rule; with 0.3, 21 % of the statistics were sent "
-    "([measured](../explanation/scaling.md#measured))",
-    "rescale_weights": "SP-NGD's rule for weights that are followed by a norm",
+    "enabled": "lets you run without K-FAC from the same config",
+    "report": "sets how much is printed",
+    "adaptive": "saves work by SP-NGD's rule: with a tolerance of 0.3, 21 % of the statistics were "
+    "sent ([measured](../explanation/scaling.md#measured))",
+    "rescale_weights": "applies SP-NGD's rule for weights that are followed by a norm",
     "factor.update_interval": f"trades cost against loss ({_TUNE})",
-    "factor.decay": "0 is SP-NGD's choice: statistics of one batch",
-    "factor.fisher": "saves memory, or gives the true Fisher matrix",
+    "factor.decay": "0 uses the last batch alone, as SP-NGD does",
+    "factor.fisher": "activations_only saves memory; monte_carlo gives the true Fisher matrix",
     "factor.sampler": "must match your loss",
     "factor.prediction": "must match your model",
     "factor.weight_sharing": "must match your loss",
     "factor.loss_mean": "must match your loss",
     "factor.rows": "bounds traffic; use `all` if nodes see different data "
     "([measured](../explanation/scaling.md#batch-sums-come-from-a-few-ranks))",
-    "factor.dense_max": "memory grows with the square of a side and time with its cube; blocks "
-    "cost no visible loss",
+    "factor.dense_max": "bounds cost: memory grows with the square of a side, and time with its "
+    "cube; cutting sides into blocks did not raise the loss visibly",
     "eigenbasis.refresh_interval": f"trades cost against loss ({_TUNE})",
     "burn_in.steps": f"trades cost against loss ({_TUNE})",
-    "damping.value": f"depends on the task: [CNNs]({_IMAGES}), [a GPT]({_OTHERS})",
-    "damping.kind": "tikhonov is KAISA's and was best on deep CNNs",
-    "preconditioner.precision": "fp32 products where TF32's error of 1.3 % is too large",
-    "preconditioner.method": "inverse is KAISA's; cheaper for long sides",
+    "damping.value": f"the best value depends on the task: [CNNs]({_IMAGES}), [a GPT]({_OTHERS})",
+    "damping.kind": "tikhonov is KAISA's kind, and was best on deep CNNs",
+    "preconditioner.precision": "highest avoids TF32's error of 1.3 %",
+    "preconditioner.method": "inverse is KAISA's method, and is cheaper for long sides",
     "preconditioner.eigenvalues": f"corrected is better [with AdamW]({_OTHERS})",
-    "preconditioner.kl_clip": "ResNet-8's loss was 0.03 with 0.01, and 0.06 to 0.08 with the "
-    "default",
-    "adam.rotate": "the gain by curvature is [measured](../howto/tune.md#what-curvature-is-worth)",
-    "adam.except_layers": f"orthogonalized heads train worse ({_TUNE}); models name heads "
-    "differently",
-    "adam.blocks": "fused weights with names that ds_kfac does not know",
+    "preconditioner.kl_clip": "a looser bound may train better: ResNet-8's loss was 0.03 with "
+    "0.01, and 0.06 to 0.08 with the default",
+    "adam.rotate": "false shows what curvature gains "
+    "([measured](../howto/tune.md#what-curvature-is-worth))",
+    "adam.except_layers": f"heads train worse if they are orthogonalized ({_TUNE}), and models "
+    "name their heads differently",
+    "adam.blocks": "describes fused weights whose names ds_kfac does not know",
     "adam.whiten": f"1/8 helps with large batches; 1/4 is worse on masked models ({_TUNE})",
-    "layers.include": "choice of layers",
-    "layers.exclude": "choice of layers",
-    "layers.types": "choice of layers; preconditioned norms are SP-NGD's",
-    "assignment.gradient_worker_fraction": "KAISA's trade of memory against traffic",
+    "layers.include": "selects layers",
+    "layers.exclude": "selects layers",
+    "layers.types": "selects layers; SP-NGD also preconditions norms",
+    "assignment.gradient_worker_fraction": "trades memory against traffic, as in KAISA",
     "assignment.memory_budget_gb": "bounds memory",
     "communication.dtype": "bf16 halves the bytes that are sent",
     "offload.device": "saves device memory",
-    "ops.backend": "a way around a faulty kernel",
-    "checkpoint.grams": "A beside the weights for [other "
-    "tools](../howto/factors_for_other_tools.md)",
-    "checkpoint.on_missing": "continue without K-FAC's part of a checkpoint",
+    "ops.backend": "lets you avoid a faulty kernel",
+    "checkpoint.grams": "gives A to [other tools](../howto/factors_for_other_tools.md)",
+    "checkpoint.on_missing": "lets you continue without K-FAC's part of a checkpoint",
 }
 """Name of a key -> why the key exists. Either some value trains better than the default by more
 than the spread between seeds, or the key has another purpose. A key without a reason should be a

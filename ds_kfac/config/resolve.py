@@ -37,7 +37,7 @@ def resolve(
     damping_kind = config.damping.kind
     corrects = adaptive and METHODS[config.preconditioner.method].rotates
     answers: tuple[tuple[str, str, Any, str], ...] = (
-        ("factor", "fisher", fisher, "this optimizer's"),
+        ("factor", "fisher", fisher, "default for this optimizer"),
         ("factor", "dense_max", DENSE_MAX, "longer sides are cut into blocks"),
         (
             "eigenbasis",
@@ -49,16 +49,16 @@ def resolve(
             "damping",
             "value",
             Value.constant(DAMPING[damping_kind]),
-            f"default of {damping_kind} damping",
+            f"default for {damping_kind} damping",
         ),
         (
             "preconditioner",
             "eigenvalues",
             "corrected" if corrects else "kronecker",
-            "fits the optimizer",
+            "default for this optimizer",
         ),
         ("preconditioner", "kl_clip", Value.constant(KL_CLIP), "as in KAISA"),
-        ("layers", "types", TYPES, "this key adds other types"),
+        ("layers", "types", TYPES, "set this key to add other types"),
     )
     reasons = []
     for block, key, value, why in answers:

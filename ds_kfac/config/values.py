@@ -87,7 +87,7 @@ BlockRows = _checked(
     "Input should be an integer of at least 1, or a list of such integers",
     {"anyOf": [_COUNT, {"items": _COUNT, "minItems": 1, "type": "array"}]},
 )
-"""Blocks of a weight: their number, or the rows of each."""
+"""Blocks of a weight: the number of equal blocks, or a list with the rows of each block."""
 
 
 def _compiles(template: str, message: Any) -> pydantic.AfterValidator:
@@ -115,15 +115,18 @@ Pattern = Annotated[str, _compiles("{}", "Must be a regular expression: {problem
 """A Python regex."""
 NameEnd = Annotated[
     Pattern,
-    _compiles("(?:{})", "Must fit into a longer regular expression: write flags as in (?i:head)"),
+    _compiles(
+        "(?:{})", "Must be valid inside a longer regular expression: write flags as in (?i:head)"
+    ),
 ]
 """A regex for the end of a name. It becomes part of a longer regex, so it cannot have flags that
 apply to the whole regex."""
 
 
 class _Form(BaseModel):
-    """Common settings of schedule objects. Attributes have no docstrings: pydantic would look for
-    the source of each generic model, which takes a quarter of a second."""
+    """Common settings of schedule objects. The attributes of these classes have no docstrings,
+    because pydantic would look for them in the source of each generic model, which takes a quarter
+    of a second."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     _numbers_fit = field_validator("*", mode="before")(fits)
@@ -156,7 +159,7 @@ class Piecewise(_Form, Generic[Number]):
         values = info.data.get("values")  # None if the values have errors
         if values is not None and len(steps) != len(values) - 1:
             raise ValueError(
-                f"must be one fewer than the values, {len(values) - 1} for {len(values)} values"
+                f"must have one entry fewer than values: {len(values) - 1} for {len(values)} values"
             )
         if any(later <= earlier for earlier, later in pairwise(steps)):
             raise ValueError("steps must be strictly increasing")
@@ -229,22 +232,22 @@ NotNegative = _number_or_schedule(Annotated[float, Field(ge=0)], "number")
 
 Model = type[BaseModel]
 REMOVED = {
-    "preconditioner.step": "was removed in 0.2, together with steps by a quadratic model of the "
-    "loss: leave it out",
-    "preconditioner.method=root": 'was removed in 0.2: refreshes of "eigen" are as cheap on GPUs; '
-    "leave it out",
-    "factor.sample_positions": 'was removed in 0.2: positions are sampled unless "rows" is "all"; '
-    "leave it out",
-    "preconditioner.graft": "was removed in 0.2: corrected eigenvalues, which null chooses for "
-    "optimizers like Adam, did better without it; leave it out",
-    "damping.kind=adaptive": "was removed in 0.2, together with steps by a quadratic model of the "
-    "loss: leave it out",
-    "assignment.costs": "was removed in 0.2: runs plan with builtin rates; leave it out, and name "
-    "the file by --costs of python -m ds_kfac estimate",
-    "eigenbasis.lag": "was removed in 0.2: refreshes are spread over steps and never late; leave "
-    "it out",
-    "checkpoint.eigenbasis": "was removed in 0.2: eigenbases are always saved, so that resuming "
-    "is exact; leave it out",
+    "preconditioner.step": "was removed in 0.2, because no step uses a quadratic model of the loss "
+    "any more: leave the key out",
+    "preconditioner.method=root": 'was removed in 0.2, because on GPUs "eigen" is refreshed as '
+    "cheaply: leave the key out",
+    "factor.sample_positions": "was removed in 0.2, because positions are now sampled unless "
+    '"rows" is "all": leave the key out',
+    "preconditioner.graft": "was removed in 0.2, because corrected eigenvalues, the default for "
+    "optimizers like Adam, did better without it: leave the key out",
+    "damping.kind=adaptive": "was removed in 0.2, because no step uses a quadratic model of the "
+    "loss any more: leave the key out",
+    "assignment.costs": "was removed in 0.2, because runs plan with builtin speeds: leave the key "
+    "out, and pass the file to python -m ds_kfac estimate as --costs",
+    "eigenbasis.lag": "was removed in 0.2, because refreshes are now spread over steps and take "
+    "effect at once: leave the key out",
+    "checkpoint.eigenbasis": "was removed in 0.2, because eigenbases are now always saved, so that "
+    "resuming is exact: leave the key out",
 }
 """Key, or key=value, of an earlier version -> what became of it and what to do."""
 AUTO = "auto"
@@ -289,10 +292,10 @@ def explain(detail: Any, block: Mapping[str, Any], model: Model) -> str:
     if error_type == "extra_forbidden":
         nested = _nested(path, got, model)
         if nested is not None:
-            return f'kfac: "{path}": keys are nested, not joined by points; write {nested}'
+            return f'kfac: "{path}": keys are nested, not joined by dots; write {nested}'
         return f"kfac.{path}: unknown key; {_nearest(location, block, model)}"
     if error_type == "missing":
-        return f"kfac.{path}: missing in {got!r}; must be given"
+        return f"kfac.{path}: must be given, but is missing in {got!r}"
     if error_type == "model_type":
         return f"kfac.{path}: got {got!r}; must be an object{_such_as(location, got, model)}"
     if error_type == "too_large" and isinstance(got, int):
@@ -305,7 +308,7 @@ def explain(detail: Any, block: Mapping[str, Any], model: Model) -> str:
 
 
 def _nested(path: str, value: Any, model: Model) -> str | None:
-    """Return the nested form of a key that was written as one name with points; None if there is no
+    """Return the nested form of a key that was written as one name with dots; None if there is no
     such key."""
     key = path.removeprefix(f"{KEY}.")
     if "." not in path or key not in set(paths(model)):
@@ -314,7 +317,7 @@ def _nested(path: str, value: Any, model: Model) -> str | None:
 
 
 def _nest(path: str, value: Any) -> str:
-    """Return JSON of nested objects for a key with points."""
+    """Return JSON of nested objects for a key with dots."""
     for name in reversed(path.split(".")):
         value = {name: value}
     return json.dumps(value, default=repr)
@@ -327,12 +330,12 @@ def _such_as(location: tuple[str, ...], got: Any, model: Model) -> str:
     if "value" in model.model_fields and isinstance(got, (int, float)):
         return f" such as {json.dumps({'value': got})}"
     names = ", ".join(model.model_fields)
-    return f" with keys of: {names}" if names else ""
+    return f" whose keys may be: {names}" if names else ""
 
 
 def _nearest(location: tuple[str, ...], block: Mapping[str, Any], model: Model) -> str:
-    """Return a hint at the valid key that is closest to an unknown key. It is looked for in the
-    same block first, then in all blocks.
+    """Return a hint at the valid key that is closest to an unknown key. The keys of the same block
+    are searched first, then the keys of all blocks.
 
     Args:
         location: the unknown key, after the names of the blocks around it.
@@ -340,7 +343,7 @@ def _nearest(location: tuple[str, ...], block: Mapping[str, Any], model: Model) 
     """
     *parents, key = location
     if key in OF_OPTIMIZER:
-        return "it belongs into optimizer.params of KFACAdamW"
+        return "this parameter of KFACAdamW belongs into optimizer.params of the DeepSpeed config"
     prefix = "".join(f"{parent}." for parent in parents)
     inner = model
     in_schedule = False
@@ -390,21 +393,22 @@ def find_block(ds_config: Mapping[str, Any]) -> Any | None:
 
     Raises:
         ValueError: a key looks like a misspelt ``"kfac"``, or the block is inside another block.
-            DeepSpeed would silently ignore both.
+            DeepSpeed would silently ignore such a key or block.
     """
     if KEY in ds_config:
         return ds_config[KEY]
     for key, value in ds_config.items():
         if str(key).startswith(f"{KEY}."):
             raise ValueError(
-                f'DeepSpeed config: key "{key}" is not read by anyone; keys are nested, not '
-                f"joined by points: write {_nest(str(key), value)}"
+                f'DeepSpeed config: neither DeepSpeed nor ds_kfac reads the key "{key}"; keys are '
+                f"nested, not joined by dots: write {_nest(str(key), value)}"
             )
         letters = "".join(c for c in str(key).lower() if c.isalnum())
         has_k_and_f = set("kf") <= set(letters)  # "face" and "fact" are other words
         if has_k_and_f and difflib.get_close_matches(letters, [KEY], cutoff=0.7):
             raise ValueError(
-                f'DeepSpeed config: key "{key}" is not read by anyone; did you mean "kfac"?'
+                f'DeepSpeed config: neither DeepSpeed nor ds_kfac reads the key "{key}"; did you '
+                'mean "kfac"?'
             )
         if isinstance(value, Mapping) and isinstance(value.get(KEY), Mapping):
             raise ValueError(
@@ -420,7 +424,9 @@ def read_config(source: Mapping[str, Any] | str | os.PathLike) -> Mapping[str, A
     try:
         config = source if isinstance(source, Mapping) else hjson.loads(Path(source).read_text())
     except (OSError, ValueError) as problem:
-        raise ValueError(f"{source}: not JSON ({problem}); name a DeepSpeed config file") from None
+        raise ValueError(
+            f"{source}: not JSON ({problem}); pass the path of a DeepSpeed config file"
+        ) from None
     if not isinstance(config, Mapping):
-        raise ValueError(f"{source}: not a JSON object; name a DeepSpeed config file")
+        raise ValueError(f"{source}: not a JSON object; pass the path of a DeepSpeed config file")
     return config

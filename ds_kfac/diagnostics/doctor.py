@@ -92,7 +92,7 @@ def _with_range(name: str, installed: str) -> str:
     release = Version(installed).release
     is_inside = Version(oldest).release <= release <= Version(newest).release
     where = "inside" if is_inside else "outside of"
-    return f"{name} {installed}, {where} the tested {oldest} to {newest}"
+    return f"{name} {installed}, {where} the tested range {oldest} to {newest}"
 
 
 def _optional_packages() -> Answer:
@@ -220,7 +220,7 @@ def _launcher() -> Answer:
     if rank is None and world is None:
         return Answer(
             "none in this shell: start ranks with `deepspeed train.py` or torchrun; a script that "
-            "is started without them is one rank"
+            "is started without a launcher runs as one rank"
         )
     missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
     remedy = f"{', '.join(missing)} not set: set what is missing, or unset RANK and WORLD_SIZE"
@@ -231,10 +231,11 @@ def _enabled() -> Answer:
     value = os.environ.get("DS_KFAC", "")
     if not value:
         return Answer(
-            "DS_KFAC is not set: scripts need `python -m ds_kfac run`, DS_KFAC=1 or import ds_kfac"
+            "DS_KFAC is not set: to use K-FAC, start a script with `python -m ds_kfac run`, set "
+            "DS_KFAC=1, or import ds_kfac in the script"
         )
     is_installed = any(isinstance(finder, ds_kfac_startup.Finder) for finder in sys.meta_path)
-    remedy = "Python has not read ds_kfac.pth at its start: pip install ds_kfac"
+    remedy = "Python did not read ds_kfac.pth when it started: pip install ds_kfac"
     return Answer(f"DS_KFAC={value}", "" if is_installed else remedy)
 
 

@@ -24,8 +24,8 @@ COLUMNS = ("layer", "state", "next update", "next refresh", "decomposed on", "st
 
 
 def explain(job: Job, scan: Scan, name: str | None = None) -> str:
-    """Return the text that describes a layer. If the name is None, return a table of all layers of
-    this rank's domains.
+    """Return the text that describes a layer. If the name is None, return a table of all K-FAC
+    layers in this rank's part of the model.
 
     Local. Call it between steps.
 
@@ -46,8 +46,8 @@ def explain(job: Job, scan: Scan, name: str | None = None) -> str:
     for module in scan.skipped:
         if module.name == layer_name:
             return (
-                f"{name} ({module.kind}, {module.numel:,} parameters) is not preconditioned; at "
-                f"attach: {module.reason}"
+                f"{name} ({module.kind}, {module.numel:,} parameters) is not preconditioned; the "
+                f"reason at attach: {module.reason}"
             )
     near = get_close_matches(name, [*explanations, *(module.name for module in scan.skipped)])
     hint = f"similar names: {', '.join(near)}; " if near else ""
@@ -61,7 +61,7 @@ class LayerExplanation:
     """Makes the text and the table row that describe one layer.
 
     Attributes:
-        kfac: the preconditioner of the layer's domain.
+        kfac: the preconditioner of the layer. Experts may have another one than dense layers.
         factors: "A" or "G" -> specification of the layer's factor; empty if the config gives the
             layer no factors.
         state: what this rank keeps of the layer; None if this rank is not one of the layer's
@@ -124,8 +124,8 @@ class LayerExplanation:
     # ranks
 
     def _ranks(self, in_group: Sequence[int]) -> str:
-        """Name ranks of the domain's group by their numbers in the job. The numbers differ if there
-        are several domains."""
+        """Return the numbers in the job of ranks that are numbered within the group of ranks that
+        share this layer's work."""
         in_job = torch.distributed.get_process_group_ranks(self.kfac.channel.group)
         return ", ".join(str(in_job[rank]) for rank in in_group)
 
@@ -142,8 +142,9 @@ class LayerExplanation:
     def _next_due(self) -> tuple[int, int]:
         """Return the step of the layer's next factor update, and the step of its next refresh.
 
-        A layer without a basis is refreshed at its next update. A layer whose rows are not proven
-        is refreshed at the update after the next one, because the next one may prove them.
+        A layer without a basis is refreshed at its next update. A layer whose rows have not been
+        proven to make up its gradient is refreshed at the second update from now, because the next
+        update repeats the proof.
         """
         timetable = self.curvature.timetable
         steps = self.kfac.steps
@@ -170,7 +171,9 @@ class LayerExplanation:
             texts.append(f"staggered: {', '.join(by_side)} steps")
         clocks = self.curvature.timetable.clocks
         intervals = {side: clocks[factor.key].interval for side, factor in self.factors.items()}
-        rare = [f"{side} every {interval}" for side, interval in intervals.items() if interval > 1]
+        rare = [
+            f"{side} takes 1 of {interval}" for side, interval in intervals.items() if interval > 1
+        ]
         if rare:
             texts.append(f"adaptive: {', '.join(rare)} ordinary updates")
         return "; ".join(texts)
@@ -182,7 +185,7 @@ class LayerExplanation:
         if self.layer.name in self.kfac.proving.unfit:
             return ""
         if not self.factors:
-            return "no factors by the config: nothing to decompose"
+            return "no factors, because the config asks for none: nothing to decompose"
         if self.state is None:
             return self._kept_elsewhere()
         if self.state.preconditioner is None:
@@ -191,7 +194,7 @@ class LayerExplanation:
         hook_error = self.kfac.capture.failed.get(self.layer.name)
         if hook_error:
             texts.append(
-                f"{NO_ROWS.format(hook_error)}, and from the next check of rows on the layer is "
+                f"{NO_ROWS.format(hook_error)}; after the next check of rows, the layer will be "
                 "stepped without curvature"
             )
         for side, factor in self.factors.items():
@@ -205,7 +208,7 @@ class LayerExplanation:
         return "; ".join(texts)
 
     def _kept_elsewhere(self) -> str:
-        """Say which rank keeps the layer's basis. This rank keeps nothing of it."""
+        """Say which rank keeps the layer's basis, if this rank keeps no part of it."""
         curvature = self.curvature
         rank = f"rank {self._gradient_workers()}"
         is_known = curvature.travels and all(
@@ -294,7 +297,7 @@ class LayerExplanation:
         text = f"step {batch.step}, {rows:.0f} {unit}"
         if unchanged or rows <= 0:
             if rows > 0:
-                reason = ", not finite"
+                reason = ", but its values are not finite"
             elif self.kfac.proving.frozen(self.layer):
                 reason = " as its weight is frozen"
             else:
@@ -314,4 +317,5 @@ class LayerExplanation:
             asked = needed(factor, wanted)
             if rows < asked:
                 text += f", fewer than the {asked} that an update asks for (factor.rows)"
-        return f"{text}, scaled down because it was far above the average" if limited else text
+        far_above = "scaled down because its trace was far above that of the average"
+        return f"{text}, {far_above}" if limited else text

@@ -89,7 +89,7 @@ def start_alone() -> None:
     if count > 1:
         name = Path(sys.argv[0]).name
         script = name if name.endswith(".py") else "train.py"
-        text += f"; `deepspeed {script}` starts several"
+        text += f"; `deepspeed {script}` starts a rank for each device"
     say(text)
 
 
@@ -191,7 +191,7 @@ def warn_of_compilation(ds_config: Mapping[str, Any] | None = None) -> None:
     if not ops:
         return
     _announced.update(ops)
-    remedies = "".join(f". To do without {op}: {WITHOUT[op]}" for op in ops if op in WITHOUT)
+    remedies = "".join(f". To do without {op}, set {WITHOUT[op]}" for op in ops if op in WITHOUT)
     warn(
         f"DeepSpeed now compiles {' and '.join(ops)} below {builds_folder()}, once; for one to "
         f"five minutes nothing is printed{remedies}. If it takes longer, a run that was killed may "
@@ -225,11 +225,11 @@ def check_tensors(model: Any, arguments: dict[str, Any]) -> None:
             )
         if parameter.numel() and parameter.stride(-1) != 1:
             raise ValueError(
-                f"ds_kfac: {name} is stored in another order than its shape (channels_last, a "
-                "transposed matrix such as qr and svd return), and deepspeed.initialize cannot "
-                "broadcast it. Before the call, set p.data = p.data.contiguous(). To train in "
-                "channels_last, convert only the images, or at ZeRO stage 0 convert the model "
-                "after initialize"
+                f"ds_kfac: {name} is not stored in the order of its shape, for example because it "
+                "is in channels_last, or a transposed matrix as qr and svd return it. "
+                "deepspeed.initialize cannot broadcast such a parameter. Before the call, set "
+                "p.data = p.data.contiguous(). To train in channels_last, convert only the images, "
+                "or at ZeRO stage 0 convert the model after initialize"
             )
 
 
@@ -243,8 +243,8 @@ def _check_membership(named: Mapping[str, nn.Parameter], arguments: dict[str, An
         if id(tensor) not in model_ids:
             raise ValueError(
                 f"ds_kfac: the optimizer was given a parameter of shape {list(tensor.shape)} that "
-                "the model has not got; it may belong to a copy of the model, or to a loss with "
-                "learned weights. Make the parameter one of the model that is given to "
+                "the model does not have; it may belong to a copy of the model, or to a loss with "
+                "learned weights. Register the parameter in the model that is given to "
                 "initialize, or step it with another optimizer"
             )
 
@@ -264,7 +264,8 @@ def check_objects(arguments: dict[str, Any], source: Mapping[str, Any], rule: Up
     """
     optimizer = arguments.get("optimizer")
     config_makes_it = optimizer is None and "optimizer" in source
-    trains = config_makes_it or hasattr(optimizer, "param_groups")  # else a function makes it
+    # without param_groups it is a function that makes the optimizer
+    trains = config_makes_it or hasattr(optimizer, "param_groups")
     if rule.given(optimizer) or not trains:
         return
     given = _as_lists(arguments)

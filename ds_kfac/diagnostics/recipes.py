@@ -77,7 +77,7 @@ def far_from_recipes(kfac: KFACPreconditioner) -> list[str]:
     groups = kfac.layout.optimizer.param_groups
     rates = planned_rates(groups, kfac.layout.engine.lr_scheduler)
     indices = {kfac.layout.group_index(parameter) for parameter in kfac.layout.params}
-    # the largest learning rate: a schedule or a user may give other groups smaller ones
+    # compare the largest learning rate, because a user may give some groups a smaller one
     leading = max(indices, key=lambda index: rates[index])
     betas = groups[leading].get("betas")
     return recipe_warnings(
@@ -206,8 +206,9 @@ def recipe_warnings(
         f"{name} {value:g} ({of_recipe:g} there)" for name, (value, of_recipe) in far.items()
     )
     return [
-        f"far from every recipe for a {model}; the nearest is {nearest.title!r} in "
-        f"docs/howto/recipes.md: {values}. If you chose these values on purpose, ignore this line"
+        f"this run is far from every recipe for a {model}. The nearest recipe, {nearest.title!r} "
+        f"in docs/howto/recipes.md, has other values: {values}. If you chose your values on "
+        "purpose, ignore this line"
     ]
 
 

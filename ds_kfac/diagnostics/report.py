@@ -38,27 +38,27 @@ MEMORY_SHARE = 0.1
 BATCH_NORM: Any = nn.modules.batchnorm._BatchNorm
 
 PIPELINE_SCALES = (
-    "each pipeline stage takes the scale of G from the number of rows of its own last layer: if "
-    "the last stage's layers have fewer rows (a pooled head), G of the other stages is larger by "
-    "that ratio (docs/reference/supported.md)"
+    "each pipeline stage takes the scale of G from the number of rows of its own last layer. If "
+    "layers of the last stage have fewer rows than other layers, for example a pooled head, G of "
+    "the other stages is larger by the ratio of these numbers (docs/reference/supported.md)"
 )
 ZERO_NORMS = (
-    "{count} norms begin with a weight of zero ({first}, ..), so the layers below get hardly any "
-    "gradient at first, and relative damping makes full steps of it. If the loss does not fall, "
+    "{count} norms begin with a weight of zero ({first}, ..), so the layers before them get hardly "
+    "any gradient at first, but relative damping gives them full steps. If the loss does not fall, "
     'use kfac.damping {{"kind": "tikhonov"}}, use KFACAdamW, or begin with weights of one '
     "(docs/howto/tune.md)"
 )
 LOCAL_STATISTICS = (
-    "BatchNorm's running statistics stay each rank's own, and a checkpoint has those of rank 0; "
-    "average them before you evaluate or save, as examples/job.py does"
+    "BatchNorm's running statistics differ between ranks, and a checkpoint has those of rank 0; "
+    "average them over ranks before you evaluate or save, as examples/job.py does"
 )
 MIXED_BATCH_NORM = (
     "BatchNorm does not run on a CPU with 16-bit weights and fp32 statistics; set "
     '"data_types": {"buffer_dtype": ...} to the weights\' dtype'
 )
 SILENT_SKIPS = (
-    "torch_autocast fp16 skips overflowed steps without notice; ds_kfac recognizes them by the "
-    "loss scale"
+    "with torch_autocast in fp16, steps that overflow are skipped without notice; ds_kfac "
+    "recognizes these steps by the loss scale"
 )
 
 
@@ -68,14 +68,15 @@ def report(kfacs: Sequence[KFACPreconditioner], scan: Scan, given: KFACConfig) -
     The first rank of the job prints, and so does the first rank of each pipeline stage.
 
     Args:
-        kfacs: preconditioners of all of this rank's domains.
+        kfacs: this rank's preconditioners: one for the dense layers, and one for experts if these
+            are spread over other ranks.
         given: the config as the user gave it.
     """
     first = kfacs[0]
     domain = first.engine_view.domain
     inner = first.engine_view.inner
     texts = [text for kfac in kfacs for text in attach_warnings(kfac, given)]
-    warnings = list(dict.fromkeys(texts))  # domains may have the same ones
+    warnings = list(dict.fromkeys(texts))  # several preconditioners may have the same warnings
     brief = summary(
         first.layout.engine.module,
         scan,
@@ -91,7 +92,7 @@ def report(kfacs: Sequence[KFACPreconditioner], scan: Scan, given: KFACConfig) -
         details += _details(kfac)
         if kfac is first:
             details += skipped_lines(scan, every_module=first.config.report == "full")
-    # a summary that would be too long lacks some of the warnings
+    # the full text also has the warnings that did not fit into the summary
     left_out = [line for line in warnings if line not in brief]
     text = "\n".join([*brief, *left_out, *details])
     if given.report != "none" and first.rank == 0 and domain.shard[0] == 0:
@@ -112,7 +113,7 @@ def summary(
     """Describe a run in :data:`LINES` lines at most, from its plans and not from measurements.
 
     Args:
-        plans: the plan of each of this rank's domains.
+        plans: plans of this rank's preconditioners, see :func:`report`.
         optimizer: class or type of the innermost optimizer.
         mode: the engine's mode, in words.
         ratio: learning rate of parameters in no layer, as a multiple of the optimizer's.
@@ -140,7 +141,7 @@ def summary(
     ]
     if share.fraction < LOW_SHARE:
         low = (
-            f"  WARNING: below {LOW_SHARE:.0%} of the matrix parameters; left out: "
+            f"  WARNING: K-FAC steps less than {LOW_SHARE:.0%} of the matrix parameters; left out: "
             f"{share.exceptions()}"
         )
         warnings = [low, *warnings]
@@ -154,13 +155,16 @@ def summary(
     if len(lines) + len(warnings) > LINES:
         shown = LINES - len(lines) - 1
         more = len(warnings) - shown
-        pointer = f'  WARNING: {more} more: see engine.kfac.report, or "report": "full"'
+        pointer = (
+            f'  WARNING: {more} more warnings: see engine.kfac.report, or set "report": "full"'
+        )
         warnings = [*warnings[:shown], pointer]
     return [*lines, *warnings]
 
 
 def _details(kfac: KFACPreconditioner) -> list[str]:
-    """Return the lines of one domain: what was configured or chosen, and a table of its layers."""
+    """Return the lines of one preconditioner: what was configured or chosen, and a table of its
+    layers."""
     config = kfac.config
     plan = kfac.plan
     domain = kfac.engine_view.domain.name
@@ -190,8 +194,9 @@ def _batched(kfac: KFACPreconditioner) -> str:
     if not groups:
         return "layer by layer"
     return (
-        f"{sum(map(len, groups))} of this rank's {len(kfac.owned)} layers in {len(groups)} groups "
-        f"of one shape, {sum(map(basis_bytes, groups)):,} bytes of eigenvectors in them"
+        f"{sum(map(len, groups))} of this rank's {len(kfac.owned)} layers are stepped in "
+        f"{len(groups)} groups of equal shape, which hold {sum(map(basis_bytes, groups)):,} bytes "
+        "of eigenvectors"
     )
 
 
@@ -206,9 +211,9 @@ def _traffic(kfac: KFACPreconditioner) -> str:
     gradient_elements = sum(layer.numel for layer in kfac.layers)
     return (
         f"relayout moves {relayout.gather.total_numel:,} of {gradient_elements:,} gradient "
-        f"elements to their workers, {relayout.scatter.total_numel:,} back; batch sums "
-        f"{total_bytes // kfac.channel.world:,} bytes a rank in {_name(wire)}, {len(buckets)} "
-        "messages"
+        f"elements to their workers, and {relayout.scatter.total_numel:,} elements of results "
+        f"back; a rank sends {total_bytes // kfac.channel.world:,} bytes of batch sums on average, "
+        f"in {_name(wire)} and in {len(buckets)} messages"
     )
 
 
@@ -242,11 +247,15 @@ def _memory(kfac: KFACPreconditioner) -> str:
         moment_bytes = sum(
             state.moments.nbytes for state in kfac.state.values() if state.moments is not None
         )
-        text += f"; moments {moment_bytes:,} in eigenbases and {optimizer_bytes:,} in the optimizer"
+        text += (
+            f"; moments take {moment_bytes:,} bytes in eigenbases and {optimizer_bytes:,} in the "
+            "optimizer"
+        )
     kept_bytes = kfac.rule.facts.kept(plan, kfac.owned, kfac.device.type)
     if kept_bytes:
         text += (
-            f"; {kept_bytes:,} for steps as one CUDA graph, and the memory of a step stays reserved"
+            f"; the CUDA graph of a step keeps {kept_bytes:,} bytes, and the memory of a step "
+            "stays reserved"
         )
     return text
 
@@ -396,7 +405,9 @@ def without_effect(
     keys += rule.facts.idle(config, layers)
     if not keys:
         return []
-    return [f"without effect with {rule.optimizer_type or optimizer}: {', '.join(keys)}"]
+    return [
+        f"these keys are without effect with {rule.optimizer_type or optimizer}: {', '.join(keys)}"
+    ]
 
 
 def _memory_warnings(kfac: KFACPreconditioner) -> list[str]:
@@ -411,7 +422,7 @@ def _memory_warnings(kfac: KFACPreconditioner) -> list[str]:
         return []
     return [
         f"K-FAC needs {state_bytes / 1e9:.1f} GB on this rank and {sum_bytes / 1e9:.1f} GB more in "
-        f"a step that updates all factors, {needed_bytes / free_bytes:.0%} of the "
+        f"a step that updates all factors, together {needed_bytes / free_bytes:.0%} of the "
         f"{free_bytes / 1e9:.1f} GB that are free: to save memory, see kfac.factor.dense_max, "
         "kfac.layers.exclude, kfac.offload, or assignment.memory_budget_gb at ZeRO stage 0"
     ]

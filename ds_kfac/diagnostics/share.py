@@ -35,7 +35,8 @@ class Share:
         skipped: one ``((type of module, reason), elements)`` pair for the matrices in no K-FAC
             layer, largest first.
         tables: one ``(name, elements)`` pair for each parameter that counts as a table because the
-            model's code looks up rows in it, without embedding modules' weights; largest first.
+            model's code looks up rows in it, largest first. Weights of embedding modules are left
+            out.
         unclear: one ``(name, elements)`` pair for each parameter that is in no K-FAC layer, has
             more elements than a bias can have, and shows neither by its shape nor by its module's
             code that it is a matrix or a table; largest first.
@@ -57,7 +58,7 @@ class Share:
 
     @property
     def curved_fraction(self) -> float:
-        """Fraction of the matrix elements that have curvature."""
+        """Fraction of the matrix elements whose layer has a factor that is not diagonal."""
         return self.curved / max(1, self.matrices)
 
     @property
@@ -127,7 +128,7 @@ def share_of(model: nn.Module, scan: Scan, without: Collection[str] = ()) -> Sha
     skipped: Counter[tuple[str, str]] = Counter()
     for name in matrices.keys() - stepped:
         module_name = name.rpartition(".")[0]
-        # the scan names a module, or the parameter itself
+        # scan.skipped has the name of the module, or of the parameter itself
         reason = reasons.get(module_name, reasons.get(name, UNKNOWN))
         skipped[reason] += matrices[name]
     looked_up = tables_and_embeddings(model)

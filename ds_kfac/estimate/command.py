@@ -72,14 +72,14 @@ def estimate_kfac_mem_needs_all_live(
         example: arguments of the model's forward. The forward pass is run once to find layers that
             share their input, and the number of rows that a layer has per token. None: each layer
             is assumed to have an input of its own, with one row per token.
-        batch_rows: number of tokens (or images) of a rank in a step; None: captures and the model's
-            own time are left out.
+        batch_rows: number of tokens (or images) of a rank in a step; None: unknown, so the
+            estimate leaves out captures and the model's own time.
         device: "cuda" or "cpu", the device whose builtin costs are used.
         node_size: number of consecutive ranks on a node; None: 1.
         stage: ZeRO stage; None: the config's stage.
 
     Returns an :class:`Estimate` or :class:`Refused` for every gradient-worker fraction. If ZeRO
-    partitions gradients, its owner scheme is the only strategy.
+    partitions gradients, the only strategy is one gradient worker per layer.
 
     Raises:
         ValueError: the config is wrong, or the model has no layer to precondition.
@@ -117,9 +117,9 @@ def estimate_kfac_mem_needs_all_cold(
 
 
 def costs_of(device: str, file: str | None = None) -> CostModel:
-    """Return the rates with which a run on this type of device plans: those that ``file`` has, and
-    builtin ones for the others. Raise ValueError if the device is unknown or the file is missing or
-    wrong."""
+    """Return the cost model of a type of device. It has the values that ``file`` contains, and
+    builtin values for everything else. Raise ValueError if the device is unknown or the file is
+    missing or wrong."""
     if device not in BUILTIN:
         raise ValueError(f"device: got {device!r}; must be one of {', '.join(BUILTIN)}")
     return BUILTIN[device] if file is None else measured(BUILTIN[device], file)
@@ -144,7 +144,7 @@ def described(
     try:
         chosen = Estimate(subject, costs, world, rows)
     except ValueError as refused:
-        problem = [f"  this config: refused: {refused}"]
+        problem = [f"  this config is refused: {refused}"]
     for workers in worker_counts(world) if subject.replicated else (1,):
         if chosen is not None and chosen.plan.workers == workers:
             strategies.append(chosen)
@@ -158,19 +158,24 @@ def described(
         except ValueError as refused:
             strategies.append(Refused(subject.strategy(workers, world), str(refused)))
     if subject.replicated:
-        strategies.append(Refused("ZeRO owners", "every rank has every gradient at this stage"))
+        strategies.append(
+            Refused("ZeRO owners", "at this ZeRO stage every rank has every gradient")
+        )
     else:
-        strategies.append(Refused("several workers", "no rank has every gradient at this stage"))
+        strategies.append(
+            Refused("several workers", "at this ZeRO stage no rank has every gradient")
+        )
     parameters = sum(numel for group in subject.groups for _, numel in group)
-    sharing = f"; {len(subject.shared)} groups share an input" if subject.shared else ""
+    shared = len(subject.shared)
+    sharing = f"; {shared} groups of layers share an input" if shared else ""
     method = METHODS[subject.config.preconditioner.method] if chosen is None else chosen.plan.method
     schedule = subject.config.schedule
     update, refresh = schedule.intervals(schedule.settled)
     lines = [f"  {share(subject.layers, parameters)}{sharing}"]
     if not subject.trace.units:
         lines.append(
-            "  no forward was traced: each layer is assumed to have an input of its own, with one "
-            "row per token"
+            "  no forward pass was traced: each layer is assumed to have an input of its own, with "
+            "one row per token"
         )
     lines += [*skipped_lines(subject.scan), ""]
     lines.append(
@@ -199,14 +204,14 @@ def factors_lines(subject: Subject, world: int) -> list[str]:
 
 
 def machine_lines(costs: CostModel, method: Method) -> list[str]:
-    """Describe the rates from which seconds are predicted, and whether each was measured."""
+    """Describe the speeds from which seconds are predicted, and whether each was measured."""
     times = ", ".join(
         f"{size}: {_time(seconds)}" for size, seconds in getattr(costs, method.solver_seconds)
     )
     if method.step_flops:
         times = (
-            f"eigh {times}; steps of {method.step_flops:.3g} n^3 FLOPs at "
-            f"{number(costs.ieee_flops, '')}/s"
+            f"eigh {times}; a step of orthogonal iteration takes {method.step_flops:.3g} n^3 "
+            f"FLOPs, at {number(costs.ieee_flops, 'FLOP/s')}"
         )
     rates = (costs.gemm_flops, costs.syrk_flops, costs.model_flops or costs.gemm_flops)
     products, moments, model = (number(rate, "") for rate in rates)
@@ -217,13 +222,13 @@ def machine_lines(costs: CostModel, method: Method) -> list[str]:
         f"{8 * rate / 1e9:.4g} Gbit/s"
         for rate in (costs.link_bytes, costs.node_bytes or costs.link_bytes)
     )
-    nodes = f"; {costs.node_size} ranks a node, {within} within" if costs.node_size > 1 else ""
+    nodes = f"; {costs.node_size} ranks per node, {within} inside" if costs.node_size > 1 else ""
     lines = {
         method.solver_seconds: times if method.step_flops else f"{method.solver} {times}",
-        "gemm_flops": f"FLOP/s of products {products}, second moments {moments}; memory {memory}, "
-        f"{call} a kernel",
-        "model_flops": f"FLOP/s of the model, and of our products in 16 bits, {model}",
-        "link_bytes": f"{link} a rank, each way, {latency} latency{nodes}",
+        "gemm_flops": f"FLOP/s of matrix products {products}, of second moments {moments}; memory "
+        f"traffic {memory}; {call} to start a kernel",
+        "model_flops": f"FLOP/s of the model, and of K-FAC's products in 16 bits, {model}",
+        "link_bytes": f"{link} per rank in each direction, {latency} latency{nodes}",
     }
     return [
         f"  {'measured' if field in costs.measured else 'assumed'}: {text}"
@@ -300,7 +305,7 @@ def chosen_lines(chosen: Estimate, assumed: str = "") -> list[str]:
     table = {plan.method.words if kind == "eigenbases" else kind: memory[kind] for kind in STATE}
     table |= {
         "state": chosen.state,
-        **{f"{kind} of a step that captures all": memory[kind] for kind in TRANSIENT},
+        **{f"{kind}, if a step captures all factors": memory[kind] for kind in TRANSIENT},
     }
     rows = [
         (kind, number(nbytes.max(), "B"), number(nbytes.mean(), "B"))
@@ -333,7 +338,7 @@ def chosen_lines(chosen: Estimate, assumed: str = "") -> list[str]:
     ]
     work.append(
         (
-            "FLOPs of the busiest rank, all factors",
+            "FLOPs of the busiest rank, all layers once",
             *(flops.get(stage, "") for stage in (*STAGES, "", "")),
         )
     )
@@ -348,7 +353,7 @@ def run(arguments: argparse.Namespace) -> str:
     """Return the text of the estimate. Raise ValueError if the config, the model or a number is
     wrong."""
     if arguments.node_gbps is not None and arguments.node_size is None:
-        raise ValueError("--node-gbps: give --node-size too")
+        raise ValueError("--node-gbps needs --node-size, the number of ranks of a node")
     ds_config = config_of(arguments.config or DEFAULT, arguments.optimizer, arguments.dtype)
     model, example = build(arguments.model, arguments.lora)
     trace = None

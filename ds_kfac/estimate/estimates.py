@@ -63,7 +63,7 @@ def steps_of(plan: planning.Plan) -> tuple[list[FactorsDue], list[FactorsDue]]:
 
     The first list is for the burn-in: from step 1 to the step by which all factors have been
     refreshed twice, or to the end of the burn-in if that is earlier. It is empty without a burn-in.
-    The second list is for one period of the intervals, after all intervals have settled.
+    The second list is for one period of the intervals, once no interval changes any more.
 
     The adaptive rule is ignored, because it only leaves work out.
     """
@@ -139,7 +139,7 @@ class Estimate:
         plain: traffic of a step that only preconditions.
         update: traffic of a step that also captures every factor.
         refresh: traffic of a step that captures every factor and refreshes every eigenbasis.
-        mean: mean traffic over one period of the settled intervals.
+        mean: mean traffic over one period of the intervals, once no interval changes any more.
         stages: name of a stage -> seconds of its slowest rank in the mean step. Ranks wait for each
             other in a collective between any two stages, so the sum over all stages is the time of
             the step.
@@ -158,7 +158,7 @@ class Estimate:
         self.shards = subject.shards(world)
         self.rule = subject.rule
         plan = subject.plan(self.shards, costs, rows)
-        # make_plan has chosen for this process's device. Choose again, for a GPU with TF32.
+        # make_plan has chosen the precision for this process's device, which may be a CPU
         if costs.gpu:
             exact = plan.config.preconditioner.precision == "highest"
             precision = plan.precision if exact else Precision("tf32", "tf32")
@@ -265,8 +265,8 @@ class Estimate:
     @cached_property
     def _scatter(self) -> Message:
         """The message from gradient workers. It contains results and the scalars that are summed
-        over a row of ranks: those of the direction, those of the metrics, and a flag per layer if
-        the rule needs flags."""
+        over a row of ranks: scalars of the update rule and of the metrics, and a flag per layer if
+        the update rule needs flags."""
         flags = len(self.plan.layers) if self.rule.flags(self.plan.config) else 0
         count = self.rule.numbers + len(SUMMARY) + flags
         results = self.exchange.scatter
@@ -353,12 +353,12 @@ class Estimate:
         return {kind: nbytes.astype(np.int64) for kind, nbytes in memory.items()}
 
     def _in_stacks(self, keys: Keys, inside: Sequence[Set[str]]) -> np.ndarray:
-        """Return the bytes [W] of the eigenbases that, on their rank, only layers in stacked groups
-        use.
+        """Return the bytes [W] of the eigenbases that each rank keeps only in stacks, because all
+        of its layers that use them are stepped in batches.
 
         Args:
             keys: the factors whose eigenbases count.
-            inside: for each rank, names of the layers that are in stacked groups.
+            inside: for each rank, names of the layers that are stepped in batches.
         """
         total = np.zeros(self.world)
         for factor in (factor for factor in self.factors if factor.key in keys):
@@ -495,7 +495,7 @@ class Estimate:
 
     def _mean_step(self) -> None:
         """Compute the traffic and seconds of the mean step, and the seconds of the longest step,
-        over one period of the settled intervals."""
+        over one period of the intervals, once no interval changes any more."""
         (_, steps), seconds = steps_of(self.plan), dict[FactorsDue, dict[str, float]]()
         costs = self.costs
         method = self.plan.method

@@ -31,8 +31,8 @@ def build(name: str, lora: int | None = None) -> tuple[nn.Module, tuple[Any, ...
     library, _, attribute = name.partition(":")
     if not library or not attribute:
         raise ValueError(
-            f"model {name}: give module:factory, a function that returns a model, such as "
-            "my_models:gpt; or hf:PATH, a config.json of transformers"
+            f"model {name}: give module:factory, where factory() returns a model, such as "
+            "my_models:gpt; or hf:PATH, where PATH is a config.json of transformers"
         )
     try:
         module = importlib.import_module("transformers" if library == "hf" else library)

@@ -58,13 +58,17 @@ def config_of(
             f"optimizer.type: got {name!r}, which is in neither DeepSpeed, torch.optim nor ds_kfac"
         )
     if optimizer is not None and config.get("optimizer") is not None:
-        raise ValueError(f"--optimizer {optimizer}: the config has one, too; leave either out")
+        raise ValueError(
+            f"--optimizer {optimizer}: the config has an optimizer, too; leave out one of the two"
+        )
     if dtype is not None:
         other = [
             name for name in DTYPES if name != dtype and block(config, name).get("enabled") is True
         ]
         if other:
-            raise ValueError(f"--dtype {dtype}: the config has {other[0]}; leave either out")
+            raise ValueError(
+                f"--dtype {dtype}: the config enables {other[0]}; leave out one of the two"
+            )
         config = {**config, **{name: {"enabled": name == dtype} for name in DTYPES}}
     return config if optimizer is None else {**config, "optimizer": {"type": optimizer}}
 
@@ -114,7 +118,7 @@ class Subject:
         if block(ds_config, "tensor_parallel").get("autotp_size", 0) not in (0, 1):
             problems.append(
                 "tensor_parallel.autotp_size: the estimator knows data parallelism only: remove "
-                "the key, and give the number of data-parallel ranks as the world"
+                "the key, and pass the number of data-parallel ranks as world"
             )
         if problems:
             raise ValueError("; ".join(problems))
@@ -167,8 +171,8 @@ class Subject:
         if not unknown or self.context.parameters is not torch.float32:
             return ""
         return (
-            f' (assumed: {" and ".join(unknown)} {"are" if unknown[1:] else "is"} "auto", --dtype '
-            "says which)"
+            f' (assumed, because {" and ".join(unknown)} {"are" if unknown[1:] else "is"} "auto": '
+            "give --dtype)"
         )
 
     def strategy(self, workers: int, world: int) -> str:

@@ -56,7 +56,7 @@ class Trace:
         """
         first = next((x for x in example if isinstance(x, Tensor) and x.ndim), None)
         if first is None:
-            raise ValueError("the example inputs have no tensor of at least one dimension")
+            raise ValueError("the example inputs contain no tensor with at least one dimension")
         trace = cls(units=len(first) if first.is_floating_point() else first.numel())
         modules = {
             name: module
@@ -180,7 +180,8 @@ class _StackedProducts(TorchFunctionMode):
             self.trace.stacked[stack.name] = self.trace.stacked.get(stack.name, 0.0) + rows
 
     def _stack_of(self, x: Any) -> _Stack | None:
-        """Return the stack that x is, is a view of, or was copied from, or None."""
+        """Return the stack to which x belongs, as the parameter itself, a view or a copy. None: x
+        belongs to no stack."""
         if not isinstance(x, Tensor):
             return None
         return self.stacks.get(x if x._base is None else x._base)

@@ -129,9 +129,9 @@ def eva(factors: Factors, layers: list[str], rank: int, rho: float) -> dict[str,
     """Return an ``eva_state_dict`` for ``peft.initialize_lora_eva_weights``.
 
     For each layer it has the r directions in which the layer's inputs vary most, [r, I]. r differs
-    between layers. Of the directions of all layers, those are kept that explain the largest parts
-    of their layer's variance: ``rank`` times the number of layers in total, and at least one of
-    each layer (Paischer et al. 2024, arXiv:2410.07170).
+    between layers, because the directions of all layers are compared. The result keeps those that
+    explain the largest parts of their layer's variance: ``rank`` times the number of layers in
+    total, and at least one of each layer (Paischer et al. 2024, arXiv:2410.07170).
     """
     if rank < 1 or rho < 1:
         raise FactorsError(f"convert: rank {rank}, rho {rho}; both must be at least 1")

@@ -33,7 +33,7 @@ def corrected(
     """Return "<layer>/corrected" -> eigenvalues, fp32 [O, I], for the layers that this rank owns.
     Collective.
 
-    A layer is left out if the first dimension of one of its calls does not number the batch's
+    A layer is left out if it was called with an input whose first dimension is not the batch's
     sequences.
 
     Args:

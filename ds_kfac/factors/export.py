@@ -144,7 +144,7 @@ def _owned_factors(kfac: KFACPreconditioner, factors: Factors) -> dict[str, Kron
         side = key[-1]
         saved_side = factors.side(layer, side)
         if saved_side != spec.side:
-            text = f"{side} is {saved_side}, but that of this model and config is {spec.side}"
+            text = f"{side} was saved as {saved_side}, but this model and config need {spec.side}"
             raise FactorsError(f"{layer}: {text}")
         if side == "G" and saved_fisher != fisher:
             raise FactorsError(

@@ -116,12 +116,14 @@ class Factors:
             header = json.loads(path.read_text())
             version = header["version"] if header["format"] == "ds_kfac.factors" else None
         except FileNotFoundError:
-            text = f"{path}: no such file: the folder holds no factors, or they are not finished"
+            text = f"{path}: no such file: the folder holds no factors, or is not finished"
             raise FactorsError(text) from None
         except (ValueError, KeyError, TypeError) as problem:
             raise FactorsError(f"{path}: not written by ds_kfac ({problem!r})") from problem
         if version != VERSION:
-            raise FactorsError(f"{path}: version {version}; this ds_kfac reads {VERSION}")
+            raise FactorsError(
+                f"{path}: has version {version}, but this ds_kfac reads version {VERSION}"
+            )
         return cls(Path(folder), header)
 
     def __iter__(self) -> Iterator[str]:
@@ -187,13 +189,17 @@ class Factors:
     def _layer(self, name: str) -> Mapping[str, Any]:
         if name not in self.layers:
             names = difflib.get_close_matches(name, self.layers, n=1) or list(self.layers)[:4]
-            raise FactorsError(f"{self.folder}: no layer {name!r}; there is {', '.join(names)}")
+            raise FactorsError(
+                f"{self.folder}: no layer {name!r}; there are layers such as {', '.join(names)}"
+            )
         return self.layers[name]
 
     def _tensor(self, name: str) -> Tensor:
         file = self.header["weight_map"].get(name)
         if file is None:
-            raise FactorsError(f"{self.folder}: has no {name}: not computed, or its factor is zero")
+            raise FactorsError(
+                f"{self.folder}: has no {name}: it was not computed, or the factor is zero"
+            )
         try:
             if file not in self._files:
                 self._files[file] = safetensors().safe_open(self.folder / file, "pt")

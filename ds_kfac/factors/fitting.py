@@ -184,7 +184,10 @@ class _Fitting:
             keys = {side: spec.key for side, spec in specs.get(layer.name, {}).items()}
             layers[layer.name] = files.described(layer, keys)
         if len(set(gathered(zlib.crc32(json.dumps(layers).encode()), group))) > 1:
-            raise FactorsError("ds_kfac.fit: ranks have different layers (pipelines, or shards)")
+            raise FactorsError(
+                "ds_kfac.fit: the ranks have different layers, as with pipeline stages or shards "
+                "of a layer; fit needs the whole model on every rank"
+            )
         file = f"factors-{rank:05d}.safetensors"
         with failing_together(f"ds_kfac.fit: {self.out}", group, FactorsError):
             (self.out / files.INDEX).unlink(missing_ok=True)
@@ -283,10 +286,10 @@ class _Fitting:
         ]
         if idle:
             raise FactorsError(
-                f"{len(idle)} layers had no row: {', '.join(idle[:5])}; they are never called, "
-                "their gradient is zero, all their rows are masked, or activation checkpointing "
-                "hides them (it needs use_reentrant=False); exclude them by layers.exclude in the "
-                "config"
+                f"{len(idle)} layers had no row: {', '.join(idle[:5])}. Either they are never "
+                "called, their gradient is zero, all their rows are masked, or activation "
+                "checkpointing hides them (it needs use_reentrant=False). Exclude such layers by "
+                "layers.exclude in the config"
             )
 
     def _decomposed(self, key: str, packed: Tensor) -> dict[str, Tensor]:

@@ -112,7 +112,7 @@ class Passes:
             try:
                 batch = next(iterator, None)
                 if batch is not None and _first(batch) is None:
-                    raise ValueError("no tensor that has a dimension")
+                    raise ValueError("the batch contains no tensor with at least one dimension")
             except Exception as error:
                 problem = problem or f"batch {number}: {type(error).__name__}: {error}"
             has_batch = batch is not None
@@ -165,7 +165,7 @@ class Passes:
         """Run the model on a batch and fill its result. Returns what is wrong with the batch, or
         ""."""
         for layer, error in capture.failed.items():
-            return f"the rows of {layer} in the batch before are not known: {error}"
+            return f"the rows of {layer} in the previous batch are not known: {error}"
         batch = _pytree.tree_map(
             lambda x: x.to(self.device) if _moves(x) else x, batch, is_leaf=_moves
         )
@@ -228,10 +228,10 @@ class Passes:
     def _no_loss(self, value: Any, calls: Sequence[Call]) -> str:
         """Return why a loss has no gradients; "" if it has gradients."""
         if isinstance(value, Tensor) and value.numel() == 1:
-            return "" if calls and value.requires_grad else "its loss depends on no layer"
+            return "" if calls and value.requires_grad else "the loss depends on no layer"
         got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         advice = "" if self.loss else "; pass the argument loss to fit"
-        return f"the loss is no scalar: got {got}{advice}"
+        return f"the loss is not a scalar: got {got}{advice}"
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """Return the engine's autocast context. Without an engine, the caller's autocast stays in

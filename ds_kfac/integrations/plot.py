@@ -58,18 +58,18 @@ QUESTIONS = {
     "seconds": Question(
         "",
         r"(?:(?i:kfac)_seconds|elapsed_time_ms)_",
-        'set "wall_clock_breakdown": true for the times of '
-        "the model, and engine.kfac.metrics.timings = True for those of K-FAC's stages",
+        'to log the times of the model, set "wall_clock_breakdown": true in the DeepSpeed config; '
+        "to log those of K-FAC's stages, set engine.kfac.metrics.timings = True",
         grows=True,
     ),
     "step to weight": Question(
         "size of a step / size of the weights",
         r"(?i:kfac)_(?=step_to_weight$|nu$)",
-        f"{COUNTERS}, or use a framework's logs; with another optimizer than KFACAdamW they have "
-        "kl-clip's factor nu instead",
+        f"{COUNTERS}, or use a framework's logs. With other optimizers than KFACAdamW, the logs "
+        "have kl-clip's factor nu instead",
     ),
     "failures": Question(
-        "number so far; for layers, in the last step",
+        "failures so far (layers: in the last step)",
         r"(?i:kfac)_(?=" + "|".join(HEALTH) + r")",
         f"{COUNTERS}; a framework's logs have only the counters that are not 0",
     ),
@@ -90,8 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run",
         type=Path,
-        help="folder with DeepSpeed's csv or tensorboard logs or trainer_state.json, "
-        "or one such file",
+        help="a run's folder, which holds csv or tensorboard logs of DeepSpeed or a "
+        "trainer_state.json; or one of these files",
     )
     parser.add_argument(
         "--out", type=Path, help=f"folder for the page, {PAGE}; default: the folder of the logs"
@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> str:
     series = read(source)
     if not series:
         raise ValueError(
-            f"{source}: no csv_monitor, tensorboard or trainer_state.json logs; enable one of them "
+            f"{source}: no csv_monitor, tensorboard or trainer_state.json logs; enable a monitor "
             'in the DeepSpeed config, such as "csv_monitor": {"enabled": true, "output_path": '
             '"runs", "job_name": "kfac"}'
         )
@@ -144,7 +144,7 @@ def _numbers(path: Path, *, alone: bool) -> Iterator[tuple[str, float, float]]:
                 try:
                     yield path.stem, float(row[0]), float(row[1])
                 except ValueError:
-                    what = f"got {row}; must be two numbers: mend the line, or remove it"
+                    what = f"got {row}; must be two numbers: correct the line, or remove it"
                     raise ValueError(f"{path}, line {number}: {what}") from None
     elif path.name == "trainer_state.json" or (alone and path.suffix == ".json"):
         for entry in _history(path):
@@ -160,8 +160,8 @@ def _numbers(path: Path, *, alone: bool) -> Iterator[tuple[str, float, float]]:
             yield from ((name, event.step, event.value) for event in reader.Scalars(name))
     elif alone:
         raise ValueError(
-            f"{path}: not a trainer_state.json, .csv or events.out.tfevents file; name the run's "
-            "folder"
+            f"{path}: not a trainer_state.json, .csv or events.out.tfevents file; pass one of "
+            "these files, or the run's folder"
         )
 
 
@@ -169,7 +169,7 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except ValueError as problem:
-        raise ValueError(f"{path}: {problem}; mend the file, or move it elsewhere") from None
+        raise ValueError(f"{path}: {problem}; correct the file, or move it elsewhere") from None
 
 
 def _history(path: Path) -> list[dict[str, Any]]:
@@ -178,8 +178,8 @@ def _history(path: Path) -> list[dict[str, Any]]:
         history = json.loads(_text(path))["log_history"]
         if all(isinstance(entry["step"], int) for entry in history):
             return history
-    what = 'its "log_history" is no list of objects that each have a "step"'
-    raise ValueError(f"{path}: {what}; mend the file, or move it elsewhere")
+    what = 'its "log_history" is not a list of objects that each have a "step"'
+    raise ValueError(f"{path}: {what}; correct the file, or move it elsewhere")
 
 
 def lines(series: Series, question: Question) -> Series:
@@ -208,7 +208,8 @@ def per_step(points: Points, steps: dict[float, float]) -> Points:
     """Convert a sum over all steps so far to the mean amount per step since the last point.
 
     Args:
-        steps: x of a point -> number of steps so far, if x counts samples. Empty if x counts steps.
+        steps: number of samples, as on the x axis -> number of steps at that point. Empty if the x
+            axis counts steps.
     """
     # after a resume, counters begin at zero again, but steps do not
     before = [(0.0, 0.0, 0.0)] if steps else []

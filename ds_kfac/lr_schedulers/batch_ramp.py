@@ -75,7 +75,10 @@ class BatchRamp:
         at = self.at
         most_doublings = max(0, int(math.log2(self.largest / self.first)))
         if not most_doublings:
-            return f"largest is {self.largest}, but the batch is {self.first} and has to double"
+            return (
+                f"largest is {self.largest}, but the batch is {self.first} and has to double at "
+                "least once"
+            )
         if not at:
             return (
                 "give at, the numbers of samples after which the batch doubles, as at=[2_000, "
@@ -84,8 +87,8 @@ class BatchRamp:
             )
         if list(at) != sorted(set(at)) or len(at) > most_doublings:
             return (
-                f"at has to be 1 to {most_doublings} ascending numbers of samples (a batch of "
-                f"{self.largest} at most), got {list(at)}"
+                f"at must list 1 to {most_doublings} numbers of samples in ascending order, as "
+                f"many doublings as the largest batch, {self.largest}, allows; got {list(at)}"
             )
         if isinstance(self.inner, BatchRamp):
             return "this engine has a ramp already"
@@ -153,7 +156,8 @@ class BatchRamp:
         return doublings < len(self.at) and samples >= self.at[doublings]
 
     def _is_boundary(self, batch: int) -> bool:
-        """Return whether the number of micro-batches so far is a multiple of those of this batch.
+        """Return whether the number of micro-batches so far is a multiple of the number of
+        micro-batches of this batch.
 
         If it is not, DeepSpeed would end the next step too early, because it counts micro-batches
         from the start of the run.

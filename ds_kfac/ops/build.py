@@ -182,8 +182,8 @@ def nvcc_flags(architectures: Sequence[str]) -> list[str]:
 def installed(architecture: str) -> Path | None:
     """Return the path of a library that was built ahead of time and runs on a GPU, or None.
 
-    A library for an older GPU of the same generation runs, too, unless its architecture ends in a
-    letter, as "90a" does.
+    A GPU also runs a library that was built for an older GPU of the same generation, unless the
+    architecture of the library ends in a letter, as "90a" does.
 
     Args:
         architecture: the GPU's architecture as nvcc names it.
@@ -223,8 +223,8 @@ def wanted_architectures(environment: Mapping[str, str]) -> list[str]:
 
 
 def supported(compiler: str) -> list[str]:
-    """Return the entries of ``ARCHITECTURES`` that this nvcc can compile for. Return all of them if
-    nvcc lists none of them or cannot list any."""
+    """Return the entries of ``ARCHITECTURES`` for which this nvcc can compile. Return all entries
+    if nvcc cannot list its architectures, or if its list contains none of them."""
     try:
         listed = subprocess.run(
             [compiler, "--list-gpu-code"], capture_output=True, text=True, timeout=60, check=True
@@ -242,8 +242,9 @@ def build_ahead(into: Path, environment: Mapping[str, str]) -> list[Path]:
     paths.
 
     The variables work as DeepSpeed's ``DS_BUILD_OPS`` and ``DS_BUILD_<OP>`` do.
-    ``DS_KFAC_BUILD_OPS=1`` builds the library if that is possible. ``DS_KFAC_BUILD_CUDA=1`` raises
-    BuildError if it is not possible. ``DS_KFAC_BUILD_CUDA=0`` builds nothing.
+    ``DS_KFAC_BUILD_OPS=1`` builds the library if that is possible. ``DS_KFAC_BUILD_CUDA=1`` does
+    the same, but raises BuildError if the library cannot be built. ``DS_KFAC_BUILD_CUDA=0`` builds
+    nothing.
     """
     built: list[Path] = []
     into.mkdir(parents=True, exist_ok=True)

@@ -230,10 +230,11 @@ def difference(actual: Tensor, expected: Tensor) -> float:
 def faults(
     compiled: Mapping[str, tuple[str, Callable[..., Any]]], device: torch.device
 ) -> dict[str, str]:
-    """Return op -> why its implementation must not be used on a device.
+    """Check compiled ops on a device. Return op -> reason, for each op that must not be used there.
 
-    The processes of a machine check one after the other. An op is entered in the file before it is
-    checked. If the check kills its process, the next process does not run the op again.
+    The processes of a machine check one after the other. An op is entered in the file of outcomes
+    before it is checked. If the check kills its process, the next process does not run the op
+    again.
 
     Args:
         compiled: op -> (backend, implementation).
@@ -288,8 +289,8 @@ def _checked(
 
 
 def check_alive(device: torch.device) -> None:
-    """Raise if a kernel has broken the GPU's context. Nothing can run in this process any more
-    then, and the next process will not use the op. Waits for the device."""
+    """Raise if a kernel has broken the GPU's context, because then nothing can run in this process
+    any more. The next process will not use the op that was being checked. Waits for the device."""
     torch.zeros((), dtype=torch.float32, device=device).item()
 
 
@@ -298,7 +299,7 @@ def identity(device: torch.device) -> str:
     versions, driver and GPU."""
     digest = hashlib.sha256()
     sources = list[Path]()
-    with suppress(build.BuildError):  # an installation without them has no CUDA ops
+    with suppress(build.BuildError):  # an installation without sources has no CUDA ops
         sources += build.source_folder().iterdir()
     for file in sorted([*(build.PACKAGE / "ops").rglob("*.py"), *sources]):
         digest.update(file.name.encode() + file.read_bytes())

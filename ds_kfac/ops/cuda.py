@@ -121,8 +121,8 @@ class CudaOps:
         lengths = {len(averages_P), len(sums_P), len(counts), len(updates), len(decays)}
         if len(lengths) > 1 or numels != [sum_P.numel() for sum_P in sums_P]:
             raise ValueError(
-                f"ema_update_: arguments do not fit: averages of {numels} elements, sums of "
-                f"{[sum_P.numel() for sum_P in sums_P]}, {len(counts)} counts, {len(updates)} "
+                f"ema_update_: arguments do not fit together: averages of {numels} elements, sums "
+                f"of {[sum_P.numel() for sum_P in sums_P]}, {len(counts)} counts, {len(updates)} "
                 f"updates, {len(decays)} decays"
             )
         wide = [scalar for scalar in (*counts, *updates) if scalar.numel() != 1]

@@ -48,8 +48,8 @@ BACKENDS: dict[str, Backend] = {
     "cuda": Backend("cuda", cuda.load),
     "torch": Backend(None, lambda: {op: getattr(functional, op) for op in OPS}),
 }
-"""Backends by name, the best first. Triton has the products and Adam, and CUDA has the ops that
-process many layers in one launch. No op is in both."""
+"""Name of a backend -> the backend, the best first. Triton has the products and Adam, and CUDA has
+the ops that process many layers in one launch. No op is in both Triton and CUDA."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _choose(backend: str | None, device: str, without: Mapping[str, str]) -> Bac
         made_for = BACKENDS[name].device
         if made_for not in (None, device):
             if name == backend:
-                missing[name] = f"it is for {made_for}, not for {device}"
+                missing[name] = f"this backend is for {made_for}, not for {device}"
             continue
         try:
             if name in without:

@@ -2,13 +2,13 @@
 common A. Other layers can only share an A after the first captured batch has shown that they have
 the same input.
 
-Note: Experts of a stack. For a weight that multiplies the tokens that enter the mixture, the model
-scan gives all experts of the stack one common A. For a weight that multiplies inputs that the
-experts compute themselves, it gives each expert an A of its own, unless the weight has more inputs
-than outputs. An A of its own would always fit an expert better, because it has only the tokens that
-the expert gets. :func:`own_inputs` decides which stacks with a common A get As of their own, within
-a limit of memory. Stacks of one mixture that get the same rows, such as w1 and w3, share their As
-in either case. If each expert has an A of its own, the weights of one expert share it.
+Note: Experts of a stack. A stack is one parameter that holds a matrix of each expert of a mixture.
+If its matrices multiply the tokens that enter the mixture, the model scan gives all of them one
+common A. If they multiply inputs that the experts compute themselves, the model scan gives each
+matrix its own A, unless the matrices have more inputs than outputs. A matrix's own A always fits
+better, because it has only the tokens that the expert gets. :func:`own_inputs` decides, within a
+memory limit, in which stacks with a common A each matrix gets its own. Stacks of one mixture that
+get the same rows, such as w1 and w3, share their common A, or the A of each expert.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -30,7 +30,7 @@ def sharing_candidates(layers: Sequence[LayerSpec], method: Method) -> Mapping[s
     A if they have the same input.
 
     A key has four parts: the side of A; whether A includes the 1 of a bias; whether G is the
-    identity, if the method then includes G's damping in A's decomposition; and the number of
+    identity and the method therefore includes G's damping in A's decomposition; and the number of
     tensor-parallel ranks that have a copy of the layer, so that a shard never shares an A with a
     copied layer.
     """
@@ -60,8 +60,7 @@ def rows_from(factor: FactorSpec, layers: Mapping[str, LayerSpec]) -> tuple[str,
 
 
 def common_inputs(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
-    """Return the layers, changed so that all experts of a stack share a common A if each of them
-    had its own."""
+    """Return the layers, changed so that the experts of every stack share a common A."""
     stacks: dict[str, list[LayerSpec]] = {}
     for layer in layers:
         stacks.setdefault(layer.weight, []).append(layer)
@@ -81,8 +80,8 @@ def common_inputs(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
 def own_inputs(
     layers: Sequence[LayerSpec], method: Method, *, moments: int, world: int
 ) -> tuple[tuple[LayerSpec, ...], tuple[str, ...]]:
-    """Return the layers, changed so that each expert of a stack has its own A if all of them shared
-    a common A.
+    """Return the layers, changed so that some stacks whose experts shared a common A have an A for
+    each expert.
 
     Stacks are changed as long as the additional memory stays within a bound. The stacks whose As
     take the least memory, relative to their moments, are changed first. Stacks of equal cost are
@@ -131,17 +130,17 @@ def own_inputs(
         replace(layer, shares=shares[layer.name]) if layer.name in shares else layer
         for layer in layers
     )
-    limit = f"{bound / world / 1e6:,.0f} MB a rank"
+    limit = f"{bound / world / 1e6:,.0f} MB"
     left = sum(costs.values()) - taken
     reasons = []
     if with_own:
         reasons.append(
-            f"one A for each expert: {taken / world / 1e6:,.1f} MB more than one for all experts, "
-            f"limit {limit}"
+            f"each expert has its own A: these take {taken / world / 1e6:,.1f} MB a rank more than "
+            f"one A for all experts would; the limit is {limit}"
         )
     if left:
         reasons.append(
-            f"one A for all experts: an A for each expert would take {left / world / 1e6:,.1f} MB "
-            f"more, limit {limit}"
+            f"experts share one A: an A for each expert would take {left / world / 1e6:,.1f} MB a "
+            f"rank more; the limit is {limit}"
         )
     return changed, tuple(reasons)

@@ -58,9 +58,9 @@ class Plan:
     """Assignment of tasks to ranks and steps, and all choices of a run. See the module's docstring.
 
     Attributes:
-        offsets: factor key -> number of steps by which the factor's schedule is displaced. There
-            may be keys of factors that a shared factor has replaced. Empty: all refreshes are in
-            the same steps.
+        offsets: factor key -> number of steps by which the factor's schedule is displaced. Some
+            keys may be of factors that no longer exist because a shared factor has replaced
+            them. Empty: all refreshes are in the same steps.
         adaptive: tolerance of the adaptive rule. Two values P and Q of a factor are similar if the
             Frobenius norm of P - Q is below this number times the norm of Q. None: the adaptive
             rule is off.
@@ -72,8 +72,8 @@ class Plan:
         config: the config, in which each null was replaced by a value.
         precision: precision of the products of a step.
         batched: whether layers of one shape are stepped in one batch.
-        answers, reasons: texts for the report that say how each null of the config was replaced,
-            and why this plan was chosen.
+        answers: texts for the report that say by which value each null in the config was replaced.
+        reasons: texts for the report that say why this plan was chosen.
         first: the contributors to the first captured batch, before numbers of rows were known.
             None: numbers of rows are not known yet, or all ranks contribute in any case.
     """
@@ -171,9 +171,9 @@ class Plan:
         return replace(observations, rows=rows)
 
     def sharing(self, groups: Sequence[Sequence[str]]) -> "Plan":
-        """Return this plan with one shared A for each of these groups of layers, and no other As
-        shared because of observed inputs. The eigen worker of a shared A is the rank that was the
-        eigen worker of the first layer's A."""
+        """Return this plan with one shared A for each of these groups of layers. Groups that were
+        passed earlier no longer share an A. The eigen worker of a shared A is the rank that was
+        the eigen worker of the first layer's A."""
         work = replace(self.assignment.work, factors=factor_specs(self.layers, groups))
         return replace(self, assignment=replace(self.assignment, work=work))
 
@@ -257,7 +257,7 @@ def make_plan(
                 raise
         fewer = most_factors - len(factor_specs(variants[0]))
         reasons = (
-            f"one A for all experts of a stack: {fewer:,} more As would exceed the budget of "
+            f"experts share one A: {fewer:,} more As would exceed the budget of "
             f"{config.assignment.memory_budget_gb:g} GB",
         )
 
@@ -339,7 +339,7 @@ def _assignment(
             raise ValueError(
                 f"kfac.assignment.gradient_worker_fraction is {fraction}, but this ZeRO stage "
                 "partitions gradients: several workers would each gather the whole gradient, and "
-                "one would send the pieces back. Set it to null, or use ZeRO stage 0"
+                "one would send the pieces back. Set the key to null, or use ZeRO stage 0"
             )
         counts = (1,)
     assignments: dict[int, roles.Assignment] = {}
@@ -360,13 +360,13 @@ def _assignment(
     best = min(largest, key=largest.__getitem__)
     if len(counts) > 1:
         tried = ", ".join(
-            f"{workers}/{world}: {load * 1e3:.3g} ms and {size:,} bytes"
+            f"{workers}/{world}: {load * 1e3:.3g} ms per step and {size:,} bytes of state"
             for workers, (load, size) in largest.items()
         )
         if problems:
-            tried += f"; {len(problems)} more over the budget of {budget} GB"
+            tried += f"; {len(problems)} other fractions exceed the budget of {budget} GB"
         reasons.append(
-            f"{best} of {world} ranks precondition a layer: predicted per step and rank {tried}"
+            f"{best} of {world} ranks precondition a layer; predicted maximum per rank: {tried}"
         )
     return assignments[best]
 
@@ -387,8 +387,8 @@ def _contributors(
             counts = {factor.key: 1 for factor in alone_here(work.layers, work.factors)}
         need = f"{roles.ROWS_PER_COLUMN} rows per column" if wanted is None else f"{wanted} rows"
         reasons.append(
-            f"a factor update uses {need} (factor.rows), from as few ranks as had so many in the "
-            "first update"
+            f"a factor update uses {need} (factor.rows), from as few ranks as had that many "
+            "together in the first update"
         )
     return roles.Contributors(work.world, work.costs.node_size, counts, facts.sequence)
 
@@ -408,7 +408,8 @@ def _wire(
     if facts.parameters.itemsize > 2 or part <= COSTLY_TRAFFIC:
         return torch.float32
     reasons.append(
-        f"bf16 on the wire: batch sums are predicted to cost {part:.0%} of K-FAC's time in fp32"
+        "batch sums travel in bf16, because sending them in fp32 is predicted to take "
+        f"{part:.0%} of K-FAC's time"
     )
     return torch.bfloat16
 

@@ -1,5 +1,5 @@
 """Numbers that change over steps, and a timetable that decides in which steps each factor is
-captured and decomposed.
+captured, that is, updated with a batch, and in which steps it is decomposed.
 
 All factors follow one schedule. A factor may follow it with an offset of some steps, and SP-NGD's
 adaptive rule (Osawa et al. 2019, arXiv:1811.12019) may skip some of the factor's captures.
@@ -96,7 +96,8 @@ class BurnIn:
 
     def __str__(self) -> str:
         return (
-            f"{self.steps} steps with intervals {self.update_interval} and {self.refresh_interval}"
+            f"{self.steps} steps, with factors every {self.update_interval} and refreshes every "
+            f"{self.refresh_interval}"
         )
 
 
@@ -135,11 +136,11 @@ class Schedule:
     captures and refreshes, so that the longer interval starts with fresh bases.
 
     Note: Offset. An ``offset`` above 0 displaces the schedule from step B on, where B is the first
-    step after the burn-in, or 0 without a burn-in. From B on, nothing is due before step
-    B + offset % update interval, which always captures. Nothing refreshes before step B + offset,
-    which captures and refreshes. During the burn-in the same rule applies from step 1 on, with
-    another offset. If ``offset`` is k update intervals and r steps, the offset of the burn-in is k
-    of the burn-in's update intervals and r steps, modulo the burn-in's refresh interval.
+    step after the burn-in, or 0 without a burn-in. From B on, the first capture is at step
+    B + offset % u, where u is the update interval, and the first refresh is at step B + offset,
+    which captures, too. During the burn-in the same rule applies from step 1 on, with another
+    offset: if offset = k u + r with 0 <= r < u, the offset in the burn-in is (k u' + r) % v', where
+    u' and v' are the update and refresh intervals of the burn-in.
     """
 
     update: Value
@@ -291,8 +292,8 @@ def next_interval(
 
 
 def _first(reached: Callable[[int], bool], step: int) -> int:
-    """Return the first step from ``step`` on for which ``reached`` is true. ``reached`` must then
-    be true for all later steps, too."""
+    """Return the first step, not before ``step``, for which ``reached`` is true. ``reached`` must
+    also be true for all later steps."""
     low = step - 1
     high = step
     while not reached(high):
@@ -482,8 +483,8 @@ class Timetable:
         this after each applied step.
 
         Args:
-            due: factors that were captured and refreshed at ``step``: those of ``due(step)``, and
-                possibly other factors.
+            due: factors that were captured and refreshed at ``step``: all factors of ``due(step)``,
+                and possibly more.
             similar: key of a captured factor -> (whether the factor is similar to its last value,
                 whether it is similar to the value before that), or None if the factor had no batch,
                 so that it keeps its interval. The mapping is only read after the burn-in with the

@@ -22,7 +22,7 @@ def unavailable() -> str | None:
     try:
         from ds_kfac.ops.triton.scale import INTERPRET
     except Exception as failure:  # triton's own library may not load
-        return f"triton is installed but does not import: {type(failure).__name__}: {failure}"
+        return f"triton is installed but cannot be imported: {type(failure).__name__}: {failure}"
     if INTERPRET:
         return None
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):

@@ -66,8 +66,8 @@ def correction(steps, log_decay):
 
 @triton.jit
 def flat_place(numel, BLOCK: tl.constexpr):
-    """Return (int64 indices in a matrix of this program's elements, whether each index is inside
-    the matrix)."""
+    """Return (int64 indices of the elements that this program processes, whether each index is
+    inside the matrix)."""
     element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     return element, element < numel
 
@@ -212,7 +212,8 @@ def finish_direction_(
         or out_nOI.shape[-1] != x_nOI.shape[-1]
     ):
         raise ValueError(
-            f"finish_direction_: out_nOI does not fit x_nOI, got {describe(out_nOI, x_nOI)}"
+            "finish_direction_: the shape of out_nOI does not fit that of x_nOI, got "
+            f"{describe(out_nOI, x_nOI)}"
         )
     if out_nOI.dtype not in DTYPES or not out_nOI[0].is_contiguous():
         raise NotMadeFor(
@@ -259,7 +260,8 @@ def _check_flat(
         x.shape != shape[:1] for x in (*vectors, flags_n)
     ):
         raise ValueError(
-            f"{op}: matrices, vectors and flags do not fit, got {describe(*everything)}"
+            f"{op}: the shapes of matrices, vectors and flags do not fit, got "
+            f"{describe(*everything)}"
         )
     check_device(op, everything, DEVICE_TYPE)
     plain = all(x.is_contiguous() for x in everything) and flags_n.dtype is torch.bool
