@@ -360,7 +360,7 @@ def choose(requested: str | None, device: torch.device) -> Precision:
     if requested is None:
         if has_tf32:
             return Precision("tf32", "tf32", why="chosen")
-        return Precision(why="chosen: no TF32 here")
+        return Precision(why="chosen, because this device has no TF32")
     if requested == "highest":
         return HIGHEST
     if has_tf32:

@@ -159,9 +159,9 @@ class UpdateRule(ABC):
         name = config.preconditioner.method
         if self.needs_basis and not METHODS[name].rotates:
             raise ValueError(
-                f'kfac.preconditioner.method "{name}" keeps no eigenbasis, but '
-                f'{self.optimizer_type or type(self).__name__} steps in one; use "eigen" or '
-                "another optimizer"
+                f'kfac.preconditioner.method "{name}" computes no eigenbasis, but '
+                f"{self.optimizer_type or type(self).__name__} needs one; set the method to "
+                '"eigen", or use another optimizer'
             )
         self.check(config)
         is_adaptive = "preconditioner" in self.blocks and adaptive(optimizer)

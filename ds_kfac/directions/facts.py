@@ -24,7 +24,7 @@ class RuleFacts:
             without those of preconditioning.
     """
 
-    without_curvature = "a layer keeps its raw gradient"
+    without_curvature = "the layer keeps its raw gradient"
     passes = 0
 
     # in words

@@ -248,6 +248,6 @@ def _check_copies(views: Sequence[EngineView], plans: Sequence[Plan]) -> None:
     if views[0].domain.shard[1] > 1 and len(set(gathered(str(plans[0].wire)))) > 1:
         raise ValueError(
             "ds_kfac: the tensor-parallel ranks' shards differ so much in size that their plans "
-            "send messages in different dtypes, and the copies of a layer would drift apart; set "
-            '"dtype" in kfac.communication'
+            "send messages in different dtypes. If several ranks have a copy of a layer, their "
+            "copies would become different. Set kfac.communication.dtype"
         )

@@ -52,17 +52,17 @@ _ATTACHED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]]" = (
 )
 NEW = (
     "K-FAC does not step some parameters, because they were frozen or not in the model at attach. "
-    "DeepSpeed steps them only at stage 0 in fp32, and a parameter that was not in the model only "
-    "if you also add it to the optimizer. Add parameters before deepspeed.initialize, and freeze "
-    "them after it (docs/howto/frameworks.md). The parameters: "
+    "DeepSpeed steps such parameters only at stage 0 in fp32. A parameter that was not in the "
+    "model must also be added to the optimizer. Add parameters before deepspeed.initialize, and "
+    "freeze parameters after it (docs/howto/frameworks.md). The parameters: "
 )
 BY_HAND = (
-    "optimizer.load_state_dict loads nothing of K-FAC's state, which stays as it is; "
-    "engine.load_checkpoint loads the states of the optimizer and of K-FAC"
+    "optimizer.load_state_dict does not load K-FAC's state, which stays as it is; "
+    "engine.load_checkpoint loads the optimizer's state and K-FAC's state"
 )
 BROKEN = (
-    "the step raised an error, so some parameters, moments and factors are changed and the others "
-    "are not, as with any optimizer: load a checkpoint before you train on"
+    "the step raised an error after it had changed some of the parameters, moments and factors, "
+    "but not all, as with any optimizer: load a checkpoint before you continue"
 )
 OUTSIDE = "gradients of other backwards"
 """Key in ``Attachment._warned`` of the warning about backward passes outside of the engine."""
@@ -265,8 +265,8 @@ class Attachment:
     def _sampling(self) -> LossSampling:
         if self.sampling is None:
             raise ValueError(
-                'ds_kfac: the Fisher of this config draws no labels; set "fisher": "monte_carlo" '
-                "in kfac.factor"
+                "ds_kfac: with this config K-FAC draws no labels, so there is nothing to sample; "
+                'set "fisher": "monte_carlo" in kfac.factor'
             )
         return self.sampling
 
@@ -409,7 +409,8 @@ class Attachment:
             self._warned.add(OUTSIDE)
             logger.warning(
                 f"ds_kfac: rank {self.engine.global_rank}: gradients reached {outside} calls of "
-                "layers, but none in this engine's own backward, so the factors were not updated. "
+                "layers, but none of them in this engine's own backward pass, so the factors were "
+                "not updated. "
                 "Call backward(loss) of the engine whose model computed the loss"
             )
 
@@ -433,7 +434,7 @@ class Attachment:
             texts.append(
                 "the captured rows of these layers do not make up their gradients, and until "
                 f"they do, {kfacs[0].rule.facts.without_curvature}: {layers}. Now "
-                f"{left:.0%} of the trained matrix parameters have curvature, not "
+                f"{left:.0%} of the trained matrix parameters have curvature, instead of "
                 f"{self._share.curved_fraction:.0%} (docs/explanation/capture.md)"
             )
         for text in texts:

@@ -56,8 +56,8 @@ _enabled: bool | None = None
 """Set by :func:`enable` and :func:`disable`. None if neither was called; then the environment
 variable ``DS_KFAC`` decides."""
 _unattached: str | None = (
-    "deepspeed.initialize was never called, and K-FAC works only in engines that it makes. Give "
-    "the launcher or the trainer a DeepSpeed config"
+    "deepspeed.initialize was never called, and K-FAC works only in engines that this function "
+    "makes. Give the launcher or the trainer a DeepSpeed config"
 )
 """The reason why no engine has K-FAC so far. None once an engine has it, or once a config said
 ``"enabled": false``."""
@@ -80,10 +80,10 @@ NO_ENGINE = (
     "the argument must be the engine that deepspeed.initialize returns. If you have only a model, "
     "call ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=..)"
 )
-ATTACHED = "ds_kfac: attached already: this call of ds_kfac.attach changes nothing"
+ATTACHED = "ds_kfac: this engine already has K-FAC, so this call of ds_kfac.attach changes nothing"
 FROZEN = (
-    "ds_kfac: all parameters are frozen: unfreeze what is to be trained, or use ZeRO stage 0 or 3 "
-    "to evaluate"
+    "ds_kfac: all parameters are frozen: unfreeze the parameters to be trained, or, if you only "
+    "want to evaluate, use ZeRO stage 0 or 3"
 )
 NOT_NAMED = (
     'the DeepSpeed config does not name K-FAC. Set the optimizer to {"type": "KFACAdamW"}, or add '
@@ -296,8 +296,8 @@ def asked_for(word: str) -> bool:
     neither in YES nor in NO."""
     if word.strip().lower() not in (*YES, *NO):
         raise ValueError(
-            f"DS_KFAC: got {word!r}; must be one of {', '.join(YES)} to switch K-FAC on, or of "
-            f"{', '.join(filter(None, NO))} to leave it off"
+            f"DS_KFAC: got {word!r}; must be one of {', '.join(YES)} to switch K-FAC on, or one of "
+            f"{', '.join(filter(None, NO))} to leave K-FAC off"
         )
     return word.strip().lower() in YES
 
@@ -362,14 +362,14 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
     config = find_block(engine.config) if config is None else config
     if config is None:
         raise ValueError(
-            'ds_kfac.attach: the engine\'s DeepSpeed config has no "kfac" block; add it or pass '
-            "it as config="
+            'ds_kfac.attach: the engine\'s DeepSpeed config has no "kfac" block; add this block, '
+            "or pass it as config="
         )
     given = config if isinstance(config, KFACConfig) else parse(config)
     if isinstance(attached, Attachment):
         if given != attached.given:
             raise ValueError(
-                "ds_kfac.attach: this engine has K-FAC with another config; call "
+                "ds_kfac.attach: this engine already has K-FAC with another config; call "
                 "engine.kfac.detach() first"
             )
         say(ATTACHED)

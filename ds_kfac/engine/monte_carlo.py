@@ -28,14 +28,14 @@ from ds_kfac.model.masks import Forward
 from ds_kfac.model.sampled_loss import SAMPLERS, Sampler, prediction_tensor
 from ds_kfac.step.preconditioner import KFACPreconditioner
 
-_WHAT = 'kfac.factor.fisher "monte_carlo" needs a second backward through the graph'
+_WHAT = 'kfac.factor.fisher "monte_carlo" needs a second backward pass through the graph'
 _CHECKPOINTING = (
-    f"{_WHAT}, which this activation checkpointing refuses; use torch's with use_reentrant=False "
-    "(neither torch's reentrant mode nor deepspeed.checkpointing works)"
+    f"{_WHAT}, which this activation checkpointing refuses; use torch.utils.checkpoint with "
+    "use_reentrant=False (deepspeed.checkpointing and torch's reentrant mode do not work)"
 )
 _DONATED = (
-    f"{_WHAT}, but a compiled graph reuses its buffers in the first backward; set "
-    "torch._functorch.config.donated_buffer = False before the first forward"
+    f"{_WHAT}, but a compiled graph overwrites its buffers in the first backward pass; set "
+    "torch._functorch.config.donated_buffer = False before the first forward pass"
 )
 SEED = 0x5EED
 
@@ -123,9 +123,9 @@ class LossSampling:
         forwards = list(dict.fromkeys(call.rows.forward for call in calls))
         if not calls or any(forward not in self._predictions for forward in forwards):
             raise ValueError(
-                'kfac.factor.fisher "monte_carlo": no prediction since the last backward; every '
-                "forward must call the module that kfac.factor.prediction names, and a backward "
-                "must follow each forward"
+                'kfac.factor.fisher "monte_carlo": no prediction since the last backward pass; '
+                "every forward pass must call the module that kfac.factor.prediction names, and "
+                "must be followed by a backward pass"
             )
         if self._step != self.kfac.steps:
             self._step = self.kfac.steps
@@ -210,7 +210,7 @@ class LossSampling:
         """
         if self.kfac.capture.active and self._step != self.kfac.steps:
             text = (
-                'kfac.factor.fisher "monte_carlo": this step had no sampled backward; use '
+                'kfac.factor.fisher "monte_carlo": this step had no sampled backward pass; use '
                 "engine.backward(loss), or call engine.kfac.sample(loss) before loss.backward()"
             )
             never_sampled = self._step < 0

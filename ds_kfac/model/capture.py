@@ -372,10 +372,10 @@ class Capture:
         for group in self.inputs.parted() - self._warned_groups:
             self._warned_groups.add(group)
             logger.warning(
-                f"ds_kfac: {', '.join(group)} had the same input in the first captured step, but "
-                f"different inputs in step {self.step}: the factor A that they share gets the rows "
-                "of all these inputs. If the inputs will differ from now on, exclude some of these "
-                "layers (kfac.layers.exclude)"
+                f"ds_kfac: {', '.join(group)} had the same input in the first step that updated "
+                f"factors, but different inputs in step {self.step}: the factor A that these "
+                "layers share gets the rows of all these inputs. If the inputs will differ from "
+                "now on, exclude some of the layers (kfac.layers.exclude)"
             )
         for key in self.keys:
             counts = self._sum(key).counts
@@ -991,8 +991,9 @@ class Capture:
             return
         self.failed[layer.name] = f"{type(error).__name__}: {error}"
         logger.warning(
-            f"ds_kfac: the rows of {layer.name or '(model)'} ({layer.kind}) are not known: its "
-            "factors stay as they are, and from the next check of rows on it is without curvature. "
+            f"ds_kfac: the rows of {layer.name or '(model)'} ({layer.kind}) are not known, because "
+            "a hook of K-FAC raised an error. The layer's factors stay as they are, and after the "
+            "next check of its rows the layer has no curvature. "
             f"The error: {self.failed[layer.name]}"
         )
         for key in (self.inputs.key(layer), layer.keys[1]):

@@ -279,7 +279,7 @@ class Convolution(Linear):
         if module.groups > 1 and 1 in (in_group, out_group):
             return "the filter of a single channel is not a matrix"
         if module.in_channels <= FEW_CHANNELS:
-            return f"its input has the {module.in_channels} channels of an image"
+            return f"its input has {module.in_channels} channels, as an image has"
         return None
 
     def rows(self, x: Tensor, output: Tensor) -> int:

@@ -169,7 +169,7 @@ def computed_parameter(module: Any) -> str | None:
         classes = [vars(kind) for kind in type(module).__mro__]
         attributes = (vars(module), module._buffers, module._modules, *classes)
         if any(isinstance(x, Mapping) and x.get(name) is not None for x in attributes):
-            return f"its {name} is computed by a parametrization, not a parameter"
+            return f"its {name} is not a parameter: a parametrization computes it"
     return None
 
 
@@ -339,7 +339,7 @@ class ColumnParallelLinear(_Shard):
 
     name = "ColumnParallelLinear"
     shape = "output_size_per_partition"
-    unfit = "gather_output", True, "gather_output: its output is that of all shards"
+    unfit = "gather_output", True, "gather_output: it returns the outputs of all shards"
 
     def gradient_rows(self, module: Any, x: Tensor | None, gradient: Tensor) -> Tensor:
         # an AutoTP layer that returns the outputs of the unsharded layer
@@ -357,7 +357,7 @@ class RowParallelLinear(_Shard):
     unfit = (
         "input_is_parallel",
         False,
-        "input_is_parallel is false: its input is that of all shards",
+        "input_is_parallel is false: it gets the inputs of all shards",
     )
     without_bias: str | None = (
         "is added to the sum over tensor-parallel ranks, so it belongs to no shard"

@@ -60,7 +60,9 @@ def masks_in(read: Tensor | Iterable[Tensor] | None) -> Iterator[Tensor]:
     for mask in masks:
         if not isinstance(mask, Tensor) or mask.ndim != 2:
             got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-            raise ValueError(f"engine.kfac.mask: got {got}; must return masks [N, T], or None")
+            raise ValueError(
+                f"engine.kfac.mask: got {got}; must return a mask [N, T], a list of masks, or None"
+            )
         mask = mask.detach()
         if mask.dtype is torch.bool:
             # a copy, because the user may reuse the memory before the gradient arrives

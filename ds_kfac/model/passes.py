@@ -97,8 +97,8 @@ class BackwardPass:
         if not self._fits(examples, rows.forward, nearest):
             raise ValueError(
                 '"weight_sharing": "reduce" takes the first dimension for the examples, but its '
-                f"size is {examples} here, and {self._examples[rows.forward, nearest][0]} in "
-                f"{nearest}, the layer nearest to the loss"
+                f"size is {examples} in this layer, but {self._examples[rows.forward, nearest][0]} "
+                f"in {nearest}, the layer nearest to the loss"
             )
 
     def _fits(self, examples: int, forward: Forward, layer: str) -> bool:

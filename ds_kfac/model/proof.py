@@ -161,8 +161,8 @@ class RowCheck:
             )
         else:
             text = (
-                f"its gradient is not that of the rows of {self.calls} calls: another use was not "
-                "seen"
+                f"its gradient is not the sum over the rows of the {self.calls} calls that were "
+                "seen: another use was not seen"
             )
             if self.hooked:
                 text += ", or a hook on its parameters changes the gradient"

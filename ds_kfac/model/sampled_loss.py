@@ -49,8 +49,8 @@ def prediction_tensor(output: Any) -> Tensor:
         got = "a scalar, a loss" if isinstance(tensor, Tensor) else type(output).__name__
         raise ValueError(
             'kfac.factor.fisher "monte_carlo": the model returns no prediction to draw labels from '
-            f"(got {got}); name the module that computes it in kfac.factor.prediction, or set "
-            "engine.kfac.sampler"
+            f"(got {got}); set kfac.factor.prediction to the name of the module that computes the "
+            "prediction, or set engine.kfac.sampler"
         )
     return tensor
 

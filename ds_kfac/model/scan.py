@@ -140,7 +140,7 @@ def scan(
         reasons = "; ".join(f"{s.name} ({s.kind}): {s.reason}" for s in skipped[:8])
         raise ValueError(
             f"kfac: {type(model).__name__} has no layer to precondition (known types: "
-            f"{', '.join(TYPES)}); check kfac.layers, or use AdamW. Left alone: "
+            f"{', '.join(TYPES)}); check kfac.layers, or use AdamW. Modules left alone: "
             f"{reasons or 'no module has parameters'}"
         )
     if head_shapes is None:
@@ -273,8 +273,8 @@ class _Scanner:
             is_product = convolves(module)
             if not is_product and self.choice.gradients:
                 return (
-                    f"{type(module).__name__} overrides {kind}.{method}, and does not convolve "
-                    "with its weight alone"
+                    f"{type(module).__name__} overrides {kind}.{method}, and what it does is not a "
+                    "convolution with its weight"
                 )
             if not is_product:
                 # without A the direction depends on the gradient alone, which is right whatever the
@@ -283,7 +283,7 @@ class _Scanner:
         if borrowed is not None and isinstance(module, nn.Linear):
             is_product = True
         elif not is_called:
-            return "its parent module uses its weight without calling it"
+            return "its parent module uses the weight without calling this module"
         layer = LayerSpec(
             name=name,
             kind=kind,
@@ -474,7 +474,7 @@ class _Scanner:
             return "weight has no elements"
         if not weight.is_floating_point():
             return (
-                f"weight is {str(weight.dtype).removeprefix('torch.')}; factors are of real numbers"
+                f"weight is {str(weight.dtype).removeprefix('torch.')}, not a floating-point dtype"
             )
         if not weight.requires_grad:
             return "weight is frozen"
@@ -496,7 +496,7 @@ class _Scanner:
         if len(users) > len(members):
             return f"{parameter} is shared by {', '.join(users)}"
         if weight in self.tables:
-            return f"rows are looked up in {parameter}: it is a table"
+            return f"the code looks up rows of {parameter}, so it is a table"
         return None
 
     def _not_chosen(self, name: str) -> str | None:
@@ -522,7 +522,7 @@ class _Scanner:
                     reason = "is not seen to multiply anything"
                 if parameter not in self.trained:
                     reason = "is frozen"
-                reason = f"it {reason or 'is no part of its matrix'}"
+                reason = f"it {reason or 'is not part of its matrix'}"
                 place = f"{layer.module}.{name}".lstrip(".")
                 skipped[Skipped(place, "parameter", numel(parameter), reason)] = None
         return list(skipped)

@@ -403,7 +403,8 @@ class FactorUpdates:
         if stale:
             logger.warning(
                 f"ds_kfac: no decomposition of factor {', '.join(stale[:NAMED])} succeeded "
-                f"({len(stale)} in step {step}); the last result stays in use, if there is one"
+                f"({len(stale)} such factors in step {step}); each keeps its last decomposition, "
+                "if it has one"
             )
 
     def _decomposed(

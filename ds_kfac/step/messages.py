@@ -362,8 +362,8 @@ class Sharing:
             more = ""
             if sought:
                 more = (
-                    f"; other ranks had rows of {', '.join(sought)}: twice as many ranks "
-                    "contribute now"
+                    f"; other ranks had rows of {', '.join(sought)}, so from now on twice as many "
+                    "ranks contribute"
                 )
             logger.debug(
                 f"ds_kfac: no rows of {', '.join(sorted(empty))} on the ranks that contribute{more}"

@@ -177,7 +177,7 @@ class Proving:
             wrong = next((name for name in factor.layers if name in unfit and name in checks), None)
             if wrong is not None:
                 unfit |= {
-                    name: f"it shares the A of {wrong}"
+                    name: f"it shares its factor A with {wrong}"
                     for name in factor.layers
                     if name not in unfit
                 }

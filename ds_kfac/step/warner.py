@@ -15,13 +15,13 @@ below a head that is initialized with zeros need four captures to get an eigenba
 NAMED = 3
 """Largest number of layers that a warning names."""
 WITHOUT = (
-    "stepped without curvature, for {} updates of theirs in a row: {}; engine.kfac.explain(name) "
-    "says why"
+    "these layers are stepped without curvature, because they had no eigenbasis at {} updates of "
+    "their factors in a row: {}. engine.kfac.explain(name) says why"
 )
 FROZEN = (
-    "weights were frozen at the last {} updates, so their factors stay as they are: {}. If two "
-    "networks are frozen in turn, choose a kfac.factor.update_interval with which some updates run "
-    "in steps that train these layers"
+    "weights were frozen at the last {} updates of factors, so the factors of these layers stay as "
+    "they are: {}. If you freeze two networks in turn, choose a kfac.factor.update_interval such "
+    "that some updates fall into steps that train these layers"
 )
 
 
@@ -77,8 +77,8 @@ class LayerWarner:
             if count and name not in self._warned:
                 self._warned.add(name)
                 logger.warning(
-                    f"ds_kfac: gradients of {name or '(model)'} were left out, {int(count)} so "
-                    "far: they have entries of 1e15 or more, which would stay in Adam's second "
-                    "moment for long. The layer's weights were not changed in these steps. To "
-                    'bound gradients, set "gradient_clipping" in the DeepSpeed config'
+                    f"ds_kfac: gradients of {name or '(model)'} were left out in {int(count)} "
+                    "steps so far, because they had entries of 1e15 or more, which would stay in "
+                    "Adam's second moment for long. These steps did not change the layer's weights."
+                    ' To bound gradients, set "gradient_clipping" in the DeepSpeed config'
                 )

@@ -107,8 +107,8 @@ class Recorded(Generic[T]):
                 self._attempts_left = 0
                 why = (str(problem) or type(problem).__name__).splitlines()[0]
                 self.warn(
-                    "ds_kfac: a step cannot be recorded as a CUDA graph and is launched kernel by "
-                    f"kernel, which is slower: {why}"
+                    "ds_kfac: a step cannot be recorded as a CUDA graph, so its kernels are "
+                    f"launched one by one, which is slower: {why}"
                 )
                 return function()
         self._replay()

@@ -147,15 +147,15 @@ def reduction_faults(optimizer: Any) -> tuple[str, ...]:
         cls.get_gradient_for_reduction
     ):
         return (
-            "ZeRO-1 of this DeepSpeed averages a copy of gradients that are accumulated in another "
-            "dtype than the model's, so each rank trains on its own: use deepspeed 0.19.8, or "
-            "leave data_types.grad_accum_dtype out",
+            "if gradients are accumulated in another dtype than the model's, ZeRO-1 of this "
+            "DeepSpeed averages only a copy of them, so each rank trains on its own: use deepspeed "
+            "0.19.8, or remove data_types.grad_accum_dtype",
         )
     drops = "device_name()" in inspect.getsource(stage_1_and_2.split_half_float_double)
     if drops and not optimizer.contiguous_gradients and get_accelerator().device_name() == "cpu":
         return (
             "on CPUs this DeepSpeed does not average gradients if contiguous_gradients is false: "
-            "use deepspeed 0.19.8, or set it to true",
+            "use deepspeed 0.19.8, or set contiguous_gradients to true",
         )
     return ()
 
@@ -178,8 +178,8 @@ def pipeline_faults(micro_batches: int) -> tuple[str, ...]:
     if micro_batches < 2 or Version(deepspeed.__version__).release >= (0, 19, 4):
         return ()
     return (
-        "before 0.19.4 stages do not average gradients over the micro-batches of a step: they sum "
-        "gradients, or divide twice; use deepspeed 0.19.4, or 1 micro-batch a step",
+        "before 0.19.4 pipeline stages do not average gradients over the micro-batches of a step, "
+        "but sum them, or divide the sum twice: use deepspeed 0.19.4, or 1 micro-batch a step",
     )
 
 

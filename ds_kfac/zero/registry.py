@@ -194,7 +194,7 @@ def shard_layout(
     if layout is None:
         raise ValueError(
             f"ds_kfac: DeepSpeed wrapped the optimizer in {wrapper.__module__}.{wrapper.__name__}, "
-            "which ds_kfac does not know; known: "
+            "which ds_kfac does not know. It knows: "
             f"{', '.join(known.__name__ for known in SHARD_LAYOUTS)} and bare torch optimizers at "
             "ZeRO stage 0"
         )

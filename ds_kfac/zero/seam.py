@@ -30,8 +30,8 @@ from ds_kfac.zero.deepspeed_versions import replaced, wrap_attribute
 
 NO_HOOKS = (
     "ds_kfac: {name} cannot be hooked: K-FAC runs before an optimizer's step, from torch's "
-    "register_step_pre_hook. Let the class call torch.optim.Optimizer.__init__, or give DeepSpeed "
-    "the optimizer that it wraps"
+    "register_step_pre_hook. Let the class call torch.optim.Optimizer.__init__, or, if it wraps "
+    "another optimizer, pass that optimizer to DeepSpeed"
 )
 CLOSURE = (
     "ds_kfac: the optimizer's step got an argument. K-FAC works with gradients that were computed "

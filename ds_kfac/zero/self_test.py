@@ -85,7 +85,8 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
             factor = 1.0 if layout.seam.factor is None else layout.seam.factor.cpu()
             if len(before) != len(after):
                 problems.append(
-                    f"DeepSpeed stepped {len(before)} tensors, but {len(after)} with K-FAC"
+                    f"DeepSpeed stepped {len(before)} tensors without K-FAC, but {len(after)} with "
+                    "K-FAC"
                 )
             for group, (noted, with_exchange) in enumerate(zip(before, after, strict=False)):
                 plain = noted.cpu() / factor
@@ -97,7 +98,8 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
                     with_exchange.cpu() / factor, expected, rtol=0, atol=TOLERANCE
                 ):
                     problems.append(
-                        f"DeepSpeed would not step with the gradients written to group {group}"
+                        "DeepSpeed would not step with the gradients that K-FAC wrote to parameter "
+                        f"group {group}"
                     )
     finally:
         layout.end()

@@ -37,7 +37,7 @@ def keeps_direction(options: AdamConfig, layer: LayerSpec) -> str | None:
     if pattern is not None:
         return f"kfac.adam.except_layers {pattern!r}"
     if layer.makes_words and "except_layers" not in options.model_fields_set:
-        return "it has the shape of an embedding: the head"
+        return "it has the shape of an embedding, so it is taken for the head"
     return None
 
 

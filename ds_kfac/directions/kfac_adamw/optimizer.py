@@ -50,17 +50,18 @@ PARAMS: dict[str, Any] = {name: value for name, value in DEFAULTS.items() if nam
 PARAMS["betas"] = tuple(PARAMS["betas"])
 
 GROWS = (
-    f"{NAME}: a DeepSpeed engine steps this optimizer already, so no group can be added; add "
-    "groups before deepspeed.initialize"
+    f"{NAME}: a DeepSpeed engine already uses this optimizer, so no parameter group can be added; "
+    "add parameter groups before deepspeed.initialize"
 )
 APART = (
-    "KFACAdamW has split a parameter group in several: layers, other matrices, other parameters. "
-    "They no longer share one {key}: the values in optimizer.param_groups are {values}. If this "
-    "is not intended, set {key} in every group, not only in the first (docs/howto/troubleshoot.md)"
+    "KFACAdamW has split a parameter group in several: K-FAC layers, other matrices, other "
+    "parameters. These groups no longer have the same {key}: the values in optimizer.param_groups "
+    "are {values}. If you do not intend this, set {key} in every group, not only in the first "
+    "(docs/howto/troubleshoot.md)"
 )
 DETACHED = (
-    "KFACAdamW: K-FAC was detached from this engine, so nothing computes directions for its "
-    "layers; build an engine with another optimizer to train on without it"
+    "KFACAdamW: K-FAC was detached from this engine, so nothing computes steps for the K-FAC "
+    "layers. To continue without K-FAC, build an engine with another optimizer"
 )
 
 
@@ -82,9 +83,10 @@ def no_state(key: str) -> NoReturn:
     """Raise ValueError. Called when DeepSpeed or the user reads or writes an optimizer state of a
     parameter of a K-FAC layer."""
     raise ValueError(
-        f"{NAME}: this parameter has no {key!r} in the optimizer, because a K-FAC layer's moments "
-        "are in its eigenbasis, on the layer's gradient worker alone. Checkpoints contain them. "
-        f'Read or write states only of parameters in groups whose "{FLAG}" is not true. To restart '
+        f"{NAME}: this parameter has no {key!r} in the optimizer, because it belongs to a K-FAC "
+        "layer. K-FAC keeps the layer's moments in the layer's eigenbasis, only on the rank that "
+        "preconditions the layer, and saves them in checkpoints. Read or write states only of "
+        f'parameters in groups whose "{FLAG}" is not true. To restart '
         "with moments of zero, remove the state: optimizer.state.clear(), or "
         "optimizer.state.pop(parameter)"
     )
@@ -425,8 +427,9 @@ def checked_group(group: Mapping[str, Any]) -> dict[str, Any]:
     for key in OWN:
         if key in group:
             raise ValueError(
-                f"{NAME}: {key} in a parameter group: set it for the whole optimizer; a group can "
-                f"set only {', '.join(PARAMS)}, and the group's lr scales adam_lr, too"
+                f"{NAME}: a parameter group cannot set {key}: set {key} for the whole optimizer. A "
+                f"group can set only {', '.join(PARAMS)}. The group's adam_lr is scaled in "
+                "proportion to the group's lr"
             )
     others = {key: value for key, value in group.items() if key not in PARAMS}
     values = {key: value for key, value in group.items() if key in PARAMS}

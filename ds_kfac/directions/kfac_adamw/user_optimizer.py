@@ -146,8 +146,8 @@ class Group(dict[str, Any]):
         """
         if self.taken[1] and key in HIDDEN:
             raise ValueError(
-                f'{NAME}: "{key}" of a parameter group cannot change: a DeepSpeed engine steps the '
-                "group already"
+                f'{NAME}: "{key}" of this parameter group can no longer be changed, because a '
+                "DeepSpeed engine already uses the group"
             )
         return self._parts()
 
@@ -280,8 +280,8 @@ class KFACAdamW(torch.optim.Optimizer):
         """
         if state_dict["state"]:
             raise ValueError(
-                f"{NAME}: the state has moments, so another optimizer saved it: load them by "
-                "engine.load_checkpoint"
+                f"{NAME}: the state dict has moments, so another optimizer saved it; load moments "
+                "with engine.load_checkpoint"
             )
         groups = self.param_groups
         super().load_state_dict(state_dict)  # checks the state and replaces the groups by new ones
@@ -294,8 +294,8 @@ class KFACAdamW(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> NoReturn:
         raise RuntimeError(
-            "KFACAdamW: only a DeepSpeed engine can step it: pass it to ds_kfac.initialize, or "
-            "train with DeepSpeed (ZeRO stage 0 is enough)"
+            "KFACAdamW: only a DeepSpeed engine can step this optimizer: pass the optimizer to "
+            "ds_kfac.initialize, or let your framework use DeepSpeed (ZeRO stage 0 is enough)"
         )
 
 
@@ -357,7 +357,8 @@ def _offloaded(ds_config: Mapping[str, Any]) -> bool:
     if ratio < 1:
         raise ValueError(
             f"zero_optimization.offload_optimizer.ratio {ratio}: {NAME} cannot be offloaded in "
-            "part, because DeepSpeed steps the rest with an AdamW of its own; leave ratio out"
+            "part, because DeepSpeed would step the part that is not offloaded with its own AdamW; "
+            "remove ratio"
         )
     return offload.get("device") in ("cpu", "nvme") or bool(zero.get("cpu_offload"))
 
@@ -387,8 +388,8 @@ def put_into(
     keep_frozen = not (stage or any(in_16_bits))
     if params is not None and arguments.get("optimizer") is not None:
         raise ValueError(
-            f'optimizer.type "{NAME}" in the DeepSpeed config, and an optimizer= argument: choose '
-            "one of the two"
+            f'the DeepSpeed config has optimizer.type "{NAME}", and there is an optimizer= '
+            "argument, too: remove one of the two"
         )
     model = arguments["model"]
     parameters = arguments.get("model_parameters")
@@ -420,8 +421,9 @@ def put_into(
         # function, DeepSpeed calls the function late enough.
         if is_object:
             raise ValueError(
-                f"expert_parallel replaces layers after the {NAME} object was made: name the "
-                f'optimizer in the DeepSpeed config instead, "optimizer": {{"type": "{NAME}", ..}}'
+                f"expert_parallel replaces layers after your {NAME} object was made: pass no "
+                "optimizer object, and set "
+                f'"optimizer": {{"type": "{NAME}", ..}} in the DeepSpeed config'
             )
         if parameters is None:
             parameters = model.parameters()
