@@ -9,8 +9,8 @@ takes effect at the next refresh.
 Sources: Martens & Grosse 2015 (arXiv:1503.05671), sec. 6.3; Pauloski et al. 2021 (KAISA,
     arXiv:2107.01739).
 
-Shape suffixes: D a side's width, P its packed elements, O and I the sides of a layer's matrix, n
-blocks of width b.
+Shape suffixes: D is the width of a side, P is its number of packed elements, O and I are the sides
+of a layer's matrix, and n is a number of blocks of width b.
 """
 
 from collections.abc import Callable
@@ -39,14 +39,14 @@ FACTORED_DAMPING: dict[str, Callable[[float, Scalar, Scalar], Scalar]] = {
     "relative": lambda value, mean, partner: value**0.5 * mean,
 }
 """Kind of damping -> function that returns the number added to a factor's diagonal, from lambda and
-the mean diagonals of the factor and its partner. The number is pi sqrt(lambda) for A and
-sqrt(lambda) / pi for G. With "relative" damping, lambda is first multiplied by mean(A) mean(G), so
-the partner's mean cancels."""
+the mean diagonals of the factor and its partner (the layer's other factor). The number is pi
+sqrt(lambda) for A and sqrt(lambda) / pi for G. With "relative" damping, lambda is first multiplied
+by mean(A) mean(G), so the partner's mean cancels."""
 
 
 @dataclass(frozen=True)
 class DampedInverse:
-    """(factor + damping I)^-1.
+    """The inverse of a damped factor: (factor + damping I)^-1.
 
     Attributes:
         blocks: fp32 [n, b, b] for each group of equal blocks, exactly symmetric; empty for a
@@ -88,7 +88,7 @@ def packed(inverse: DampedInverse) -> Tensor:
 
 
 def from_packed(side: Side, flat_P: Tensor) -> DampedInverse:
-    """Return the inverse that :func:`packed` has packed, exactly and as a copy."""
+    """Undo :func:`packed`. The result is exact, and shares no memory with ``flat_P``."""
     if side.block == 1:
         return DampedInverse(diagonal=flat_P.clone())
     blocks = []
@@ -137,8 +137,8 @@ class LayerInverse:
 def refresh_inverse(
     factor: KroneckerFactor, partner: KroneckerFactor | None, *, damping: float, damping_kind: str
 ) -> Refreshed:
-    """Invert a usable factor. Synchronises with the device once for each attempt at each group of
-    blocks.
+    """Invert a :func:`~ds_kfac.curvature.factor.usable` factor. Synchronises with the device once
+    for each attempt at each group of blocks.
 
     Args:
         factor: a factor whose side is dense, blocked or diagonal.

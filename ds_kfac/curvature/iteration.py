@@ -48,15 +48,16 @@ FLOPS = 4 + 2 * (2 + 1 / 3 + 1)
 """FLOPs of a step, divided by b^3. A step computes C Q and C Q', and twice computes Z^T Z, its
 Cholesky factor and a triangular solve."""
 OFF = 0.5
-"""A step is accepted only if |off-diagonal of Q'^T C Q'| / |C| is at most this large."""
+"""A step is accepted only if |off-diagonal of Q'^T C Q'| / |C|, in Frobenius norms, is at most this
+large."""
 EPS = torch.finfo(torch.float32).eps
 
 
 def refresh_from_last(requests: Sequence[Request]) -> list[Refreshed]:
-    """Decompose factors like :func:`ds_kfac.curvature.eigen.refresh_all`, but by one step of the
-    iteration for each request on a GPU that has a last basis. If the step fails its checks, the
-    factor is decomposed by eigh, which counts as a retry. Synchronises one time more than
-    ``refresh_all``.
+    """Decompose factors like :func:`ds_kfac.curvature.eigen.refresh_all`, but if a factor is on a
+    GPU and its request has a last basis, by one step of the iteration. If the step fails its
+    checks, the factor is decomposed by eigh, which counts as a retry. Synchronises with the device
+    once more than ``refresh_all``.
     """
     suited = [
         index

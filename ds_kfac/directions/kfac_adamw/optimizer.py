@@ -46,7 +46,7 @@ does not step."""
 ADAM_RATIO = 8.0
 """adam_lr / lr if the user does not set adam_lr."""
 PARAMS: dict[str, Any] = {name: value for name, value in DEFAULTS.items() if name not in OWN}
-"""Parameters of the optimizer that AdamW has, too, and their defaults."""
+"""Parameters of the optimizer that AdamW also has -> their defaults."""
 PARAMS["betas"] = tuple(PARAMS["betas"])
 
 GROWS = (
@@ -130,8 +130,8 @@ def part_of(parameter: Tensor, start: int, numel: int) -> Tensor:
 
 
 class KFACAdamWStep:
-    """Mixin of the three classes below. It adds the steps of K-FAC's layers to the Adam from which
-    a class is derived.
+    """Mixin of the three classes below. It adds the steps of K-FAC's layers to the Adam that is the
+    other base of such a class.
 
     Attributes:
         slices: parameter -> parts of the parameter that belong to layers. The parameter may be a
@@ -142,8 +142,8 @@ class KFACAdamWStep:
             step.
         adam_ratio: adam_lr / lr. Parameter groups have no value of their own for adam_lr, because
             many of DeepSpeed's schedulers set a single learning rate for all groups.
-        marked: parameters that had a :class:`NoStates` after the last step. Empty after a state was
-            loaded.
+        marked: parameters that had a :class:`NoStates` entry in ``state`` after the last step.
+            Empty if a state has been loaded since.
         users: the user's optimizer, whose parameter groups are not split; None if there is none.
     """
 

@@ -1,8 +1,8 @@
 """KFACAdamW as the user selects it: in the config's "optimizer" block, or as an object.
 
 DeepSpeed gets another optimizer instead (``optimizer.py``), which is built before the engine. Each
-of the user's parameter groups is split into several groups of this optimizer. The model's layers
-decide which parameters are preconditioned and form a group of their own.
+of the user's parameter groups is split into several groups of this optimizer. A scan of the model
+decides which parameters are preconditioned. These form a group of their own.
 """
 
 import gc
@@ -273,7 +273,7 @@ class KFACAdamW(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the values of the parameter groups. A state of this optimizer has no moments,
-        because these are in the engine's checkpoint.
+        because moments are in the engine's checkpoint.
 
         Raises:
             ValueError: the state has moments, or its groups do not fit this optimizer's groups.
