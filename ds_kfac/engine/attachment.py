@@ -2,8 +2,9 @@
 changed; no class is patched.
 
 - :class:`ds_kfac.zero.seam.Seam` watches the step of the engine's optimizer.
-- ``backward`` is wrapped to announce the engine's own backward passes.
-- ``forward`` is wrapped to run captured steps without torch.compile. If torch traced a hook, the
+- ``backward`` is wrapped to tell the hooks which backward passes are the engine's own.
+- ``forward`` is wrapped to run captured steps (those in which hooks collect statistics) without
+  torch.compile. If torch traced a hook, the
   graph would break inside a loop of torch's own code, and torch would then leave the module
   uncompiled for good. All other steps run the same graphs as without K-FAC.
 - ``step`` is wrapped to drop captured data if an error occurs before the optimizer's step.
@@ -67,7 +68,7 @@ BROKEN = (
 OUTSIDE = "gradients of other backwards"
 """Key in ``Attachment._warned`` of the warning about backward passes outside of the engine."""
 HANDLE = "kfac"
-"""Name under which an engine carries its :class:`Attachment`."""
+"""Name of the engine's attribute that holds the :class:`Attachment`."""
 
 
 def attached(model: Any) -> "Attachment | None":
@@ -87,7 +88,8 @@ class Attachment:
             by the value that was chosen for it.
         report: text that describes what was attached. The config key ``report`` decides how much of
             it is printed.
-        sampling: samples the Monte-Carlo Fisher; None if the config asks for another Fisher.
+        sampling: draws the labels of the Monte-Carlo Fisher; None if the config asks for another
+            Fisher.
         by_hand: whether a call of the optimizer's ``load_state_dict`` comes from the user's program
             and not from ``engine.load_checkpoint``.
     """

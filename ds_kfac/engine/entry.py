@@ -2,8 +2,8 @@
 ``enable`` is for frameworks that call ``deepspeed.initialize`` themselves, and ``attach`` takes an
 existing engine.
 
-All of them attach a :class:`Job`, which has one preconditioner for each of the engine's domains. A
-preconditioner has layers and a plan.
+All of them attach a :class:`Job`. It has one preconditioner, with layers and a plan, for each of
+the engine's domains (``zero/registry.py``).
 """
 
 import base64
@@ -53,8 +53,8 @@ _plain_initialize: Callable[..., tuple] = deepspeed.initialize
 """DeepSpeed's own function. Our function replaces it when ds_kfac is imported. Until :func:`enable`
 is called, our function only warns."""
 _enabled: bool | None = None
-"""Set by :func:`enable` and :func:`disable`. None if neither was called; then the environment
-variable ``DS_KFAC`` decides."""
+"""Whether :func:`enable` or :func:`disable` was called last. None if neither was called; in this
+case the environment variable ``DS_KFAC`` decides."""
 _unattached: str | None = (
     "deepspeed.initialize was never called, and K-FAC works only in engines that this function "
     "makes. Give the launcher or the trainer a DeepSpeed config"

@@ -1,10 +1,10 @@
 """Monte-Carlo Fisher: statistics from a loss on labels that are drawn from the model's own
 prediction (Kunstner et al. 2019, arXiv:1905.12558).
 
-In a captured step, a backward pass of this sampled loss runs through the same graph before each
-backward pass of the true loss. The extra pass computes only the gradients of layer outputs.
-DeepSpeed does not notice it, and the user's backward pass gives bitwise the same gradients as
-without it.
+In a captured step (one that collects statistics), a backward pass of this sampled loss runs through
+the same graph before each backward pass of the true loss. The extra pass computes only the
+gradients of layer outputs. DeepSpeed does not notice it, and the user's backward pass gives bitwise
+the same gradients as without it.
 
 The extra pass uses ``autograd.grad`` with inputs, which runs no AccumulateGrad, so ZeRO's gradient
 hooks do not fire. The hooks that ``engine.forward`` puts on its outputs would fire, so they are
@@ -54,8 +54,8 @@ def graph(root: Node | None) -> Iterator[Node]:
 
 
 class LossSampling:
-    """Keeps the prediction of each forward pass until its backward pass, and gives the capture the
-    gradients of a sampled loss.
+    """Keeps the prediction of each forward pass until its backward pass, and passes the gradients
+    of a sampled loss to the :class:`~ds_kfac.model.capture.Capture`, which adds up the statistics.
 
     Attributes:
         sampler: function that draws labels and computes the loss.
@@ -104,7 +104,7 @@ class LossSampling:
         pass, and add its statistics.
 
         Args:
-            loss: the true loss. Other forward passes keep waiting for their backward passes.
+            loss: the true loss. Predictions of forward passes on which it does not depend are kept.
 
         Raises:
             ValueError: no forward pass was seen in this step, or the graph does not allow a second

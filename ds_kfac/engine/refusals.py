@@ -41,8 +41,8 @@ class Context:
         offload_device, parameter_device: devices of offload_optimizer and offload_param.
         engine: the DeepSpeed engine; None if there is only a config. In that case the fields below
             keep their defaults.
-        sharded, sequence: whether the tensor-parallel group, and the sequence-parallel group, has
-            more than one rank.
+        sharded: whether the tensor-parallel group has more than one rank.
+        sequence: whether the sequence-parallel group has more than one rank.
     """
 
     config: KFACConfig
@@ -208,8 +208,7 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     "AutoEP with AutoTP": (
         lambda e: bool(e.mixtures) and e.engine.autotp_size() > 1,
-        "AutoTP also spreads tokens over tensor-parallel ranks: set tensor_parallel.autotp_size "
-        "to 1",
+        "tokens are also spread over tensor-parallel ranks: set tensor_parallel.autotp_size to 1",
     ),
     "AutoEP with DeepEP": (
         lambda e: any(mixture.comm_backend != "comm" for mixture in e.mixtures),
@@ -379,8 +378,8 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
         "optimizer, or build the layers as shards, as Megatron does",
     ),
 }
-"""Name of a mode or combination -> (function that returns whether a context has it, text with the
-reason and the remedy). Used by attach and by the estimator.
+"""Name of a mode or combination -> (function that returns whether an engine or config has it, given
+its :class:`Context`; text with the reason and the remedy). Used by attach and by the estimator.
 
 Every rank checks the entries in this order, because some checks are collective if there is an
 engine.
@@ -396,7 +395,7 @@ def refused(context: Context) -> list[str]:
 
 
 def check_config(config: KFACConfig) -> None:
-    """Raise ValueError on every rank if the block differs between ranks. With different plans,
+    """Raise ValueError on every rank if the ranks' "kfac" blocks differ. With different plans,
     ranks would wait for each other forever. Collective."""
     values = {block: getattr(config, block) for block in KFACConfig.model_fields}
     flat = {

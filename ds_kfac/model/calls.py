@@ -80,7 +80,7 @@ class Call:
         module: the module that was called, or whose code computed the product.
         rows: the rows of the whole call; for an expert, of the call of its stack.
         shape: shape [.., O] of the layer's rows of G, with all leading dimensions.
-        sides: the factors that the rows are for: "AG", "A" or "G".
+        sides: the factors to which the rows are added: "AG" (both), "A" or "G".
         input: number of the input, see :meth:`ds_kfac.model.shared.SharedInputs.number`.
         kept: the autograd node that saves the input, see :func:`node_that_saves`; None if the input
             is not needed, or not needed any more.
@@ -116,8 +116,9 @@ class Call:
     def share(self) -> float:
         """The fraction of the layer's outputs that the call computed.
 
-        The outer products of the call's inputs are multiplied by this fraction in A. In cross
-        attention, for example, keys and values are computed from other rows than the queries.
+        In A, the outer products of the call's inputs are multiplied by this fraction. It is below 1
+        in cross attention, for example, where keys and values are computed from other rows than the
+        queries, although one weight may hold all three maps.
         """
         if self.columns is None:
             return 1.0

@@ -2,7 +2,7 @@
 
 docs/explanation/capture.md explains which rows count.
 
-In a captured step the forward hook saves the layer's input as autograd does (``calls.py``), and
+A captured step is one in which the hooks collect statistics. In a captured step the forward hook saves the layer's input as autograd does (``calls.py``), and
 registers a prehook on the autograd node of the output. When the gradient arrives there, the prehook
 adds the rows of a and g to the step's sums. A call that gets no gradient has no rows. In other
 steps the hooks return at once.
@@ -86,21 +86,22 @@ class Capture:
         sampled: whether G comes from gradients that are requested from autograd, such as those of a
             sampled loss (:meth:`add_asked`). The calls then wait in :attr:`pending`.
             ``ds_kfac.fit`` requests all gradients in this way.
-        counts_terms: whether :attr:`terms` is also needed in steps that update no factor made of
-            gradients.
+        counts_terms: whether :attr:`terms` is also needed in steps that update only factors made of
+            inputs.
         mean_over_step: whether the loss is a mean over the whole step. See "Note: Scale of G".
 
     Attributes:
-        sums: factor key -> the step's sum so far. A factor without rows so far has none.
+        sums: factor key -> the step's sum so far. A factor without rows so far has no sum.
         keys: key of a factor that is summed in this step -> stride n: one row in n is taken.
         passes: this rank's number of own backward passes in the step.
-        terms: sum of R_p over these passes.
+        terms: sum of R_p over the passes that :attr:`passes` counts.
         current: the running backward pass.
         forward: the model's last forward pass, or a substitute for calls outside of forward passes.
         pending: calls whose gradient will be requested from autograd.
-        proof: the proof, in a step that proves its rows; else None.
-        uses: records where weights are used, in a step that proves its rows; else None.
-        failed: layer -> error that a hook raised. Such a layer has no rows any more.
+        proof: checks whether the captured rows make up the gradients (``proof.py``); None in steps
+            without this check.
+        uses: records where weights are used; None in steps without this check.
+        failed: layer -> error that a hook raised. No more rows of such a layer are captured.
         counted: number of calls in this step whose gradient arrived in one of the engine's own
             passes.
         outside: number of calls in this step whose gradient arrived in any other pass.
@@ -163,7 +164,7 @@ class Capture:
         self._install()
 
     def _forget(self) -> None:
-        """Forget everything of the step before."""
+        """Forget everything that belongs to the step before."""
         self.sums: dict[str, BatchSum] = {}
         self.keys: Mapping[str, int] = {}
         self.passes = 0
@@ -225,7 +226,8 @@ class Capture:
         )
 
     def _hook_products(self, layers: Sequence[LayerSpec]) -> None:
-        """Watch the products of some layers, in the forwards of the modules that compute them."""
+        """Watch the products that multiply by the matrices of these layers. They are watched while
+        the modules that compute them run forward."""
         model = self._model
         watched = {"": model}
         matrices: dict[nn.Parameter, int] = {}
@@ -335,8 +337,8 @@ class Capture:
                 nothing.
             step: number of the step. It decides which rows a sub-sample has.
             measure: whether to count the rows of all layers.
-            proof: gets the rows of all layers, to compare them with the gradients; None: the step
-                does not prove.
+            proof: gets the rows of all layers, to compare them with the gradients; None: this step
+                makes no such comparison.
         """
         self._forget()
         self.inputs.begin_step()
@@ -356,8 +358,8 @@ class Capture:
 
     @property
     def counts_rows(self) -> bool:
-        """Whether R_p is needed in this step: for factors that are made of gradients, or for their
-        number of terms."""
+        """Whether R_p is needed in this step, for factors that are made of gradients or for the
+        number of loss terms."""
         return self._counts_terms or not self.of_gradients.isdisjoint(self.keys)
 
     @torch.no_grad()
@@ -403,7 +405,7 @@ class Capture:
         self._begin(Forward(masks, detached=detached, step=self.step, saved=self._saved))
 
     def _begin(self, forward: Forward) -> None:
-        """Calls belong to this forward pass from now on."""
+        """Begin a forward pass. From now on, calls belong to it."""
         self.forward = forward
         self._forwards.append(forward)
         self._begun.append(forward)
@@ -702,7 +704,7 @@ class Capture:
         self.counted += 1
         if gradient is not None:
             gradient = call.gradient_rows(gradient)
-            # with a sampled loss, only the rows of the true loss's gradient are proven
+            # with a sampled loss, the proof compares only the true loss's rows with the gradient
             if not self.sampled:
                 self._prove(call, x, gradient)
         if x is not None:
@@ -764,10 +766,10 @@ class Capture:
             self.rows.add_gradients(call, x, gradient, alive, batch, scale, stride=self.keys[G])
 
     def _counts_rows_of(self, call: Call) -> bool:
-        """Return whether the rows of a call are to be counted.
+        """Return whether to count the rows of a call.
 
-        Each row of a layer is counted once. A layer of a stack may use another layer's A, so in a
-        stack the rows of calls for G are counted.
+        Each row of a layer is counted once. A layer of a stack may use another layer's A. So for a
+        stack, only calls that add rows to G are counted.
         """
         if self.measured is None:
             return False
@@ -986,7 +988,7 @@ class Capture:
                 )
 
     def fail(self, layer: LayerSpec, error: Exception) -> None:
-        """Drop the rows of a layer whose hook raised, in this step and in all later ones."""
+        """Drop the rows of a layer whose hook raised an error, in this step and all later steps."""
         if layer.name in self.failed:
             return
         self.failed[layer.name] = f"{type(error).__name__}: {error}"

@@ -55,9 +55,9 @@ def phase(turn: int, stride: int) -> int:
 
 
 def grid_step(rows: int, dims: int, width: int) -> int:
-    """Return the largest step of a grid over ``dims`` dimensions with which the grid takes enough
-    of all ``rows`` positions: at least :data:`ROWS` times ``width``, and at least one in
-    :data:`SPARSEST`."""
+    """Return the largest step of a grid over ``dims`` dimensions with which the grid still takes
+    enough of the ``rows`` positions: at least :data:`ROWS` times ``width`` positions, and at least
+    one of every :data:`SPARSEST` positions."""
     step = 1
     while (step + 1) ** dims <= SPARSEST and rows >= ROWS * width * (step + 1) ** dims:
         step += 1
@@ -143,8 +143,8 @@ class Patches:
         gain: Tensor | float = 1.0,
         kept: Tensor | None = None,
     ) -> None:
-        """Add the sum of x x^T over all patches x to a packed sum, in place. The sum is estimated
-        from the grid's patches.
+        """Add the sum of x x^T over all patches x to a packed sum, in place. The sum over all
+        patches is estimated from the patches of a grid.
 
         Args:
             sum_P: the packed sum.

@@ -69,7 +69,8 @@ class LayerSpec:
     """Number of independent maps of equal shape, such as the groups of a convolution. Each has a
     block of A and a block of G."""
     keeps_direction: str | None = None
-    """Why the directions of the layer's updates are not orthogonalized; None if they are."""
+    """Reason why the directions of the layer's updates are not orthogonalized; None if they are
+    orthogonalized."""
     makes_words: bool = False
     """Whether the layer is the head of a language model. A head is recognised by its shape, which
     is that of an embedding."""
@@ -178,7 +179,7 @@ class LayerType(ABC):
 
     Attributes:
         needs_gradients: whether the rows of A are computed from inputs and output gradients.
-        without_bias: why a bias is not part of the layer; None if it is.
+        without_bias: reason why a bias is not part of the layer; None if a bias is part of it.
         transposed: whether a linear map's weight is stored [I, O].
         images: whether inputs and outputs are images [N, C, ..], so that no mask [N, T] fits their
             rows.
@@ -299,7 +300,8 @@ class _Shard(Linear):
     Attributes:
         name: name of Megatron's class.
         shape: name of Megatron's attribute with the size of the cut side.
-        unfit: (name of a flag, value, why a layer with that value is left alone).
+        unfit: (name of a flag, value of the flag, reason why K-FAC leaves a layer with this value
+            alone).
     """
 
     name: str

@@ -15,14 +15,15 @@ from ds_kfac.model.rows import BatchSum
 
 
 class BackwardPass:
-    """The sums and the numbers of rows of one backward pass so far.
+    """What one backward pass has added up so far: sums of outer products, and numbers of rows.
 
     Attributes:
         sums: factor key -> sum of g^ g^^T over the pass's rows, for factors that are made of
             gradients. g^ is a row's part of the averaged gradient.
         has_begun: whether any gradient has arrived.
-        adds: whether the pass adds to the gradient of a weight that K-FAC steps. ``autograd.grad``
-            through a frozen layer does not. Set only for a pass that was not announced.
+        adds: whether the pass adds to the gradient of a weight that K-FAC steps. For example,
+            ``autograd.grad`` through a frozen layer does not. Only set for passes that no engine
+            has announced as its own.
         forwards: the forward passes that the pass went through; a dict in place of an ordered set.
         alive: layer -> bool scalar on the device, whether a gradient that is not zero has arrived
             there. Layers are in the order in which their first gradients arrived.

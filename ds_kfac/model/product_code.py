@@ -49,7 +49,7 @@ ADDED = {"addmm", "baddbmm"}
 TURNS = {"T", "mT", "t", "transpose", "swapaxes", "adjoint"}
 """Methods and attributes that transpose a matrix."""
 BOUNDS = {"clamp", "clip"}
-"""Methods that bound elements."""
+"""Methods that limit the values of elements."""
 COPIES = {
     "to",
     "type",
@@ -61,8 +61,8 @@ COPIES = {
     "contiguous",
     "clone",
 } | BOUNDS
-"""Methods whose result has the parameter's elements, possibly in another dtype. Some elements may
-be bounded. An element that is not bounded has the same gradient as its copy."""
+"""Methods whose result has the parameter's elements, possibly in another dtype. A method in BOUNDS
+may change some elements; every other element has the same gradient as its copy."""
 KEEPS = COPIES | {"unsqueeze", "squeeze"}
 """Methods whose result is the same matrix."""
 LOOK_UPS = {"embedding", "embedding_bag", "index_select"}
@@ -206,9 +206,9 @@ def tables(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters in which a module's code looks up rows: the module's own parameters, or
     those of its children.
 
-    A table is treated like an embedding, even if some code also multiplies by it. A head that
-    shares the table multiplies by it, and so does a codebook, whose product only selects the
-    nearest row and gets no gradient.
+    A table is treated like an embedding, even if some code also multiplies by it. Two examples are
+    a head that shares the table, and a codebook, where the product only selects the nearest row and
+    gets no gradient.
     """
     parameters = set()
     for module in model.modules():
@@ -254,7 +254,7 @@ class Operand(NamedTuple):
     Attributes:
         path: name of the parameter, such as "experts.w".
         transposed: whether the expression transposes it.
-        dims: number of dimensions that have an index in the expression, other than a slice.
+        dims: number of dimensions that the expression indexes by anything but a slice.
         varies: whether the value may be rows of a batch, because rows are looked up in the
             parameter, or because the variable has other values, too.
         cut: number of matrices into which the expression views the parameter's rows: a number, or
@@ -690,12 +690,12 @@ class Contraction(NamedTuple):
     """An einsum that multiplies rows by a matrix, or separate rows by each matrix of a stack.
 
     Attributes:
-        layout: how the matrix is stored in its operand.
+        layout: how the operand that holds the matrix stores it.
         x: permutation that brings the other operand into [rows.., I..], with I.. in the order of
             the matrix.
         output: permutation that brings the output into [rows.., O..].
         rows: number of dimensions that number the rows.
-        dims: number of dimensions of the matrix's operand.
+        dims: number of dimensions of the operand that holds the matrix.
         stacked: whether the first dimension of the rows numbers the matrices of a stack.
     """
 

@@ -124,7 +124,7 @@ class _HostNumbers:
 
 @dataclass(frozen=True)
 class RowCheck:
-    """Result of a layer's proof, over the rows of all ranks.
+    """Result of the proof for one layer, over the rows of all ranks.
 
     Attributes:
         calls, hooked, left_out: see :class:`Numbers`.
@@ -150,7 +150,8 @@ class RowCheck:
 
     @property
     def fits(self) -> bool:
-        """Whether the captured rows make up the gradient, or the layer is not judged."""
+        """Whether the captured rows make up the gradient, or a rank has called
+        :meth:`Proof.leave_out`, so that the layer is not judged."""
         return self.ratio <= 1 or self.left_out > 0
 
     def __str__(self) -> str:
@@ -176,7 +177,7 @@ class Proof:
         layers: all layers. Layers without a factor are skipped, because they have nothing to prove.
         key: returns, for a layer, the key of the factor A that its inputs go to in this step.
         number: number of proofs that the run has made before. It seeds the random vectors, so that
-            every proof uses new ones, the same on every rank.
+            every proof uses new vectors, which are the same on every rank.
         device: device of the sums.
 
     Attributes:
@@ -334,7 +335,7 @@ class Proof:
             world: number of ranks.
             eps: relative accuracy of the coarsest dtype that a gradient was rounded to: one number
                 for all compared layers, or a tensor [M] with a number for each.
-            floor: size below which values underflow in that dtype.
+            floor: size below which values underflow in the dtype that ``eps`` describes.
         """
         names = gradients if names is None else names
         layers = [layer for layer in self.layers if layer.name in names]

@@ -3,8 +3,8 @@ moments.
 
 docs/explanation/capture.md says which rows count.
 
-Shape suffixes: N examples, T positions that share the weight, I and O inputs and outputs, D either
-of these, R rows, P a packed triangle.
+Shape suffixes: N examples, T positions that share the weight, I inputs, O outputs, D inputs or
+outputs, R rows, P elements of a packed triangle.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ EVERY_ROW = Sample()
 
 @dataclass(eq=False)
 class BatchSum:
-    """A step's sum of outer products of one factor's rows. It is added to in place.
+    """A step's sum of outer products of one factor's rows. Calls add to it in place.
 
     Attributes:
         sum_P: fp32, the packed triangle of the sum.
@@ -117,7 +117,8 @@ class RowSums:
             sum of its output gradients in G. This suits a loss with a term for each sequence or
             image. Source: Eschenhagen et al. 2023 (arXiv:2311.00636).
         positions: whether convolutions take a sub-sample of positions, see ``convolutions.py``.
-        stage: returns a context in which rows are added. It is used to measure the time.
+        stage: returns a context manager, which is entered while rows are added. It measures the
+            time.
 
     Attributes:
         step: number of the step. It decides which rows a sub-sample has.

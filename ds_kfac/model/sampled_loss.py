@@ -2,9 +2,9 @@
 
 :data:`SAMPLERS` lists them. Kunstner et al. 2019 (arXiv:1905.12558) explain the method.
 
-A sampler computes the training loss with drawn labels in place of the true ones, as a mean over the
-same terms. These terms are recognised by the gradient of the true loss with respect to the
-prediction, which is not zero there.
+A sampler computes the training loss with drawn labels in place of the true labels, as a mean over
+the same terms. The true loss has a term wherever its gradient with respect to the prediction is not
+zero.
 
 Shape suffixes: N examples, T positions, C outputs.
 """
@@ -89,7 +89,8 @@ def squared_error(
     1/2, so targets are drawn from that Gaussian.
 
     Args:
-        mean: average over the outputs, too, as ``F.mse_loss`` does. The variance is then C/2.
+        mean: whether to average also over the outputs, as ``F.mse_loss`` does. The variance is then
+            C/2.
     """
     dim = 1 if prediction.ndim > 3 else -1
     outputs = prediction.movedim(dim, -1).float()

@@ -52,7 +52,8 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Scan:
-    """Result of :func:`scan`: the layers to precondition, and what is left alone."""
+    """Result of :func:`scan`: the layers to precondition, and the modules and parameters that K-FAC
+    leaves alone."""
 
     layers: tuple[LayerSpec, ...]
     skipped: tuple[Skipped, ...]
@@ -103,7 +104,8 @@ def scan(
     optimized: Iterable[nn.Parameter] | None = None,
     head_shapes: Collection[tuple[int, int]] | None = None,
 ) -> Scan:
-    """Find the layers, in module order. Reads shapes and flags, never values.
+    """Find the layers that K-FAC preconditions, in the order of the modules. Reads shapes and flags
+    of parameters, never their values.
 
     Args:
         model: the model.
@@ -250,8 +252,8 @@ class _Scanner:
         bias = module._parameters.get("bias")
         members = self._members(name, module, kind)
         others = [user for user in self.users[bias] if user not in members]
-        # A module of no known type that has the same bias, such as RoBERTa's head, is assumed not
-        # to add it. If it does, the proof of rows fails
+        # It is assumed that a module of no known type with the same bias, such as RoBERTa's head,
+        # does not add the bias. If it does, the proof of rows fails.
         sharing = [user for user in others if _kind(self.modules[user])[1] is None]
         reason = self._refusal(name, "weight", module, sharing, members)
         if reason is not None:

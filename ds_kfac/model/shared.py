@@ -1,6 +1,7 @@
 """Layers that see the same input share one A, for example q, k and v, or gate and up.
 
-Such groups of layers are found in the first captured step, by the identity of the input tensor. The
+Such groups of layers are found in the first step that updates factors, by the identity of the input
+tensor. The
 rows of a shared input are added to A once, when the gradients of all calls with this input have
 arrived. A row has a gradient if it has one in any of these calls.
 """
@@ -18,7 +19,7 @@ from ds_kfac.model.calls import Call
 from ds_kfac.model.layers import LayerSpec, key_of
 
 UNWATCHED = -1
-"""Takes the place of an input's number if the layer may not share its A."""
+"""Used in place of an input's number if the layer may not share its A."""
 
 
 @dataclass(frozen=True, eq=False)
