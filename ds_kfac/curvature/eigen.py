@@ -347,8 +347,8 @@ class Precision:
     Attributes:
         name: "highest" or "tf32".
         products: "ieee" (fp32), or "tf32", which rounds operands to 10 bits.
-        why: reason, for the report, if the config does not set the precision, or if the device
-            does not have the requested one.
+        why: reason, for the report, if the config does not set the precision, or if the device does
+            not have the requested one.
     """
 
     name: str = "highest"

@@ -342,8 +342,8 @@ def precondition(
     Args:
         gradient_nOI: fp32 [n, O, I], with the bias gradient as last column if the layer has one.
         rotation: the eigenbases of the n matrices.
-        damping_kind: "tikhonov": ``damping`` is lambda, in units of the Fisher. "relative":
-            lambda is ``damping`` times the layer's mean eigenvalue.
+        damping_kind: "tikhonov": ``damping`` is lambda, in units of the Fisher. "relative": lambda
+            is ``damping`` times the layer's mean eigenvalue.
 
     Returns V [n, O, I], and <V, gradient> [n]. The inner product is computed in the eigenbasis,
     where it has the same value.

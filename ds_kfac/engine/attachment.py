@@ -4,9 +4,9 @@ changed; no class is patched.
 - :class:`ds_kfac.zero.seam.Seam` watches the step of the engine's optimizer.
 - ``backward`` is wrapped to tell the hooks which backward passes are the engine's own.
 - ``forward`` is wrapped to run captured steps (those in which hooks collect statistics) without
-  torch.compile. If torch traced a hook, the
-  graph would break inside a loop of torch's own code, and torch would then leave the module
-  uncompiled for good. All other steps run the same graphs as without K-FAC.
+  torch.compile. If torch traced a hook, the graph would break inside a loop of torch's own code,
+  and torch would then leave the module uncompiled for good. All other steps run the same graphs as
+  without K-FAC.
 - ``step`` is wrapped to drop captured data if an error occurs before the optimizer's step.
 - ``save_checkpoint`` and ``load_checkpoint`` are wrapped to save and load our state, and
   ``destroy`` to detach.

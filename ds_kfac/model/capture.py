@@ -2,10 +2,10 @@
 
 docs/explanation/capture.md explains which rows count.
 
-A captured step is one in which the hooks collect statistics. In a captured step the forward hook saves the layer's input as autograd does (``calls.py``), and
-registers a prehook on the autograd node of the output. When the gradient arrives there, the prehook
-adds the rows of a and g to the step's sums. A call that gets no gradient has no rows. In other
-steps the hooks return at once.
+A captured step is one in which the hooks collect statistics. In a captured step the forward hook
+saves the layer's input as autograd does (``calls.py``), and registers a prehook on the autograd
+node of the output. When the gradient arrives there, the prehook adds the rows of a and g to the
+step's sums. A call that gets no gradient has no rows. In other steps the hooks return at once.
 
 Note: Scale of G. G is K times the sum over backward passes p of R_p times the sum of g^ g^^T. Here
     g^ is a row's part of the averaged gradient, and K is the number of backward passes of the step

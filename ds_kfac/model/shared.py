@@ -1,9 +1,8 @@
 """Layers that see the same input share one A, for example q, k and v, or gate and up.
 
 Such groups of layers are found in the first step that updates factors, by the identity of the input
-tensor. The
-rows of a shared input are added to A once, when the gradients of all calls with this input have
-arrived. A row has a gradient if it has one in any of these calls.
+tensor. The rows of a shared input are added to A once, when the gradients of all calls with this
+input have arrived. A row has a gradient if it has one in any of these calls.
 """
 
 from collections import Counter
