@@ -1,6 +1,6 @@
 """Groups of layers of one shape. The layers of a group are stepped in one batch, because launching
-the kernels of one layer takes longer than its products. This module decides which layers form a
-group and in which order groups are stepped, and it owns the tensors that the layers of a group
+the kernels of a single layer takes longer than running them. This module decides which layers form
+a group and in which order groups are stepped, and it owns the tensors that the layers of a group
 share.
 
 Shape suffixes: O and I are the sides of a layer's matrix. nOI stands for [n, O, I], the matrices of
@@ -25,8 +25,9 @@ from ds_kfac.update.state import LayerState, Moments
 S = TypeVar("S", bound=Any)
 
 BATCHED_BYTES = 1 << 28
-"""Largest number of bytes of eigenvectors that a rank keeps in stacked tensors. A refresh briefly
-needs as much memory again, because new eigenvectors are copied into the stacks."""
+"""Largest number of bytes of eigenvectors that a rank keeps in stacked tensors. During a refresh,
+twice this memory is needed for a short time, because new eigenvectors are copied into the
+stacks."""
 
 
 def group_by_shape(
@@ -125,7 +126,7 @@ class LayerGroup:
         maps: number of matrices of each layer. It is the number of groups of a grouped convolution,
             otherwise 1.
         n: number of matrices of all layers.
-        terms: fp32 [layers], number of loss terms of the last captured batch, see
+        terms: fp32 [layers], number of loss terms of the last batch that updated the factors, see
             :class:`LayerState`.
         moments: moments of all matrices, as tensors [n, O, I] and [n]; None: the update rule keeps
             no moments.
@@ -133,7 +134,8 @@ class LayerGroup:
             always None with a method that has no eigenbases. Layers of the group that have no basis
             yet are rotated by the identity.
         stays: whether eigenvectors must keep their addresses, because a recorded step reads them.
-            If True, even a layer that is alone gets a stack. Set this before the first refresh.
+            If True, even a layer that is alone in its group gets a stack. Set this before the first
+            refresh.
     """
 
     def __init__(
@@ -193,8 +195,8 @@ class LayerGroup:
     def state(self, index: int) -> LayerState:
         """Return the state that is kept for a layer.
 
-        The state consists of views, so it shows changes that later steps make in place. It may not
-        show decompositions of a later refresh, so call this again after a refresh.
+        The state consists of views, so it shows changes that later steps make in place. It may lack
+        the decompositions of a later refresh, so call this method again after a refresh.
         """
         return LayerState(
             self.terms[index], self.method, *self._sides[index], self._moments_of[index]
@@ -218,8 +220,8 @@ class LayerGroup:
 
     def leave_basis(self, index: int) -> None:
         """Remove a layer's eigenbasis, so that the layer is stepped without curvature from now on.
-        Its moments are rotated out of the eigenbasis. The result is approximate for a second
-        moment, because only its diagonal is kept."""
+        The layer's moments are rotated out of the eigenbasis. For a second moment the result is
+        approximate, because only the diagonal of a second moment is kept."""
         state = self.state(index)
         if state.basis is not None and state.moments is not None:
             _copy_(state.moments, state.moments.unrotated(state.basis))
@@ -338,9 +340,9 @@ def _copy_basis_(place: Eigenbasis, new: Eigenbasis | None) -> None:
     """Overwrite an eigenbasis.
 
     Args:
-        new: the new eigenbasis; None: the identity. An eigenbasis without vectors is the identity,
-            too. A loaded checkpoint may contain one, if the side was the identity when it was
-            saved.
+        new: the new eigenbasis; None: the identity. An eigenbasis without vectors also stands for
+            the identity. A checkpoint may contain such an eigenbasis, if the side was the identity
+            when the checkpoint was saved.
     """
     if new is place:
         return

@@ -56,15 +56,15 @@ RECORDERS: dict[str, Recorder] = {"cuda": cuda_graph}
 
 
 class Recorded(Generic[T]):
-    """Executes a function, and replays it from a recording as soon as its calls repeat.
+    """Executes a function, and replays it from a recording once calls repeat the same work.
 
     A call repeats the last call if both have the same key. The key consists of the objects whose
     tensors the function uses, and of the values on which the function depends.
 
     Args:
         recorder: records a function.
-        warn: called with a text if the function cannot be recorded. In this case the function is
-            always executed normally.
+        warn: function that is called with a text if the function cannot be recorded. In this case
+            the function is always executed normally.
 
     Attributes:
         replays: number of calls that were replayed.
