@@ -19,8 +19,8 @@ class Fault:
     Attributes:
         mode: class of the layouts that may have the fault.
         applies: function that returns whether a layout has the fault.
-        text: description of DeepSpeed's fault, a format string whose field ``layout`` is the
-            layout.
+        text: description of the fault, in which "it" is DeepSpeed; a format string with the field
+            ``layout``.
     """
 
     mode: type
@@ -33,8 +33,8 @@ def has_sparse_modules(engine: Any) -> bool:
 
 
 def schedules_a_replaced_adagrad(engine: Any) -> bool:
-    """Return whether the user's scheduler changes the learning rate of an Adagrad that ZeRO has
-    replaced by its own Adagrad."""
+    """Return whether the user's scheduler changes the learning rate of an Adagrad object with which
+    ZeRO does not step, because ZeRO has replaced it by its own Adagrad."""
     inner = engine.basic_optimizer
     scheduled = getattr(engine.lr_scheduler, "optimizer", None)
     return isinstance(inner, torch.optim.Adagrad) and scheduled is inner
@@ -148,7 +148,7 @@ of the faults of a layout of this class)."""
 
 
 def faults(layout: ShardLayout) -> Sequence[str]:
-    """Return descriptions of the faults of an engine's mode. In their sentences, "it" is
+    """Return descriptions of DeepSpeed's faults in an engine's mode. In these texts, "it" is
     DeepSpeed."""
     found = [
         fault.text.format(layout=layout)
