@@ -70,9 +70,10 @@ class Eigenbasis:
 
 @dataclass(frozen=True)
 class LayerBasis:
-    """The eigenbasis of a layer's Fisher G kron A. The vectors of G act on the rows of dW, those of
-    A on its columns. :func:`ds_kfac.ops.functional.block_product` explains the blocks of layers
-    with several groups, such as grouped convolutions."""
+    """The eigenbasis of a layer's Fisher G kron A. The eigenvectors of G act on the rows of the
+    gradient dW, and the eigenvectors of A act on its columns.
+    :func:`ds_kfac.ops.functional.block_product` explains the blocks of layers with several groups,
+    such as grouped convolutions."""
 
     G: Eigenbasis
     A: Eigenbasis

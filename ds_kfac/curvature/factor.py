@@ -361,8 +361,8 @@ def excess(new: Tensor, usual: Tensor, updates: Tensor) -> Tensor:
     fp32 can hold. The batch then has no weight.
 
     Args:
-        new: fp32 [..], size of the batch. It is infinite if the batch is, or if the sum of its
-            finite values exceeds fp32.
+        new: fp32 [..], size of the batch. It is infinite if the batch has infinite values, or if
+            the sum of finite values exceeds fp32.
         usual: fp32 [..], size of the running average.
         updates: fp32 [..], number of batches in the average.
     """

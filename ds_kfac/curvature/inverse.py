@@ -64,7 +64,7 @@ class DampedInverse:
         return self.blocks if self.diagonal is None else (self.diagonal,)
 
     def rounded(self, dtype: torch.dtype) -> "DampedInverse":
-        """Return this object unchanged, because an inverse travels in fp32, see :func:`packed`."""
+        """Return this object unchanged, because an inverse is sent in fp32, see :func:`packed`."""
         return self
 
 
@@ -72,7 +72,7 @@ def packed(inverse: DampedInverse) -> Tensor:
     """Return the lower triangles of all blocks, or the diagonal, as one flat fp32 tensor [P]. This
     is half the size of an eigenbasis.
 
-    The tensor always travels in fp32. Rounding to 16 bits could make small eigenvalues of the
+    The tensor is always sent in fp32. Rounding to 16 bits could make small eigenvalues of the
     inverse negative. These eigenvalues belong to the directions of largest curvature. fp16 would
     also overflow where a factor is small.
     """

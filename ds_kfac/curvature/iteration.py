@@ -54,10 +54,12 @@ EPS = torch.finfo(torch.float32).eps
 
 
 def refresh_from_last(requests: Sequence[Request]) -> list[Refreshed]:
-    """Decompose factors like :func:`ds_kfac.curvature.eigen.refresh_all`, but if a factor is on a
-    GPU and its request has a last basis, by one step of the iteration. If the step fails its
-    checks, the factor is decomposed by eigh, which counts as a retry. Synchronises with the device
-    once more than ``refresh_all``.
+    """Decompose factors by one step of the iteration, or by eigh.
+
+    A factor on a GPU whose request has a last basis takes a step of the iteration. If the step
+    fails its checks, the factor is decomposed by eigh, which counts as a retry. All other factors
+    are decomposed by eigh at once. Synchronises with the device once more than
+    :func:`ds_kfac.curvature.eigen.refresh_all`.
     """
     suited = [
         index
@@ -78,8 +80,8 @@ def orthogonal_iteration(C_nbb: Tensor, Q_nbb: Tensor) -> tuple[Tensor, Tensor, 
 
     Args:
         C_nbb: fp32, symmetric, finite; positive semidefinite up to rounding errors.
-        Q_nbb: fp32, the last eigenvectors in columns; orthogonal up to rounding errors, which may
-            be those of 16 bits.
+        Q_nbb: fp32, the last eigenvectors in columns; orthogonal up to rounding errors, possibly of
+            a 16-bit dtype.
 
     Returns values [n, b], ascending, at least 0; vectors [n, b, b]; and bool [n], whether the step
     passed its checks.

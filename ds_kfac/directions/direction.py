@@ -66,8 +66,8 @@ class Outcome:
 class Direction:
     """Computes results from gradients, in two halves: :meth:`step` and :meth:`finish`.
 
-    Between the two halves the results are sent to the ranks that hold the gradients. The scalars of
-    :attr:`Outcome.numbers` travel in the same message and are summed over all ranks.
+    Between the two halves the results are sent to the ranks that hold the gradients. The same
+    message contains the scalars of :attr:`Outcome.numbers`, which are summed over all ranks.
 
     A subclass implements :meth:`layer`, which steps one layer. A subclass that steps several layers
     in one batch overrides :meth:`step` instead. :meth:`finish` is optional.

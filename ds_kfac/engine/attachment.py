@@ -154,8 +154,9 @@ class Attachment:
         """Warn when a program calls the optimizer's ``load_state_dict``, which does not load
         K-FAC's state.
 
-        An optimizer inside the optimizer is hooked, too, because timm's Lookahead supports no hooks
-        itself. A module inside the optimizer is not hooked, because its hooks have other arguments.
+        An optimizer inside the optimizer is also hooked, because timm's Lookahead itself supports
+        no hooks. A module inside the optimizer is not hooked, because its hooks have other
+        arguments.
         """
 
         def hook(optimizer: Any) -> None:

@@ -110,9 +110,9 @@ def initialize(
     ``deepspeed.initialize`` with the same arguments and the same result.
 
     K-FAC is attached if the config has a "kfac" block or the optimizer is KFACAdamW. An engine
-    without an optimizer, such as that of a reference model or an evaluation, is left unchanged, and
-    a line in the log says so. If no launcher has started the process, for example in a notebook,
-    the process becomes a job of one rank.
+    without an optimizer, such as the engine of a reference model, is left unchanged, and a line in
+    the log says so. If no launcher has started the process, for example in a notebook, the process
+    becomes a job of one rank.
 
     Args:
         args: command-line arguments; their ``deepspeed_config`` is the config if ``config`` is not
@@ -204,8 +204,8 @@ def _prepare(
 def _refuse_config(source: Mapping[str, Any], rule: UpdateRule, config: KFACConfig) -> None:
     """Raise ValueError if the DeepSpeed config alone shows that K-FAC refuses the engine.
 
-    :func:`attach` would refuse it, too, but only after DeepSpeed has built the engine, which may
-    compile for minutes.
+    :func:`attach` would also refuse the engine, but only after DeepSpeed has built it, which may
+    take minutes of compilation.
     """
     optimizer = str((source.get("optimizer") or {}).get("type") or "")
     if not optimizer:  # an engine that trains nothing is left as it is

@@ -199,7 +199,7 @@ def known_sizes(name: str, module: nn.Module | None, rows: int) -> Sizes:
     """Return the blocks of a weight, given the last part of its name; () if no blocks are known for
     this name.
 
-    The blocks are those of transformers 5.23. tests/integrations/test_blocks.py compares each with
+    The blocks are right for transformers 5.23. tests/integrations/test_blocks.py compares each with
     the code of transformers.
 
     Args:

@@ -84,8 +84,8 @@ class Call:
         input: number of the input, see :meth:`ds_kfac.model.shared.SharedInputs.number`.
         kept: the autograd node that saves the input, see :func:`node_that_saves`; None if the input
             is not needed, or not needed any more.
-        select: which rows of the product belong to the layer, such as those of an expert; None:
-            all.
+        select: which rows of the product belong to the layer, such as the rows of an expert; None:
+            all rows.
         columns: which outputs of the layer the call computed; None: all.
         to_rows: turns the gradient that arrives at the output into rows [.., O]; None: the gradient
             is in rows already.

@@ -271,8 +271,8 @@ class Capture:
     ) -> None:
         """Register ``function`` as a hook that runs in captured forwards and their recomputations.
 
-        It does not run in traces, exports and torch.func, nor for copies of the module. It runs in
-        recomputations of earlier captured forwards, too.
+        It does not run in traces, exports and torch.func, nor for copies of the module. It also
+        runs in recomputations of earlier captured forwards.
 
         Args:
             register: the module's method that registers the hook.
@@ -367,7 +367,7 @@ class Capture:
         """End the step after its last pass, and store the numbers of passes and terms in the
         factors' sums.
 
-        A factor without a row on this rank gets a sum, too, so that each rank's numbers are
+        A factor without a row on this rank also gets a sum, so that each rank's numbers are
         included in the total over ranks.
         """
         self._end_plain_pass()
@@ -474,7 +474,7 @@ class Capture:
             self._other_called(layer.weight, module, inputs, output)
             return
         with self._guarded([layer]):
-            # Megatron's linears return their bias, too
+            # Megatron's linears also return their bias
             output = output[0] if isinstance(output, tuple) else output
             if not output.requires_grad:
                 return
@@ -569,7 +569,7 @@ class Capture:
 
     def _convolved(self, layer: LayerSpec, product: Product) -> None:
         """Turn a convolution with a layer's weight into a call of the layer, if its stride, padding
-        and so on are those of the layer's module."""
+        and other settings equal the settings of the layer's module."""
         module = self._model.get_submodule(layer.module)
         names = ("stride", "padding", "dilation", "groups")
         if product.window != tuple(getattr(module, name, None) for name in names):
@@ -670,7 +670,7 @@ class Capture:
         if not self._is_current(rows.forward) or not self._is_own(rows.forward):
             return
         if self not in self._backwards:
-            if self._forward_runs:  # the gradient may be that of autograd.grad
+            if self._forward_runs:  # the gradient may come from autograd.grad
                 return
             self._watch_task()
         with self._guarded([]):
@@ -734,8 +734,8 @@ class Capture:
             self._count_rows(call, x, with_gradient, alive)
 
     def _gradient_arrived(self, call: Call, gradient: Tensor, with_gradient: Tensor) -> Tensor:
-        """Record which rows of a call have a gradient. Returns a bool scalar, whether any has
-        one."""
+        """Record which rows of a call have a gradient. Returns a bool scalar, whether any row has a
+        gradient."""
         alive = self.current.arrived(call.rows, with_gradient, self.rows.weight_sharing)
         if self.rows.weight_sharing == "reduce":
             self.current.check_examples(call.rows, gradient)
@@ -1012,7 +1012,7 @@ def _origin(output: Tensor) -> tuple[Any, int]:
     outputs it is.
 
     The output of a Linear with a bias is a view. An in-place activation replaces the view's node,
-    but not that of its base, so the node of the base is taken.
+    but not the node of the view's base, so the node of the base is taken.
     """
     origin = output
     base = output._base

@@ -298,8 +298,8 @@ class Convolution(Linear):
 
 
 class TransposedConvolution(Convolution):
-    """nn.ConvTranspose1d, 2d or 3d, as ``kind`` says. Its patches are those of the convolution that
-    it transposes."""
+    """nn.ConvTranspose1d, 2d or 3d, as ``kind`` says. Its patches are the patches of the
+    convolution that it transposes."""
 
     transposed = True
     without_bias: str | None = (

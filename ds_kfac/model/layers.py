@@ -72,8 +72,8 @@ class LayerSpec:
     """Reason why the directions of the layer's updates are not orthogonalized; None if they are
     orthogonalized."""
     makes_words: bool = False
-    """Whether the layer is the head of a language model. A head is recognised by its shape, which
-    is that of an embedding."""
+    """Whether the layer is the head of a language model. A head is recognised by having the shape
+    of an embedding."""
     part: tuple[int, int] = (0, 1)
     """(index, count): the layer is part ``index`` of ``count`` equal parts of its parameters. An
     expert is a part."""

@@ -1,6 +1,6 @@
 """Find which rows are padding, from the attention masks of a forward pass.
 
-A row that a mask leaves out is padding only if its gradient is zero, too
+A row that a mask leaves out is padding only if the row's gradient is also zero
 (docs/explanation/capture.md).
 
 Shape suffixes: N examples, T positions.

@@ -127,8 +127,8 @@ class Places:
         return name in ("__getitem__", "index_select") and self._picked(name, args, kwargs, output)
 
     def find(self, tensor: Any) -> Place | None:
-        """Return the place of a tensor; None if its elements, or the gradients of its elements, are
-        not those of a parameter."""
+        """Return the place of a tensor. None if its elements are not elements of a parameter, or if
+        their gradients are not the gradients of the parameter's elements."""
         if not isinstance(tensor, Tensor):
             return None
         base = base_of(tensor)
@@ -226,7 +226,7 @@ def base_of(tensor: Tensor) -> Tensor:
 def leaf_of(tensor: Tensor, passes: Collection[str]) -> Tensor | None:
     """Return the leaf that a tensor was made from by ``passes`` nodes alone; None if there is none.
 
-    The gradients of the leaf's elements are then those of the tensor's.
+    Each element of the tensor then has the same gradient as the leaf's element that it came from.
 
     Args:
         passes: names of autograd nodes, without the digit at their end.
@@ -241,7 +241,7 @@ def leaf_of(tensor: Tensor, passes: Collection[str]) -> Tensor | None:
 
 def _passes(node: Any, passes: Collection[str]) -> bool:
     name = type(node).__name__
-    # torch's own nodes end in a digit, those of a custom autograd.Function do not
+    # names of torch's own nodes end in a digit, names of a custom autograd.Function's nodes do not
     return name[:-1] in passes and name[-1].isdigit()
 
 

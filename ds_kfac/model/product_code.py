@@ -3,7 +3,7 @@
 :func:`multiplied` finds the parameters by which the code multiplies, and the layout of the matrix
 in each of them. The matrix is [O, I] in ``linear(x, self.w)``, ``x @ self.w.T`` and ``self.w @ x``.
 It is [I, O] in ``x @ self.w``, ``bmm``, ``addmm`` and grouped products. In a stack [E, ..] each
-entry is a matrix, as in ``linear(x, self.w[e])``. ``self.w.view(self.E, ..)`` is such a stack, too.
+entry is a matrix, as in ``linear(x, self.w[e])``. ``self.w.view(self.E, ..)`` is also such a stack.
 In an ``einsum``, the dimensions that are summed over form one side of the matrix, and the matrix's
 other dimensions form the other side.
 
@@ -256,7 +256,7 @@ class Operand(NamedTuple):
         transposed: whether the expression transposes it.
         dims: number of dimensions that the expression indexes by anything but a slice.
         varies: whether the value may be rows of a batch, because rows are looked up in the
-            parameter, or because the variable has other values, too.
+            parameter, or because the variable may also hold other values.
         cut: number of matrices into which the expression views the parameter's rows: a number, or
             "n" for ``self.w.view(self.n, ..)``; "" if there is no such view.
     """
@@ -612,7 +612,7 @@ class CodeProduct(NamedTuple):
     Attributes:
         weight: the parameter.
         layout: how the matrix is stored in the parameter.
-        other: name of the other operand if that is a parameter, too; else "".
+        other: name of the other operand if it is also a parameter; else "".
         dims: for an einsum, the number of dimensions of the parameter; else 0.
     """
 
@@ -644,8 +644,8 @@ def _products_in(code: Code) -> Iterator[CodeProduct]:
 
 
 def _fixed(code: Code, node: ast.expr | None) -> str:
-    """Return the name of the parameter that is the operand. "" if the operand is not a parameter,
-    or may be rows of a batch."""
+    """Return the name of the parameter that an operand of a product is. "" if the operand is not a
+    parameter, or may be rows of a batch."""
     operand = code.operand(node)
     return "" if operand is None or operand.varies else operand.path
 

@@ -52,7 +52,7 @@ class Product:
 
     Attributes:
         param: the parameter that holds the matrix, or the stack of matrices.
-        x: [.., I]; for a stack [matrices, .., I].
+        x: the rows, [.., I]; for a stack [matrices, .., I].
         output: the result of the torch function. The gradient that arrives here gives the rows of
             G.
         transposed: whether the parameter stores the matrix as [I, O].
@@ -641,8 +641,8 @@ def is_plain(x: Tensor) -> bool:
 
 
 def _between(ends: Sequence[int]) -> list[tuple[int, slice]]:
-    """Return (number of a matrix, its rows) for each matrix that has rows. The rows of each matrix
-    begin where those of the matrix before it end."""
+    """Return (number of a matrix, its rows) for each matrix that has rows. The rows of a matrix
+    begin where the rows of the matrix before it end."""
     starts = [0, *ends[:-1]]
     pairs = enumerate(zip(starts, ends, strict=True))
     return [(k, slice(start, end)) for k, (start, end) in pairs if end > start]
@@ -764,7 +764,7 @@ class Uses(TorchFunctionMode):
 
 
 def _line() -> str:
-    """Return "FILE:LINE" of the innermost frame that is neither torch's nor ours, nor that of
+    """Return "FILE:LINE" of the innermost frame that belongs neither to torch nor to ds_kfac nor to
     ZeRO-3's F.linear."""
     # above this function, _note and __torch_function__
     frame = sys._getframe(3)

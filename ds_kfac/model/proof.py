@@ -331,7 +331,7 @@ class Proof:
                 gradients, divided by ``divisor``. Each gradient is read once, and only one is held
                 at a time, because it may be a copy.
             names: names of the layers to compare; None: all layers in ``gradients``.
-            divisor: see ``gradients``.
+            divisor: number by which DeepSpeed has divided the sum of all ranks' gradients.
             world: number of ranks.
             eps: relative accuracy of the coarsest dtype that a gradient was rounded to: one number
                 for all compared layers, or a tensor [M] with a number for each.
@@ -367,7 +367,7 @@ class Proof:
         scale_2M = squares_2M.sqrt() / divisor + t_2MP.norm(dim=-1) + size_M
         bound_2M = SLACK * (rounding_M * scale_2M + underflow_M)
         distance_2M = (t_2MP - expected_MP).norm(dim=-1)
-        # a distance of 0 fits, even if the bound is 0, too
+        # a distance of 0 passes even if the bound is 0
         ratio_2M = torch.where(
             distance_2M == 0, distance_2M, (distance_2M / bound_2M).clamp(max=1e30)
         )

@@ -77,8 +77,8 @@ def is_nonzero(rows: Tensor) -> Tensor:
 
 
 def have_gradient(layer_type: LayerType, gradient: Tensor) -> Tensor:
-    """Return which rows [.., O] of an output gradient are not zero, bool [..]; for images, which
-    entries are not."""
+    """Return which rows [.., O] of an output gradient are not zero, bool [..]. For images, return
+    which entries are not zero."""
     return gradient != 0 if layer_type.images else is_nonzero(gradient)
 
 

@@ -421,7 +421,7 @@ class _Scanner:
         is_first: bool,
         is_last: bool,
     ) -> list[LayerSpec]:
-        """Return the layers of a stack of matrices, such as those of a module of experts.
+        """Return the layers of a stack of matrices, such as a weight of a module of experts.
 
         If the inputs of the stack are tokens, all experts share one A, because tokens have one
         distribution, whichever expert gets them. If each expert has computed its input itself, each

@@ -144,7 +144,7 @@ class FactorUpdates:
         ready: keys of the factors that have been decomposed. If eigenbases travel, these are
             factors of all ranks, otherwise only factors of this rank.
         log: what happened to factors, see :class:`FactorLog`.
-        specs: factor key -> spec, for the factors of all ranks.
+        specs: factor key -> description of the factor, for the factors of all ranks.
         layer_of: factor key -> first of the layers that have this factor.
         of_layer: layer name -> {"A": spec, "G": spec}, see :func:`factors_by_layer`.
         home: device on which averages are kept between steps.

@@ -32,7 +32,7 @@ class Delivery:
         factors: all factors, in an order that is the same on every rank.
         eigen_workers: factor key -> rank that decomposes the factor.
         workers: layer name -> ranks that precondition the layer's gradient.
-        wire: dtype of eigenvectors on the wire.
+        wire: dtype in which eigenvectors are sent.
         method: defines the parts of a decomposition.
         nbytes: largest number of bytes that a rank sends, or receives, in one message. A larger
             decomposition has a message of its own.
@@ -221,7 +221,7 @@ def scalar_names(
     """
     names: list[list[Hashable]] = [[] for _ in range(plan.assignment.world)]
     where = plan.assignment.eigen_workers
-    # If eigenbases never travel, the gradient workers are the eigen workers, and Totals sends the
+    # If eigenbases are never sent, the gradient workers are the eigen workers, and Totals sends the
     # same numbers with the results.
     if travels:
         for rank in sorted({where[key] for key in captured}):
@@ -323,7 +323,7 @@ class Sharing:
         if not self.inputs.searching and (observations.rows is not None or not plan.measures):
             return None
         rows = rows_in(measured)
-        # Once layers share an A, eigenbases may begin to travel. Then all ranks must know which
+        # Once layers share an A, ranks may begin to send eigenbases. Then all ranks must know which
         # factors are ready.
         everyone = gathered((self.inputs.inputs_seen(), rows, ready), self.channel.group)
         ready.update(key for *_, keys in everyone for key in keys)

@@ -45,8 +45,8 @@ class KFACPreconditioner:
     optimizer steps.
 
     Attributes:
-        steps: number of applied steps. All schedules count in these steps. DeepSpeed's global_steps
-            also counts skipped steps.
+        steps: number of applied steps. All schedules count these steps. (DeepSpeed's global_steps
+            also counts skipped steps.)
         due: keys of the factors for which the next step collects statistics, and keys of the
             factors that it decomposes.
         curvature: the factors of this rank.
@@ -157,7 +157,7 @@ class KFACPreconditioner:
 
         Args:
             sums: sums of the direction's numbers over the layers of all domains. None: the job has
-                only one domain, and the numbers travel with the results.
+                only one domain, and the numbers are sent with the results.
         """
         context = running.context
         outcome = running.outcome
@@ -404,5 +404,5 @@ class KFACPreconditioner:
             state = self.curvature.state_dict()
             self.curvature = self._factor_updates()
             self.curvature.load_state_dict(state)
-            # the hooks are already prepared for the next step, so the reducer must be, too
+            # the hooks are already prepared for the next step, so prepare the reducer as well
             self.curvature.reducer.begin(self.due.capture, self.steps)

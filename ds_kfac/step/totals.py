@@ -86,7 +86,7 @@ class Totals:
         update = running.update
         failed = 0
         limited, empty, missed = NONE_UNUSUAL
-        # If eigenbases travel, deliver() has already sent the counts of refreshes and updates to
+        # If eigenbases are sent, deliver() has already sent the counts of refreshes and updates to
         # all ranks, and read() adds them.
         if update is not None and not update.travels:
             failed = [*update.outcomes.values()].count(FAILED)

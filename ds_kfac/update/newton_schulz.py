@@ -84,7 +84,7 @@ def orthogonal_factors(
             scale = norm.clamp(min=SMALLEST).reciprocal()[:, None, None]
         else:
             column_norms = torch.linalg.vector_norm(direction, dim=-2)
-            # whitening[0] is 0 or 1, so the first norm is that of the columns whose s is above 0
+            # whitening[0] is 0 or 1, so the first norm is over the columns whose s is above 0
             norm, whitened_norm = torch.linalg.vector_norm(column_norms * whitening, dim=-1)
             scale = (whitening[1] / whitened_norm.clamp(min=SMALLEST)[:, None])[:, None, :]
         norms.append(norm)

@@ -127,7 +127,7 @@ class CorrectedEigenvalues(Moments):
             numel = rotated_nOI.shape[-2] * rotated_nOI.shape[-1]
             new_mean = torch.where(usable, keep * old_mean + (1 - keep) * (size / numel), old_mean)
             units = layer_mean(new_mean)
-            # if S is 0, the gradient is 0, too, and any positive damping avoids 0 / 0
+            # if S is 0, so is the gradient, and any positive damping avoids 0 / 0
             damping = damping * units.masked_fill(units == 0, 1.0)[:, None, None]
         weight = ((1 - keep) * terms)[:, None, None]
         keep = torch.where(usable, keep, 1.0)[:, None, None]

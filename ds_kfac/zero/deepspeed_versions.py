@@ -223,7 +223,7 @@ def computes_norms(engine: Any) -> bool:
 
 
 def sent_in(parameter: Any) -> torch.dtype:
-    """Return the dtype in which a parameter's gradient travels between ranks. With torch_autocast,
+    """Return the dtype in which a parameter's gradient is sent between ranks. With torch_autocast,
     which exists since 0.17.6, this dtype may differ from the parameter's."""
     module = sys.modules.get("deepspeed.runtime.torch_autocast")
     return parameter.dtype if module is None else module.get_comm_dtype(parameter)

@@ -97,7 +97,7 @@ class GroupStep:
             of the rotated weight.
         normalized: whether each map is scaled to the norm ``target``. If False, ``target`` is a
             factor by which the map is multiplied.
-        target: fp32 [layers x maps], norm of each map's result, or factor; see ``normalized``.
+        target: fp32 [layers x maps], norm or factor for each map, see ``normalized``.
         full: fp32 [layers x maps]. If ``normalized``, FULL times the square root of a map's number
             of elements. If the norm of Adam's direction is smaller than this, the result shrinks in
             proportion. If not ``normalized``, 1.

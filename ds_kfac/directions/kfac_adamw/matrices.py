@@ -35,9 +35,9 @@ def other_matrices(model: nn.Module, scan: Scan) -> set[str]:
 def biases_of(matrices: Collection[str], names: Collection[str]) -> set[str]:
     """Return the names of the biases that belong to matrices.
 
-    They are parameters of the matrices' modules whose names begin with "bias", such as those of a
-    GRU, and parameters whose name is a matrix's name with "_bias" appended. The module of a
-    parametrized weight is the one that it was registered on.
+    They are parameters whose names begin with "bias" in the modules of the matrices, such as the
+    biases of a GRU, and parameters whose name is a matrix's name with "_bias" appended. The module
+    of a parametrized weight is the one that it was registered on.
 
     Args:
         names: names of all parameters of the model.

@@ -40,9 +40,9 @@ MATRIX = "kfac_matrix"
 AdamW steps them at lr."""
 OWN = ("adam_lr", "torch_adam")
 """Parameters of the optimizer that AdamW does not have. adam_lr: the learning rate of embeddings,
-norms and biases, from which that of heads is derived (``direction.py``). A schedule multiplies lr
-and adam_lr by the same factor. torch_adam: whether torch's AdamW steps the parameters that K-FAC
-does not step."""
+norms and biases, from which the learning rate of heads is derived (``direction.py``). A schedule
+multiplies lr and adam_lr by the same factor. torch_adam: whether torch's AdamW steps the parameters
+that K-FAC does not step."""
 ADAM_RATIO = 8.0
 """adam_lr / lr if the user does not set adam_lr."""
 PARAMS: dict[str, Any] = {name: value for name, value in DEFAULTS.items() if name not in OWN}
@@ -69,7 +69,7 @@ class LayerSlice(NamedTuple):
     """A part of a parameter that belongs to one layer.
 
     Attributes:
-        start: first element.
+        start: index of the first element.
         numel: number of elements.
         layer: index of the layer in :attr:`KFACAdamWStep.used`.
     """
@@ -283,8 +283,8 @@ class KFACAdamWStep:
         made.
 
         Raises:
-            RuntimeError: the group was added after the split. Its matrices would be stepped at
-                adam_lr, too, and its gradients would not be clipped.
+            RuntimeError: the group was added after the split. Even its matrices would be stepped at
+                adam_lr, and its gradients would not be clipped.
         """
         if FLAG not in param_group:
             raise RuntimeError(GROWS)

@@ -114,9 +114,9 @@ HIDDEN = ("params", FLAG, MATRIX)
 class Group(dict[str, Any]):
     """A parameter group of the user's optimizer.
 
-    As soon as an engine steps the group, its values are those of the groups that were split from
-    it. ``__getitem__``, ``__setitem__``, ``__delitem__``, ``__iter__`` and ``__len__`` look up
-    these groups, and all other methods of a dict use these five methods.
+    As soon as an engine steps the group, its values are read from, and written to, the groups that
+    were split from it. ``__getitem__``, ``__setitem__``, ``__delitem__``, ``__iter__`` and
+    ``__len__`` look up these groups, and all other methods of a dict use these five methods.
 
     The class also makes it possible to recognize the groups in another optimizer. For example,
     Accelerate with offload makes an optimizer from the groups of the user's optimizer.
@@ -218,7 +218,7 @@ class KFACAdamW(torch.optim.Optimizer):
     Args:
         params: parameters or parameter groups, as for torch's AdamW.
         lr: learning rate of the layers' matrices. AdamW's learning rate is a good first choice.
-            Matrices that are in no K-FAC layer have this learning rate, too.
+            Matrices that are in no K-FAC layer also have this learning rate.
         adam_lr: learning rate of embeddings, norms and biases, from which the learning rate of
             heads is derived (``direction.py``); None: 8 lr. A schedule multiplies lr and adam_lr by
             the same factor.
@@ -388,8 +388,8 @@ def put_into(
     keep_frozen = not (stage or any(in_16_bits))
     if params is not None and arguments.get("optimizer") is not None:
         raise ValueError(
-            f'the DeepSpeed config has optimizer.type "{NAME}", and there is an optimizer= '
-            "argument, too: remove one of the two"
+            f'the DeepSpeed config has optimizer.type "{NAME}", and there is also an optimizer= '
+            "argument: remove one of the two"
         )
     model = arguments["model"]
     parameters = arguments.get("model_parameters")
