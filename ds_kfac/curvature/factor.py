@@ -79,8 +79,8 @@ class Side:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, int], ...]:
-        """(n, b): number and width of the full blocks, then of a smaller last block if there is
-        one."""
+        """Pairs (number of blocks n, width b): one pair for the full blocks, and, if the last block
+        is smaller, a second pair for it."""
         if self.block == 0:
             return ()
         full, rest = divmod(self.dim, self.block)
@@ -384,7 +384,8 @@ def compare_(
     Args:
         packed_P: fp32 [P] for each factor, on the device that computes.
 
-    Returns bool [n, 2]: whether each new value is similar to the last value, and to the one before.
+    Returns bool [n, 2]: whether each new value is similar to the last value, and whether it is
+    similar to the value before that.
 
     Source: Osawa et al. 2020 (arXiv:2002.06015), sec. 5.4.
     """

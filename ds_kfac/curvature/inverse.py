@@ -123,8 +123,8 @@ class LayerInverse:
 
         Args:
             gradient_OI: fp32 [O, I], or [groups, O, I] for a layer in groups.
-            damping: the step's damping. It is only read if both sides are identities, because their
-                inverses do not include the damping.
+            damping: the step's damping. It is only read if both sides are identities. In all other
+                cases the inverses already include the damping.
         """
         if not (self.G._parts or self.A._parts):
             V = gradient_OI / (1 + damping**0.5) ** 2
@@ -169,7 +169,7 @@ def refresh_inverse(
             return Refreshed(None, "failed", retries)
         inverses += inverted
     # The two triangles that cuSOLVER computes differ by rounding errors. Other ranks receive only
-    # one triangle, so this rank must also use that one.
+    # the lower triangle, so this rank must also use only the lower triangle.
     inverse = from_packed(side, packed(DampedInverse(tuple(inverses))))
     return Refreshed(inverse, "cholesky", retries)
 

@@ -15,11 +15,10 @@ factor and a triangular solve, which are batched over all sides of one width, wh
 the device idle. On a CPU, LAPACK's QR takes as long as eigh up to width 2,048
 (docs/notes/kernels.md), so CPUs use eigh.
 
-Cholesky-QR squares the condition number of Z, so three measures are needed. Directions in which C
-is smaller than rounding errors are not iterated, and their columns of Q stay as they are. The
-columns of Z are scaled to norm one, which does not change Q'. Cholesky-QR runs twice, the first
-time with a shift (Fukaya et al. 2020, arXiv:1809.11085). If a step fails its checks, eigh is used
-instead.
+Cholesky-QR squares the condition number of Z, so three measures are needed. Columns of Q along
+which C is smaller than rounding errors are not iterated, and stay as they are. The columns of Z are
+scaled to norm one, which does not change Q'. Cholesky-QR runs twice, the first time with a shift
+(Fukaya et al. 2020, arXiv:1809.11085). If a step fails its checks, eigh is used instead.
 
 Shape suffixes: n blocks of width b.
 """
@@ -117,7 +116,7 @@ def orthogonal_iteration(C_nbb: Tensor, Q_nbb: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _shift(width: int) -> float:
-    """Return a shift just above the rounding error of a Gram matrix whose columns have norm one."""
+    """Return a shift just above the rounding error of the Gram matrix of columns with norm one."""
     return 4 * width**0.5 * EPS
 
 

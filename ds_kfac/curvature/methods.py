@@ -2,8 +2,8 @@
 ``METHODS``.
 
 A method defines how a factor is decomposed and at what cost, how the decomposition is sent, saved
-and loaded, and how a layer's two decompositions precondition its gradient. All other code uses this
-interface alone.
+and loaded, and how a layer's two decompositions precondition its gradient. All other code uses only
+this interface.
 """
 
 from collections.abc import Callable, Sequence

@@ -151,7 +151,7 @@ def _head_shapes(engine: Any) -> set[tuple[int, int]] | None:
     """Return the weight shapes that identify this rank's last layer as a language model's head.
     None means the shapes of this rank's embeddings.
 
-    In a pipeline the embeddings are in the first stage and the head is in the last one. The last
+    In a pipeline the embeddings are in the first stage, and the head is in the last stage. The last
     layer of any other stage is not a head, even if it has the shape of an embedding. Collective in
     a pipeline.
     """

@@ -186,7 +186,8 @@ class Attachment:
 
     @property
     def preconditioner(self) -> KFACPreconditioner:
-        """The preconditioner of the dense layers. Without experts it is the only one."""
+        """The preconditioner of the dense layers, which is the only preconditioner in a model
+        without experts."""
         return self.job.preconditioners[0]
 
     @property
@@ -199,9 +200,9 @@ class Attachment:
         return {**counters(self.job), **health(self.job), **self._constants()}
 
     def explain(self, layer: str | None = None) -> str:
-        """Describe a layer's state: the updates of its factors, the basis in use or the reason why
-        there is none, the steps at which the next update and refresh are due, and the ranks that do
-        them.
+        """Describe a layer's state: the updates of its factors; the eigenbasis in use, or the
+        reason why there is no eigenbasis; the steps of the next update and refresh; and the ranks
+        that do these.
 
         Call it between steps. It is local, so one rank alone may call it.
 

@@ -345,7 +345,7 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
         config: the "kfac" block; None takes it from the engine's config.
 
     Returns the attachment, which is also ``engine.kfac``. If the engine already has an attachment,
-    that one is returned. None if the block says ``"enabled": false``.
+    returns the existing attachment. Returns None if the block has ``"enabled": false``.
 
     Raises:
         ValueError: ``engine`` is not an engine, there is no block, the block is wrong or differs
@@ -392,8 +392,8 @@ def _rule_of(engine: Any) -> UpdateRule:
 
 
 def _config_source(arguments: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the DeepSpeed config as DeepSpeed will read it, from a dict, a file or base64. None if
-    the config is none of these."""
+    """Return the DeepSpeed config as DeepSpeed will read it. Return None if the config is not a
+    dict, a file or base64."""
     source = arguments.get("config") or arguments.get("config_params")
     source = source or getattr(arguments.get("args"), "deepspeed_config", None)
     if isinstance(source, (str, os.PathLike)) and os.path.isfile(source):

@@ -174,10 +174,10 @@ def _number(module: nn.Module | None, *names: str, default: int | None = None) -
     """Return the first positive attribute of these names in a module or its config.
 
     Args:
-        default: the result if there is none.
+        default: the result if there is no such attribute.
 
     Raises:
-        LookupError: there is none, and no default.
+        LookupError: there is no such attribute, and no default.
     """
     for place in (module, value_of(module, "config")):
         for name in names:
@@ -246,9 +246,9 @@ def _gate_and_values(module: nn.Module | None, rows: int) -> Sizes:
 
 
 def _gate_and_values_before(after: str) -> SizesOf:
-    """Return a function for a weight that may hold a gate and its values. The weight holds both if
-    the linear layer that follows, the attribute ``after``, has half as many inputs as the weight
-    has rows."""
+    """Return a function that finds the blocks of a weight that may hold a gate and its values. The
+    weight holds both if the linear layer that follows (the module's attribute ``after``) has half
+    as many inputs as the weight has rows."""
 
     def sizes(module: nn.Module | None, rows: int) -> Sizes:
         is_gated = 2 * _inputs(value_of(module, after)) == rows

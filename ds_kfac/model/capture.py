@@ -18,13 +18,13 @@ Note: Scale of G. G is K times the sum over backward passes p of R_p times the s
     M is the sum of R_p over all passes.
 
 Note: Own passes. An engine collects statistics of its own loss only. An engine that trains a
-    discriminator, for example, collects none of the generator's loss, whose backward pass runs
-    through the discriminator. The engine's own passes are those that it announces
-    (:meth:`Capture.own_backward`). A backward pass inside the model's forward, such as that of
-    DeepSpeed's tiled loss, is a part of the pass that follows. A plain ``loss.backward()`` is also
-    an own pass if this engine has never announced a pass, no other engine has announced this pass,
-    and the inputs of the forward have no autograd graph. A backward pass that does not add to a
-    layer's weight, such as ``torch.autograd.grad``, never counts.
+    discriminator, for example, collects no statistics of the generator's loss, although the
+    backward pass of that loss runs through the discriminator. The engine's own passes are those
+    that it announces (:meth:`Capture.own_backward`). A backward pass inside the model's forward,
+    such as that of DeepSpeed's tiled loss, is a part of the pass that follows. A plain
+    ``loss.backward()`` is also an own pass if this engine has never announced a pass, no other
+    engine has announced this pass, and the inputs of the forward have no autograd graph. A backward
+    pass that does not add to a layer's weight, such as ``torch.autograd.grad``, never counts.
 
 Note: Recomputation. Activation checkpointing runs a part of the forward a second time, in the
     backward pass. Checkpointing compares the tensors that the two runs save, and raises an error in
@@ -619,8 +619,8 @@ class Capture:
     def _arrived(
         self, calls: Sequence[Call], output_nr: int, gradients: tuple[Tensor | None, ...]
     ) -> None:
-        """Add the rows of some calls. The gradient of the calls' output has arrived at the output's
-        node.
+        """Add the rows of calls to the sums, after the gradient of the calls' output has arrived at
+        the output's node.
 
         Args:
             calls: the calls that made the output.
@@ -968,7 +968,7 @@ class Capture:
 
     @contextmanager
     def _guarded(self, layers: Sequence[LayerSpec]) -> Iterator[None]:
-        """Catch the exceptions of a hook, except the one by which checkpointing ends a
+        """Catch the exceptions of a hook, except the exception by which checkpointing ends a
         recomputation.
 
         Args:

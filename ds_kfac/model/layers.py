@@ -48,7 +48,7 @@ class LayerSpec:
     weight: str
     """Name of the weight parameter in the model."""
     bias: str | None
-    """Name of the bias parameter; None if there is none, or it is frozen."""
+    """Name of the bias parameter; None if the layer has no bias, or a frozen bias."""
     A: Side
     """Side of the layer's inputs, which end in a 1 if there is a bias."""
     G: Side
@@ -101,7 +101,7 @@ class LayerSpec:
 
     @cached_property
     def whole_shape(self) -> tuple[int, ...]:
-        """Shape of the unsharded layer, of which this one may be a tensor-parallel shard."""
+        """Shape of the unsharded layer, of which this layer may be a tensor-parallel shard."""
         *groups, O, I = self.shape  # noqa: E741
         return *groups, O * self.cut[0], I * self.cut[1]
 
@@ -143,8 +143,8 @@ def tensors_of(values: Any) -> Iterator[Tensor]:
 
 
 def value_of(place: Any, name: str) -> Any:
-    """Return an attribute of an object; None if there is none, or if it is a property that raises
-    because the model does not run yet."""
+    """Return an attribute of an object; None if the object lacks the attribute, or if the attribute
+    is a property that raises an error because the model does not run yet."""
     try:
         return getattr(place, name, None)
     except Exception:

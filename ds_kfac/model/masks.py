@@ -77,7 +77,7 @@ class Forward:
 
     Args:
         masks: the attention masks, bool [N, T].
-        detached: whether the inputs have no autograd graph. If they have one, a backward pass
+        detached: whether the inputs have no autograd graph. If they have a graph, a backward pass
             through this forward may belong to another model's loss.
         step: the step in which the forward ran.
         saved: names of the layers whose inputs the forward saves.
@@ -142,7 +142,7 @@ class Forward:
         return (examples, positions) in self._sides or (positions, examples) in self._sides
 
     def rows(self, layer: str, weight_sharing: str) -> int | Tensor:
-        """Return the number of rows that a layer's calls had, without those that a mask leaves out.
+        """Return how many rows a layer's calls had, not counting rows that a mask leaves out.
 
         With ``weight_sharing`` "reduce", return the number of examples with at least one row that
         no mask leaves out.

@@ -26,7 +26,7 @@ class BackwardPass:
             has announced as its own.
         forwards: the forward passes that the pass went through; a dict in place of an ordered set.
         alive: layer -> bool scalar on the device, whether a gradient that is not zero has arrived
-            there. Layers are in the order in which their first gradients arrived.
+            at the layer. Layers are in the order in which their first gradients arrived.
     """
 
     def __init__(self) -> None:
@@ -112,9 +112,9 @@ class BackwardPass:
         """Return R_p: the number of rows of the layer nearest to the loss.
 
         That is the first layer whose gradient is not zero. All rows of its calls in the pass's
-        forwards count, except padding. Only the device knows which layer it is, so the number of
+        forwards count, except padding. Only the device knows which layer this is, so the number of
         rows is computed for all layers, and the device chooses one of these numbers. Successive
-        layers with equal calls are treated as one.
+        layers with equal calls are treated as one layer.
         """
         total: int | Tensor = 0
         is_found: Tensor | None = None  # whether a layer before had a nonzero gradient

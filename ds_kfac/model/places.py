@@ -40,7 +40,8 @@ VIEWS = {
 }
 PASSES = VIEWS | {"ExpandBackward", "IndexBackward", "IndexSelectBackward"}
 """Names of autograd nodes, without the digit at their end, that pass on each element's gradient
-unchanged. "Clamp" does so only if it bounded no element, which :meth:`Places.follow` checks."""
+unchanged. A "Clamp" node does so only if no element was clamped, which :meth:`Places.follow`
+checks."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -222,7 +222,8 @@ def tables(model: nn.Module) -> set[nn.Parameter]:
 
 
 def _parameter_at(module: nn.Module, path: list[str]) -> Any:
-    """Return the parameter at a path of names; None if there is none, or in TorchScript."""
+    """Return the parameter at a path of names; None if there is no such parameter, or if the module
+    is TorchScript."""
     if len(path) > 1:
         child = module._modules.get(path[0]) if isinstance(module._modules, dict) else None
         return None if child is None else _parameter_at(child, path[1:])
@@ -376,7 +377,7 @@ def codes_of(kind: Any, *, alone: bool = False) -> Iterator[Code]:
 
     Args:
         kind: the class.
-        alone: leave out the bases.
+        alone: whether to leave out the code of the bases.
     """
     bases = (kind,) if alone else kind.__mro__[: kind.__mro__.index(nn.Module)]
     for base in bases:
@@ -530,7 +531,7 @@ def _kernels(kind: Any) -> frozenset[str]:
 def _weight_of_convolution(call: ast.Call, code: Code) -> ast.expr | None:
     """Return the weight that a call passes to a convolution; None if it calls something else."""
     name = name_of(call.func)
-    # self.conv(x, y) calls a child, but self._conv_forward(x, weight, bias) a method
+    # self.conv(x, y) calls a child module, but self._conv_forward(x, weight, bias) calls a method
     if "conv" not in name or (code.attribute(call.func) and not name.endswith("forward")):
         return None
     for word in call.keywords:
@@ -591,8 +592,8 @@ def _look_ups(kind: Any) -> frozenset[tuple[str, int]]:
 
 
 def _run_by_forward(kind: Any) -> set[str]:
-    """Return the names of the methods of a class that its ``forward`` mentions, directly or in
-    methods that it mentions."""
+    """Return the names of the methods that the ``forward`` of a class mentions, and of the methods
+    that these methods mention, and so on."""
     mentioned: dict[str, set[str]] = {}
     for code in codes_of(kind):
         mentioned.setdefault(code.name, set()).update(map(code.attribute, code.nodes))

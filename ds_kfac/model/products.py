@@ -87,7 +87,7 @@ class Product:
         """The rows of all entries.
 
         A grouped product may have rows after its last group. These rows are not tokens, and the
-        output of the product is undefined there.
+        product's output has undefined values in them.
         """
         ends = []
         for _, rows in self.entries:

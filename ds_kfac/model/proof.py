@@ -144,7 +144,7 @@ class RowCheck:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the proof has a result. It has none if gradients are not finite, for example
+        """Whether the proof has a result. It has no result if gradients are not finite, for example
         because the loss scale is too large."""
         return isfinite(self.ratio)
 

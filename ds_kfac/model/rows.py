@@ -216,8 +216,8 @@ class RowSums:
             call: the call.
             x: its input, for types whose rows are made of inputs and gradients.
             gradient: its output gradients [.., O], or images.
-            alive: bool scalar, whether any entry of the gradient is not zero. If none is, the call
-                has no rows.
+            alive: bool scalar, whether any entry of the gradient is not zero. If all entries are
+                zero, the call has no rows.
             batch: the sum.
             scale: the loss scale, a number or a scalar on the device.
             stride: number n; one row in n is taken.

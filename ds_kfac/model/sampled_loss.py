@@ -22,7 +22,7 @@ Sampler = Callable[[Tensor, Tensor, torch.Generator], Tensor]
 prediction.
 
 ``reached`` is bool of the prediction's shape: whether the true loss has a gradient there. All
-random numbers must come from the generator, so that a resumed run draws the same ones.
+random numbers must come from the generator, so that a resumed run draws the same numbers.
 """
 
 

@@ -329,10 +329,10 @@ class _Scanner:
         return "only one of its weight and bias is trained" if has_frozen_bias else None
 
     def _products(self, name: str, module: nn.Module, borrowed: int = 1) -> list[LayerSpec] | str:
-        """Return the layers of a module of no known type; if there are none, the reason.
+        """Return the layers of a module of no known type, or the reason why it has no layers.
 
-        They are found from the parameters by which the module's code multiplies rows. A matrix is a
-        layer. In a stack of matrices [n, .., ..] each matrix is a layer.
+        Layers are the matrices by which the module's code multiplies rows. In a stack of matrices
+        [n, .., ..] each matrix is a layer.
 
         Args:
             name: name of the module.

@@ -181,9 +181,9 @@ class SharedInputs:
     def parted(self) -> set[tuple[str, ...]]:
         """Return the groups whose layers do not share all their inputs.
 
-        In such a group, two layers have each got a gradient for an input for which the other got
-        none. If only one of two layers lacks gradients, they may still share all inputs, because a
-        layer need not get a gradient for each input.
+        In such a group there are two layers, each of which got a gradient for an input for which
+        the other layer got no gradient. If only one of two layers lacks gradients, the two may
+        still share all inputs, because a layer need not get a gradient for each input.
         """
         parted = set()
         for group in set(self._group.values()):

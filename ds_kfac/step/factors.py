@@ -53,10 +53,11 @@ class LastBatch(NamedTuple):
     Attributes:
         step: the step of the batch.
         column: the factor's column in ``numbers_4n``.
-        numbers_4n: fp32 [4, n] on the device, with a column for each of the step's n batches. A
-            column holds: 1 if the batch was scaled down, otherwise 0; 1 if the factor did not use
-            the batch, otherwise 0; the batch's number of rows (for G: loss terms); and the last
-            step whose batch changed the factor (-1: none).
+        numbers_4n: fp32 [4, n] on the device, with a column for each of the step's n batches. The
+            four numbers of a column are: 1 if the batch was scaled down, otherwise 0; 1 if the
+            factor did not use the batch, otherwise 0; the batch's number of rows (for G: loss
+            terms); and the last step whose batch changed the factor, or -1 if no batch has changed
+            it.
     """
 
     step: int
@@ -103,8 +104,8 @@ class FactorStep:
         terms: layer name -> number of loss terms in the step's batch.
         similar: factor key -> fp32 scalar on the device. If the factor did not use the batch, the
             scalar is :data:`NO_BATCH`. Otherwise it is the sum of :data:`SIMILAR_TO_LAST`, if the
-            new average is similar to the last one, and :data:`SIMILAR_TO_BEFORE`, if it is similar
-            to the average before the last one (:func:`ds_kfac.curvature.factor.update_`).
+            new average is similar to the factor's last average, and :data:`SIMILAR_TO_BEFORE`, if
+            it is similar to the average before the last (:func:`ds_kfac.curvature.factor.update_`).
         unusual: for each kind in :data:`ds_kfac.step.messages.UNUSUAL`, the number of this rank's
             batches of that kind.
         missed: this rank's factors to which not all ranks contributed.

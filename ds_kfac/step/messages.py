@@ -113,7 +113,7 @@ class Delivery:
         nbytes: int,
     ) -> int:
         """Return the index of the first load in which each of ``ends`` has room for another
-        ``nbytes``, or the number of loads if there is none."""
+        ``nbytes``. If no load has room, return the number of loads."""
         for index, load in enumerate(loads):
             if all(not load[end] or load[end] + nbytes <= self.nbytes for end in ends):
                 return index

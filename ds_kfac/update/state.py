@@ -198,7 +198,7 @@ class LayerState:
         method: how ``A`` and ``G`` were decomposed.
         A, G: eigenbases or damped inverses; None until the first refresh. Gradients are
             preconditioned once both exist.
-        moments: moments of the rotated gradient; None if the update rule keeps none.
+        moments: moments of the rotated gradient; None if the update rule keeps no moments.
     """
 
     terms: Tensor

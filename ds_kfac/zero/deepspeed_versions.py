@@ -584,7 +584,7 @@ def flat_partition(optimizer: Any, group: int, gradients: list[Tensor]) -> list[
 def forget_gradients(optimizer: Any) -> None:
     """Drop the gradients that ZeRO-1/2 keeps outside of ``averaged_gradients`` (see
     :func:`flat_partition`), and reset its count of backward passes. The reset is needed with
-    offload, because otherwise DeepSpeed would add the next gradients to the dropped ones."""
+    offload, because otherwise DeepSpeed would add the next gradients to the dropped gradients."""
     for name in ("all_grad_tensors", "_offload_accumulated_param_ids"):
         getattr(optimizer, name, set()).clear()
     optimizer.micro_step_id = -1

@@ -228,7 +228,7 @@ class GradientExchange:
         """
         factor = self.layout.seam.factor
         all_raw = all(flat.is_raw for flat in flats)
-        # only one of a weight and its bias may be raw, if they are in two parameter groups
+        # if weight and bias are in two parameter groups, one of them may be raw and the other not
         weight, *bias = (
             scaled(flat.values, factor) if flat.is_raw and not all_raw else flat.values
             for flat in flats

@@ -77,7 +77,7 @@ class ShardLayout(ABC):
         # exception: it also divides by the number of sequence ranks.
         averages_sequence = engine.zero_optimization_stage() == 3 and engine.zero_reduce_scatter()
         summed = 1 if averages_sequence else engine.sequence_parallel_size
-        # for experts the number is the same, although fewer ranks have their gradients
+        # for experts the number is the same, although fewer ranks have gradients of an expert
         self.averaged_over = dist.get_world_size(engine.seq_data_parallel_group)
         self.divisor = self.averaged_over / summed
         self.groups = parameter_groups(self.optimizer)
@@ -215,8 +215,8 @@ class ShardLayout(ABC):
         raise an error on every rank, because the optimizer has no states for the layers'
         parameters.
 
-        Without this, DeepSpeed would fail only on the ranks that hold a part of the parameter, and
-        the other ranks would wait forever.
+        DeepSpeed itself would fail only on the ranks that hold a part of the parameter, and the
+        other ranks would wait forever.
 
         Args:
             refuse: function that raises the error. It is called with the name of the optimizer

@@ -107,7 +107,7 @@ class NoStates(dict[str, Any]):
 
 
 def without_step_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an optimizer's bound ``step`` as its class defines it, without running step hooks.
+    """Return a version of an optimizer's bound method ``step`` that does not run step hooks.
 
     torch adds hooks to the ``step`` of every class that was instantiated. If a class calls the
     ``step`` of its base class and both classes were instantiated, the hooks would run twice.
@@ -299,7 +299,8 @@ class KFACAdamWStep:
         """
         saved = super().state_dict()  # type: ignore[misc]
         steps = (state["step"] for state in saved["state"].values() if "step" in state)
-        # DeepSpeed may read one parameter's step for all groups, so it must be the right number
+        # DeepSpeed may read the step number of one parameter for all groups, so all parameters must
+        # have the right number
         step = next(steps, torch.zeros((), dtype=torch.float32, device="cpu"))
         for group, packed in zip(self.param_groups, saved["param_groups"], strict=True):
             if group.get(FLAG):

@@ -41,8 +41,8 @@ def split_groups(
     - other kinds of parameters, such as biases, norms and embeddings;
     - matrices that are in no layer, and their biases, marked by :data:`MATRIX`.
 
-    A group is left out if none of its parameters has elements, because DeepSpeed drops such
-    parameters and fails if a group has no other parameters.
+    A group is left out if all of its parameters are empty, because DeepSpeed drops empty parameters
+    and fails if a group has no other parameters.
 
     Args:
         model_parameters: parameters or parameter groups, as for ``deepspeed.initialize``; None: all
