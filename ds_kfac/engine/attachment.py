@@ -72,8 +72,8 @@ HANDLE = "kfac"
 
 
 def attached(model: Any) -> "Attachment | None":
-    """Return the attachment to a model's engine, or None. For code that has only the model, such as
-    callbacks."""
+    """Return the attachment to a model's engine, or None. This is for code that has only the model,
+    such as callbacks."""
     reference = _ATTACHED.get(model) if isinstance(model, nn.Module) else None
     found = reference() if reference else None
     return found if found and found._active else None
@@ -202,9 +202,9 @@ class Attachment:
     def explain(self, layer: str | None = None) -> str:
         """Describe a layer's state: the updates of its factors; the eigenbasis in use, or the
         reason why there is no eigenbasis; the steps of the next update and refresh; and the ranks
-        that do these.
+        that compute these.
 
-        Call it between steps. It is local, so one rank alone may call it.
+        Call this method between steps. It is local, so a single rank may call it.
 
         Args:
             layer: the layer's name; None for a table of this rank's layers.
@@ -215,16 +215,17 @@ class Attachment:
         return explain(self.job, self._found, layer)
 
     def log_line(self) -> dict[str, float]:
-        """Return numbers for a framework's logs, under the names that the monitor uses. Empty with
-        ``"report": "none"``. Synchronises with the device."""
+        """Return numbers for a framework's logs, under the names that DeepSpeed's monitor uses. The
+        result is empty if the config has ``"report": "none"``. Synchronises with the device."""
         if self._reports:
             return {PREFIX + name: value for name, value in selected(self.job).items()}
         return {}
 
     def log_constants(self) -> dict[str, float]:
-        """Return numbers for the first line of a framework's logs. They are the fractions of the
-        trained matrix parameters in K-FAC's layers and in layers with curvature, and learning rates
-        relative to the optimizer's. Empty with ``"report": "none"``."""
+        """Return numbers for the first line of a framework's logs: the fraction of the trained
+        matrix parameters that is in K-FAC's layers, the fraction in layers with curvature, and
+        learning rates as multiples of the optimizer's. The result is empty if the config has
+        ``"report": "none"``."""
         if self._reports:
             return {PREFIX + name: value for name, value in self._constants().items()}
         return {}
@@ -262,8 +263,9 @@ class Attachment:
         self._sampling().sampler = function
 
     def sample(self, loss: torch.Tensor) -> None:
-        """Sample the gradients of the Monte-Carlo Fisher. A program that calls ``loss.backward()``
-        instead of ``engine.backward(loss)`` must call this method just before that call."""
+        """Draw labels, and compute the gradients for the Monte-Carlo Fisher. A program that calls
+        ``loss.backward()`` instead of ``engine.backward(loss)`` must call this method just before
+        that call."""
         self._sampling().sample(loss)
 
     def _sampling(self) -> LossSampling:
@@ -276,7 +278,8 @@ class Attachment:
 
     def export(self, path: str | os.PathLike) -> Path:
         """Write the running factors and the eigenbases in use to a folder, for
-        :class:`ds_kfac.Factors` and ``python -m ds_kfac convert``. Collective, between steps.
+        :class:`ds_kfac.Factors` and ``python -m ds_kfac convert``. Collective; call this method
+        between steps.
 
         Raises:
             FactorsError: on every rank, if the folder could not be written or no step has been
@@ -286,9 +289,10 @@ class Attachment:
 
     def begin_from(self, path: str | os.PathLike) -> None:
         """Load factors from a folder that :func:`ds_kfac.fit` or :meth:`export` has written, and
-        decompose them. K-FAC then begins with them instead of factors of the first batches.
+        decompose them. K-FAC then begins with these factors, not with factors of the first batches.
 
-        Collective. Call it between steps: before the first step, or after a move from AdamW.
+        Collective. Call this method between steps: before the first step, or after a move from
+        AdamW.
 
         Raises:
             FactorsError: on every rank, if the factors do not fit the model and config. Nothing
@@ -299,8 +303,8 @@ class Attachment:
     def detach(self) -> None:
         """Restore the engine: remove hooks, wrappers and our process group. May be called twice.
 
-        Call it between steps. It is local, so it does not wait for a rank that has failed.
-        ``engine.destroy()`` calls it.
+        Call this method between steps. It is local, so it does not wait for a rank that has failed.
+        ``engine.destroy()`` also calls it.
         """
         if not self._active:
             return

@@ -115,8 +115,8 @@ def initialize(
     becomes a job of one rank.
 
     Args:
-        args: command-line arguments; their ``deepspeed_config`` is the config if ``config`` is not
-            given.
+        args: namespace of command-line arguments. Its ``deepspeed_config`` is used if ``config`` is
+            not given.
         model: the model to train.
         optimizer: an optimizer object, such as :class:`ds_kfac.KFACAdamW`; None: the config's
             optimizer.
@@ -127,8 +127,8 @@ def initialize(
     Returns engine, optimizer, data loader and scheduler. The last two may be None.
 
     Raises:
-        ValueError: there is no model, the block is wrong, or K-FAC refuses the engine's mode. The
-            error comes before any training.
+        ValueError: there is no model, the "kfac" block is wrong, or K-FAC refuses the engine's
+            mode. The error is raised before any training.
     """
     given = {name: value for name, value in locals().items() if value is not None}
     return _initialized(inspect.signature(_plain_initialize).bind(**given), wanted=True)
@@ -303,11 +303,11 @@ def asked_for(word: str) -> bool:
 
 
 def enable() -> None:
-    """Make ``deepspeed.initialize`` attach K-FAC. For frameworks that call this function themselves
-    (HF Trainer, Accelerate, Lightning).
+    """Make ``deepspeed.initialize`` attach K-FAC. This is for frameworks that call
+    ``deepspeed.initialize`` themselves (HF Trainer, Accelerate, Lightning).
 
-    Call it before you build the trainer. Further calls change nothing, and :func:`disable` undoes
-    it. If no engine gets K-FAC, rank 0 says so when the program ends.
+    Call ``enable`` before you build the trainer. Further calls change nothing. :func:`disable`
+    undoes the call. If no engine gets K-FAC, rank 0 prints a message when the program ends.
     """
     global _enabled
     warn_of_compilation()
@@ -338,19 +338,21 @@ deepspeed.initialize = _our_initialize
 
 
 def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) -> Attachment | None:
-    """Precondition the gradients of an existing engine. Collective: call on every rank.
+    """Precondition the gradients of an existing engine. Collective: call this function on every
+    rank.
 
     Args:
         engine: a DeepSpeedEngine that has not started a step.
-        config: the "kfac" block; None takes it from the engine's config.
+        config: the "kfac" block; None: the "kfac" block of the engine's config.
 
     Returns the attachment, which is also ``engine.kfac``. If the engine already has an attachment,
     returns the existing attachment. Returns None if the block has ``"enabled": false``.
 
     Raises:
-        ValueError: ``engine`` is not an engine, there is no block, the block is wrong or differs
-            between ranks, K-FAC refuses the engine's mode, or there is no layer to precondition.
-        RuntimeError: the self-test did not find gradients where it expected them.
+        ValueError: ``engine`` is not an engine, there is no "kfac" block, the block is wrong or
+            differs between ranks, K-FAC refuses the engine's mode, or there is no layer to
+            precondition.
+        RuntimeError: the self-test did not find DeepSpeed's gradients where it expected them.
     """
     global _unattached
     if not isinstance(engine, DeepSpeedEngine):

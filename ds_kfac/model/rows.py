@@ -26,14 +26,14 @@ HALVES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Sample:
-    """A sub-sample of rows: one row in ``stride``, from ``offset`` on. Each of them counts
-    ``stride`` times."""
+    """A sub-sample of rows: one of every ``stride`` rows, from ``offset`` on. Each row of the
+    sample counts ``stride`` times."""
 
     stride: int = 1
     offset: int = 0
 
     def of(self, rows: Tensor) -> Tensor:
-        """Return the sample of rows [R, ..], a view."""
+        """Return a view of the rows of the sample, given all rows [R, ..]."""
         return rows if self.stride == 1 else rows[self.offset :: self.stride]
 
 
@@ -93,7 +93,7 @@ def kept_rows(x: Tensor, with_gradient: Tensor, mask: Tensor | None) -> Tensor:
         with_gradient: bool [..], whether the row's output gradient is not zero.
         mask: bool [..], False for padding; None: no mask fits.
     """
-    # rows without a gradient that count, if the call has any gradient at all
+    # rows that count even without a gradient, if any row of the call has a gradient
     others = is_nonzero(x).reshape(with_gradient.shape)
     if mask is not None:
         others = others & mask

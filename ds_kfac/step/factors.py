@@ -111,7 +111,7 @@ class FactorStep:
         missed: this rank's factors to which not all ranks contributed.
         arriving: keys of the factors that are decomposed in this step, on any rank.
         outcomes: factor key -> FAILED, UNUSABLE or FRESH, for the factors of this rank. If
-            eigenbases travel, :meth:`FactorUpdates.deliver` adds the factors of all other ranks.
+            :attr:`travels`, :meth:`FactorUpdates.deliver` adds the factors of all other ranks.
         bases: factor key -> decomposition, for the factors that this rank has decomposed.
             :meth:`FactorUpdates.deliver` adds the decompositions that this rank needs from other
             ranks.
@@ -142,8 +142,8 @@ class FactorUpdates:
     Attributes:
         reducer: sends batch sums to the eigen workers.
         factors: factor key -> factor, for the factors that this rank averages and decomposes.
-        ready: keys of the factors that have been decomposed. If eigenbases travel, these are
-            factors of all ranks, otherwise only factors of this rank.
+        ready: keys of the factors that have been decomposed. If decompositions are sent to other
+            ranks, these are factors of all ranks, otherwise only factors of this rank.
         log: what happened to factors, see :class:`FactorLog`.
         specs: factor key -> description of the factor, for the factors of all ranks.
         layer_of: factor key -> first of the layers that have this factor.

@@ -220,11 +220,11 @@ class KFACAdamW(torch.optim.Optimizer):
         lr: learning rate of the layers' matrices. AdamW's learning rate is a good first choice.
             Matrices that are in no K-FAC layer also have this learning rate.
         adam_lr: learning rate of embeddings, norms and biases, from which the learning rate of
-            heads is derived (``direction.py``); None: 8 lr. A schedule multiplies lr and adam_lr by
-            the same factor.
+            heads is derived (``direction.py``); None: 8 times lr. A schedule multiplies lr and
+            adam_lr by the same factor.
         betas, eps, weight_decay: as for torch's AdamW.
-        torch_adam: whether torch's AdamW steps all other parameters. Use it on a machine on which
-            DeepSpeed's Adam would have to be compiled.
+        torch_adam: whether torch's AdamW, and not DeepSpeed's, steps the parameters outside of
+            K-FAC layers. Set it on a machine on which DeepSpeed's Adam would have to be compiled.
 
     Raises:
         ValueError: an argument has a wrong value.
