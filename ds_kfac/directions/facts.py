@@ -24,7 +24,7 @@ class RuleFacts:
             or writes a tensor of the gradient's size in a step, not counting the preconditioning.
     """
 
-    without_curvature = "the layer keeps its raw gradient"
+    without_curvature = "a layer keeps its raw gradient"
     passes = 0
 
     # in words

@@ -62,8 +62,8 @@ BY_HAND = (
     "engine.load_checkpoint loads the optimizer's state and K-FAC's state"
 )
 BROKEN = (
-    "the step raised an error after it had changed some of the parameters, moments and factors, "
-    "but not all, as with any optimizer: load a checkpoint before you continue"
+    "the step raised an error, so it may have changed only some of the parameters, moments and "
+    "factors, as with any optimizer: load a checkpoint before you continue"
 )
 OUTSIDE = "gradients of other backwards"
 """Key in ``Attachment._warned`` of the warning about backward passes outside of the engine."""

@@ -226,7 +226,7 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     "tensor and sequence parallelism": (
         lambda e: e.sharded and e.sequence,
-        "only one of the two is supported at a time: set the size of the other group to 1",
+        "only one of the two is supported: make the other group a group of one rank",
     ),
     "sequence parallelism by mesh_param": (
         lambda e: e.engine is not None and e.engine.mesh_device is not None,

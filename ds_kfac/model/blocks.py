@@ -45,7 +45,7 @@ SEVERAL = (
 BY_NAME = "by its name (kfac.adam.blocks)"
 IN_TURN = ("GptOssExperts", "OpenAIPrivacyFilterExperts")
 """Modules in which the rows of gates and values alternate."""
-ONE_MAP = "as one map, because nothing shows its parts (kfac.adam.blocks)"
+ONE_MAP = "as one map: nothing shows its parts (kfac.adam.blocks)"
 WRAPPERS = (
     r"modules_to_save\.[^.]+",
     "original_module",

@@ -275,8 +275,8 @@ class _Scanner:
             is_product = convolves(module)
             if not is_product and self.choice.gradients:
                 return (
-                    f"{type(module).__name__} overrides {kind}.{method}, and what it does is not a "
-                    "convolution with its weight"
+                    f"{type(module).__name__} overrides {kind}.{method}, and does not convolve "
+                    "with its unchanged weight"
                 )
             if not is_product:
                 # without A the direction depends on the gradient alone, which is right whatever the
@@ -498,7 +498,7 @@ class _Scanner:
         if len(users) > len(members):
             return f"{parameter} is shared by {', '.join(users)}"
         if weight in self.tables:
-            return f"the code looks up rows of {parameter}, so it is a table"
+            return f"rows are looked up in {parameter}: it is a table"
         return None
 
     def _not_chosen(self, name: str) -> str | None:

@@ -19,7 +19,7 @@ from ds_kfac.update.rotation import AT_ONCE, chunk_budget
 
 
 class KFACAdamWFacts(RuleFacts):
-    without_curvature = "the layer is stepped without curvature"
+    without_curvature = "a layer is stepped without curvature"
     # The passes of a recorded step in fp32, as tests/step/test_operations.py counts them:
     #   3  three norms
     #   2  Adam reads the rotated gradient and writes a direction
@@ -41,7 +41,7 @@ class KFACAdamWFacts(RuleFacts):
         without_factors = sum(layer.A.block == layer.G.block == 0 for layer in plan.layers)
         without = ""
         if without_factors and options.rotate:
-            without = f"; {without_factors} have no factors, so they are not rotated or whitened"
+            without = f"; {without_factors} have no factors: neither rotated nor whitened"
         return (
             f"Adam in {where} (KFACAdamW), {len(plan.layers) - len(factors)} layers orthogonalized "
             f"at lr, {len(factors)} along Adam's direction{at}{without}"

@@ -113,7 +113,7 @@ class KFACAdamWRule(UpdateRule):
                     if group[key] == weight_group[key]:
                         continue
                     raise ValueError(
-                        f"KFACAdamW: {layer.weight} and its bias are in parameter groups with "
+                        f"KFACAdamW: {layer.weight} and its bias are in parameter groups of "
                         f"different {key}, {weight_group[key]} and {group[key]}, but weight and "
                         "bias are stepped as one matrix, with one pair of moments; give both "
                         "groups the same betas and eps, or exclude the layer (kfac.layers.exclude)"

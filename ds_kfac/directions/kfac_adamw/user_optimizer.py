@@ -146,8 +146,8 @@ class Group(dict[str, Any]):
         """
         if self.taken[1] and key in HIDDEN:
             raise ValueError(
-                f'{NAME}: "{key}" of this parameter group can no longer be changed, because a '
-                "DeepSpeed engine already uses the group"
+                f'{NAME}: "{key}" of a parameter group cannot change any more, because a DeepSpeed '
+                "engine already uses the group"
             )
         return self._parts()
 
