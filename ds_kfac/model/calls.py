@@ -89,8 +89,9 @@ class Call:
         columns: which outputs of the layer the call computed; None: all.
         to_rows: turns the gradient that arrives at the output into rows [.., O]; None: the gradient
             is in rows already.
-        edge: where the gradient of the output arrives, if it will be requested from autograd. No
-            hook on a node may hold such a call, see "Note: Who holds whom".
+        edge: autograd edge at which the gradient of the output arrives; only set if this gradient
+            will be requested from autograd. No hook on a node may hold a call with an edge, see
+            "Note: Who holds whom".
     """
 
     layer: LayerSpec
@@ -129,7 +130,7 @@ class Call:
         return x if self.select is None else x.reshape(-1, x.shape[-1])[self.select]
 
     def gradient_rows(self, gradient: Tensor) -> Tensor:
-        """Return the call's part of the gradient of an output, of :attr:`shape`.
+        """Return the call's part of the gradient of an output, in the shape :attr:`shape`.
 
         It is zero in columns that the call did not compute.
         """

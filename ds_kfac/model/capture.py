@@ -9,22 +9,22 @@ step's sums. A call that gets no gradient has no rows. In other steps the hooks 
 
 Note: Scale of G. G is K times the sum over backward passes p of R_p times the sum of g^ g^^T. Here
     g^ is a row's part of the averaged gradient, and K is the number of backward passes of the step
-    on all ranks. R_p is the number of rows of the layer nearest to the loss in pass p. This is the
-    first layer in the pass whose gradient is not zero. The layer's other calls in the pass may come
-    later, so R_p is known only when the pass has ended. Therefore each pass has sums of its own,
-    which are multiplied by R_p when the pass ends. ``step/factors.py`` multiplies by K after the
-    reduction over ranks, and corrects for the average over ranks there. If the loss is a mean over
-    the whole step instead of over each pass, G is M times the sum of g^ g^^T over all passes, where
-    M is the sum of R_p over all passes.
+    on all ranks. R_p is the number of rows of the layer nearest to the loss in pass p. The layer
+    nearest to the loss is the first layer in the pass whose gradient is not zero. More calls of
+    this layer may follow in the pass, so R_p is known only when the pass has ended. Therefore each
+    pass has sums of its own, which are multiplied by R_p when the pass ends. After the sums were
+    reduced over ranks, ``step/factors.py`` multiplies them by K, and corrects for the average over
+    ranks. If the loss is a mean over the whole step instead of over each pass, G is M times the sum
+    of g^ g^^T over all passes, where M is the sum of R_p over all passes.
 
 Note: Own passes. An engine collects statistics of its own loss only. An engine that trains a
     discriminator, for example, collects no statistics of the generator's loss, although the
     backward pass of that loss runs through the discriminator. The engine's own passes are those
-    that it announces (:meth:`Capture.own_backward`). A backward pass inside the model's forward,
-    such as that of DeepSpeed's tiled loss, is a part of the pass that follows. A plain
-    ``loss.backward()`` is also an own pass if this engine has never announced a pass, no other
-    engine has announced this pass, and the inputs of the forward have no autograd graph. A backward
-    pass that does not add to a layer's weight, such as ``torch.autograd.grad``, never counts.
+    that it announces (:meth:`Capture.own_backward`). A backward pass inside the model's forward, as
+    in DeepSpeed's tiled loss, is a part of the pass that follows. A plain ``loss.backward()`` is
+    also an own pass if this engine has never announced a pass, no other engine has announced this
+    pass, and the inputs of the forward have no autograd graph. A backward pass that does not add to
+    the gradient of a layer's weight, such as ``torch.autograd.grad``, never counts.
 
 Note: Recomputation. Activation checkpointing runs a part of the forward a second time, in the
     backward pass. Checkpointing compares the tensors that the two runs save, and raises an error in
@@ -38,8 +38,8 @@ Note: Recomputation. Activation checkpointing runs a part of the forward a secon
 
 Note: Kinds of hooks. Only a prehook on the output's autograd node works. A tensor hook would run
     before DeepSpeed divides the gradient by the accumulation steps, and a full backward hook breaks
-    with in-place activations. No exception leaves a hook, because it would stop one rank in a
-    backward pass that the others finish.
+    with in-place activations. No exception leaves a hook, because an exception would stop one rank
+    in a backward pass that the other ranks finish.
 """
 
 import threading
@@ -113,7 +113,7 @@ class Capture:
     """
 
     _backwards: ClassVar[list["Capture"]] = []
-    """Captures whose own backward pass is running, of all engines in the process."""
+    """The captures, of all engines in the process, whose own backward pass is running."""
 
     def __init__(
         self,
@@ -332,10 +332,10 @@ class Capture:
         """Prepare for a step, and forget the calls of the step before.
 
         Args:
-            keys: keys of the factors that this rank captures in the step. If it is a mapping, its
-                values are strides: with a stride n, one row in n is taken. None: the hooks do
-                nothing.
-            step: number of the step. It decides which rows a sub-sample has.
+            keys: keys of the factors for which this rank collects statistics in the step. If this
+                is a mapping, its values are strides: with a stride n, one of every n rows is taken.
+                None: the hooks do nothing.
+            step: number of the step. It decides which rows are in a sub-sample.
             measure: whether to count the rows of all layers.
             proof: gets the rows of all layers, to compare them with the gradients; None: this step
                 makes no such comparison.
@@ -394,7 +394,7 @@ class Capture:
     def _begin_forward(self, model: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> None:
         if self._recomputes():
             return
-        self.leave()  # still entered if the last forward raised
+        self.leave()  # the mode is still entered if the last forward raised an error
         self._end_plain_pass()
         self._running = None  # it may be left from a pass that raised an error and so did not end
         self._tasks.clear()
@@ -680,11 +680,13 @@ class Capture:
             self.current.arrived(rows, with_gradient, self.rows.weight_sharing)
 
     def _is_current(self, forward: Forward) -> bool:
-        """Return whether a forward pass belongs to the running step, and the step captures."""
+        """Return whether a forward pass belongs to the running step, and this step collects
+        statistics."""
         return self.active and forward.step == self.step
 
     def _is_own(self, forward: Forward) -> bool:
-        """Return whether the running backward pass is this engine's. See "Note: Own passes"."""
+        """Return whether the running backward pass is an own pass of this engine, see "Note: Own
+        passes"."""
         if self._backwards:
             return self in self._backwards
         return self._forward_runs or (forward.detached and not self._announced)
@@ -801,11 +803,12 @@ class Capture:
             self.proof.see(call, call.input_rows(x), gradient, others=others)
 
     def _sum(self, key: str, sums: dict[str, BatchSum] | None = None) -> BatchSum:
-        """Return the sum of a factor. An empty sum is added if there is none.
+        """Return the sum of a factor, which is created if it does not exist.
 
         Args:
             key: key of the factor.
-            sums: factor key -> sum. A missing sum is added to it, empty. None: the step's sums.
+            sums: mapping factor key -> sum. If it lacks the factor, an empty sum is added to it.
+                None: the step's sums.
         """
         sums = self.sums if sums is None else sums
         if key not in sums:
@@ -818,7 +821,7 @@ class Capture:
     def own_backward(self) -> Iterator[None]:
         """Announce the backward pass that runs in this context as the engine's own.
 
-        Call it also in steps that do not capture.
+        Use this context also in steps that collect no statistics.
         """
         self._announced = True
         self._backwards.append(self)
@@ -953,7 +956,7 @@ class Capture:
         self._running = None
 
     def _watch_task(self) -> None:
-        """End the pass when the running graph task, or the one around it, ends."""
+        """End the pass when the running graph task, or the graph task around it, ends."""
         task = torch._C._current_graph_task_id()
         if task not in self._tasks and not self._forward_runs:
             self._tasks.add(task)
@@ -1026,7 +1029,7 @@ def _runs(node: Any) -> bool:
     """Return whether the running backward pass executes a parameter's autograd node, and so adds to
     the parameter's gradient.
 
-    ``autograd.grad`` does not, nor does a backward pass with other ``inputs``.
+    This is not so in ``autograd.grad``, nor in a backward pass with other ``inputs``.
     """
     # the function raises if autograd.grad was called for the node's own tensor
     with suppress(RuntimeError):

@@ -52,9 +52,9 @@ class Place:
         param: the parameter.
         shape, stride, offset: shape, strides and storage offset of a view of the parameter that has
             the same elements.
-        chosen: int64, the numbers of the matrices that were picked out of a stack; None if none
-            were picked. ``shape`` and ``stride`` then describe the copy, in which the picked
-            matrices follow each other.
+        chosen: int64, the numbers of the matrices that were picked out of a stack; None if no
+            matrices were picked. If some were picked, ``shape`` and ``stride`` describe the copy,
+            in which the picked matrices follow each other.
     """
 
     param: nn.Parameter
@@ -81,7 +81,7 @@ class _Copy:
 
     Attributes:
         version: autograd's version counter of the copy when it was made.
-        place: the place that it was copied from; None if that was a frozen parameter.
+        place: the place that the copy was made from; None if it was made from a frozen parameter.
     """
 
     version: int
@@ -118,8 +118,8 @@ class Places:
 
         Args:
             name: name of the function.
-            args, kwargs: its arguments.
-            output: its result.
+            args, kwargs: arguments of the function.
+            output: result of the function.
         """
         if not isinstance(output, Tensor):
             return False

@@ -21,8 +21,9 @@ Note: Tolerance. dW is rounded whenever it is stored: n times if it is the sum o
     rounding errors are not. Therefore |dW| is added to R. The proof allows ten times these errors:
     :data:`SLACK` is ten times the 0.2.
 
-Shape suffixes: n groups of a layer, O and I the sides of its matrix, D either side, K pairs (u, v)
-of a layer, P = PROBES, L layers, M layers that are compared with their gradients, C columns.
+Shape suffixes: n groups of a layer, O and I the sides of the layer's matrix, D one of these sides,
+K pairs (u, v) of a layer, P = PROBES, L layers, M layers that are compared with their gradients, C
+columns.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -171,7 +172,7 @@ class RowCheck:
 
 
 class Proof:
-    """Add up the proof's sums during one step, and compare them with the gradients.
+    """One run of the proof. It adds up sums during a step, and compares them with the gradients.
 
     Args:
         layers: all layers. Layers without a factor are skipped, because they have nothing to prove.

@@ -56,7 +56,7 @@ def prediction_tensor(output: Any) -> Tensor:
 
 
 def mean_of_terms(values: Tensor, reached: Tensor) -> Tensor:
-    """Return the mean over those terms of a loss that the true loss also has."""
+    """Return the mean of a loss over the terms that the true loss also has."""
     weights = reached.reshape(-1).to(values.dtype)
     return (values.reshape(-1) * weights).sum() / weights.sum().clamp(min=1)
 

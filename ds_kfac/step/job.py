@@ -64,8 +64,8 @@ class Job:
         running = [(kfac, kfac.precondition()) for kfac in self.preconditioners]
         sums = None
         if self.everywhere and self.preconditioners[0].rule.numbers:
-            # each gradient worker of a layer has added the layer's numbers, so divide by their
-            # count
+            # each gradient worker of a layer has added the layer's numbers, so divide by the number
+            # of gradient workers
             parts = [
                 torch.stack([*now.outcome.numbers]) / kfac.plan.workers for kfac, now in running
             ]

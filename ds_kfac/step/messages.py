@@ -46,8 +46,8 @@ class Delivery:
             decomposition of a copied layer is rounded because, by another rank's plan, the copy may
             be sent.
         travels: whether any decomposition is ever sent to another rank.
-        kinds: kinds of the message parts of a decomposition, in the order of the parts.
-        dtypes: dtypes on the wire, in the order of the parts.
+        kinds: for each part of a decomposition, the kind under which counters count its messages.
+        dtypes: for each part of a decomposition, the dtype in which it is sent.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ def scalar_names(
     """Return the names of the scalars that each rank sends, in rank order.
 
     Args:
-        captured: keys of the factors that are captured in this step.
+        captured: keys of the factors for which this step collects statistics.
         arriving: keys of the factors that are decomposed in this step.
         travels: whether eigenbases are ever sent to other ranks.
     """

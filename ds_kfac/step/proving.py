@@ -23,9 +23,9 @@ EVERY = 1000
 closely, because programs change most at their start. The distance doubles with every proof, up to
 this number."""
 FIRST = 4
-"""After each of the first FIRST proofs, layers whose gradient was zero are captured again one step
-later, see :attr:`Proving.again`. A residual block whose last matrices are initialized with zeros
-needs this many proofs."""
+"""After each of the first FIRST proofs, the next step collects statistics again for layers whose
+gradient was zero, see :attr:`Proving.again`. A residual block whose last matrices are initialized
+with zeros needs this many proofs."""
 QUANTIZED = 1.0
 """Relative accuracy that is assumed for gradients that are sent in 4 bits. With such gradients, a
 layer fails only if all of its rows are missing."""

@@ -34,11 +34,11 @@ def group_by_shape(
     layers: Sequence[LayerSpec], *, key: Callable[[LayerSpec], Hashable] | None
 ) -> tuple[tuple[LayerSpec, ...], ...]:
     """Divide layers into groups. A group consists of a single layer, or of several layers of one
-    shape. Pure.
+    shape. This is a pure function.
 
     Layers are grouped as long as the eigenvectors of all grouped layers fit into
-    :data:`BATCHED_BYTES`. The layers of the smallest shapes are grouped first, because they gain
-    most.
+    :data:`BATCHED_BYTES`. The layers of the smallest shapes are grouped first, because batches
+    speed them up most.
 
     Args:
         key: returns a key of a layer. Layers may be in one group only if their keys are equal.
@@ -77,7 +77,8 @@ def basis_bytes(layers: Sequence[LayerSpec]) -> int:
 def chunks(
     groups: Iterable[Sequence[LayerSpec]], *, batched: bool
 ) -> list[list[Sequence[LayerSpec]]]:
-    """Divide groups into chunks. All directions of a chunk are in memory at the same time. Pure.
+    """Divide groups into chunks. All directions of a chunk are in memory at the same time. This is
+    a pure function.
 
     A chunk has at most as many elements as :func:`chunk_budget` allows for its largest layer,
     unless it consists of a single group. Groups and chunks are in the order of :func:`in_order`.
@@ -95,7 +96,7 @@ def chunks(
 
 
 def in_order(groups: Iterable[S]) -> tuple[S, ...]:
-    """Sort groups into the order in which they are stepped. Pure.
+    """Sort groups into the order in which they are stepped. This is a pure function.
 
     The largest matrices come first, because at that time no results are in memory yet. Groups whose
     matrices have the same two sides, in either order, are next to each other.
@@ -189,7 +190,7 @@ class LayerGroup:
 
     @property
     def prepared(self) -> list[bool]:
-        """Whether both sides of each layer have an eigenbasis or inverse."""
+        """For each layer, whether both sides have an eigenbasis or inverse."""
         return [A is not None and G is not None for A, G in self._sides]
 
     def state(self, index: int) -> LayerState:
