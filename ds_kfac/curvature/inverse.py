@@ -100,8 +100,8 @@ def from_packed(side: Side, flat_P: Tensor) -> DampedInverse:
 
 @dataclass(frozen=True)
 class LayerInverse:
-    """The damped inverse of a layer's Fisher G kron A. The inverse of G acts on the rows of dW, the
-    inverse of A on its columns."""
+    """The damped inverse of a layer's Fisher G kron A. The inverse of G acts on the rows of the
+    gradient dW, and the inverse of A acts on its columns."""
 
     G: DampedInverse
     A: DampedInverse

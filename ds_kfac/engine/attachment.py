@@ -386,7 +386,7 @@ class Attachment:
         optimizer's state are inconsistent, and the user is warned."""
         self.job.drop_step()
         for kfac in self.job.preconditioners:
-            # otherwise ZeRO would add the gradients of the next backward pass to those left here
+            # otherwise ZeRO would add the next backward pass's gradients to the gradients left here
             kfac.layout.clear()
         if begun and BROKEN not in self._warned:
             self._warned.add(BROKEN)

@@ -112,7 +112,7 @@ def with_blocks(
 
 
 def named(pattern: str, name: str) -> bool:
-    """Return whether a pattern matches a name, or all that follows one of its dots.
+    """Return whether a pattern matches a whole name, or everything after one of the name's dots.
 
     "head" matches "head" and "vit.head", but not "lm_head", "heads.0.key" or "head.dense". The
     pattern need not contain the suffix of a wrapper: "score" also matches

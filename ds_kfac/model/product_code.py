@@ -695,7 +695,7 @@ class Contraction(NamedTuple):
         x: permutation that brings the other operand into [rows.., I..], with I.. in the order of
             the matrix.
         output: permutation that brings the output into [rows.., O..].
-        rows: number of dimensions that number the rows.
+        rows: number of leading dimensions that index the rows.
         dims: number of dimensions of the operand that holds the matrix.
         stacked: whether the first dimension of the rows numbers the matrices of a stack.
     """

@@ -154,7 +154,7 @@ class RowSums:
             kept: bool, of the leading shape of the rows: whether each row counts.
             alive: bool scalar, whether any row counts.
             batch: the sum.
-            stride: number n; one row in n is taken.
+            stride: one of every ``stride`` rows is taken.
         """
         layer = call.layer
         layer_type = call.kind
@@ -220,7 +220,7 @@ class RowSums:
                 zero, the call has no rows.
             batch: the sum.
             scale: the loss scale, a number or a scalar on the device.
-            stride: number n; one row in n is taken.
+            stride: one of every ``stride`` rows is taken.
         """
         layer = call.layer
         layer_type = call.kind

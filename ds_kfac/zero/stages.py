@@ -322,8 +322,8 @@ class Stage3(ZeroLayout):
             self._chunks = [gradients[group][place] for group, place in self._places]
 
     def end(self) -> None:
-        """Zero the gradients. Otherwise DeepSpeed would step a parameter that the next step does
-        not use with the parameter's old gradient."""
+        """Zero the gradients. Otherwise, if the next step does not use a parameter, DeepSpeed would
+        step this parameter with its old gradient."""
         while self._chunks:
             self._chunks.pop().zero_()
 

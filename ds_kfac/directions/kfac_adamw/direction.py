@@ -323,7 +323,7 @@ class AdamDirection(Direction):
 
     def _whitening(self, step: GroupStep) -> Tensor | None:
         """Return the whitening S of a group's maps. S is the same whether or not rows are rotated.
-        Return None if the group has no eigenbases or does not rotate."""
+        Return None if the group has no eigenbases, or if gradients are not rotated."""
         rotation = step.group.rotation
         if rotation is None or not self.config.adam.rotate:
             return None
