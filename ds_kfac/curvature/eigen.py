@@ -5,7 +5,8 @@ torch cannot set the precision of a single fp32 matrix product, because its swit
 applies to the whole process. We set this switch for a few products and restore it afterwards, even
 if an error is raised.
 
-Shape suffixes: D a side's width, O and I the sides of a layer's matrix, n blocks of width b.
+Shape suffixes: D is the width of a side, O and I are the sides of a layer's matrix (outputs and
+inputs), and n is a number of blocks of width b.
 """
 
 import functools
@@ -22,34 +23,36 @@ from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.ops.functional import block_product
 
 GROUPED = frozenset({"cuda"})
-"""Device types on which matrices of one width are decomposed in one call, because a single small
-matrix does not keep the device busy."""
+"""Device types on which several matrices of equal width are decomposed in one call of the solver,
+because a single small matrix does not keep the device busy."""
 BATCHED_UP_TO = 512
-"""Width of the widest matrices that share a call. A single wider matrix keeps the device busy.
-According to pytorch issues 174674 and 175585, a batched call was 110 times as fast as single calls
-for 500 x [100, 100] in fp32, and 32 to 75 times as fast for b = 33..128 in fp64. We have not
-measured this."""
+"""Largest width of matrices that are decomposed together in one call. A wider matrix keeps the
+device busy alone. According to pytorch issues 174674 and 175585, a batched call was 110 times as
+fast as single calls for 500 matrices [100, 100] in fp32, and 32 to 75 times as fast for widths 33
+to 128 in fp64. We have not measured this."""
 BATCH_NUMEL = 1 << 26
-"""Largest number of elements in a batch (256 MB in fp32). The solver's workspace is a multiple of
-the batch."""
+"""Largest number of elements of the matrices in one call (256 MB in fp32). The solver needs a
+workspace of several times this size."""
 TOLERANCE = 1e-3
 """Largest relative residual with which a GPU's decomposition is accepted. This limit is well above
 fp32 rounding errors, and well below the residual of a wrong decomposition."""
 
 Place = tuple[int, int]
-"""(index of a request, index of a group of equal blocks in its factor)"""
+"""Where the blocks of a call come from: (index of the request, index of a group of equally wide
+blocks in the request's factor)."""
 BlockEigh = tuple[tuple[Tensor, Tensor] | None, int]
-"""((values [n, b], vectors [n, b, b]), number of failed attempts); None in place of the pair if all
-attempts failed."""
+"""Result of decomposing n blocks: ((values [n, b], vectors [n, b, b]), number of failed attempts).
+The first entry is None if all attempts failed."""
 
 
 @dataclass(frozen=True)
 class Eigenbasis:
-    """factor = Q diag(values) Q^T with an orthogonal, block-diagonal Q.
+    """The eigendecomposition of a factor: factor = Q diag(values) Q^T, where Q is orthogonal and
+    block-diagonal.
 
     Attributes:
-        vectors: fp32 [n, b, b] for each group of equal blocks, with eigenvectors in columns. Empty
-            for a diagonal factor, whose Q is I.
+        vectors: the blocks of Q, fp32 [n, b, b] for each group of equally wide blocks, with
+            eigenvectors in columns. Empty for a diagonal factor, whose Q is I.
         values: fp32 [D], ascending in each block. Negative values, which only rounding can produce
             in a second moment, are clamped to 0.
     """
@@ -67,9 +70,10 @@ class Eigenbasis:
 
 @dataclass(frozen=True)
 class LayerBasis:
-    """The eigenbasis of a layer's Fisher G kron A. The vectors of G act on the rows of dW, those of
-    A on its columns. :func:`ds_kfac.ops.functional.block_product` explains the blocks of layers
-    with groups."""
+    """The eigenbasis of a layer's Fisher G kron A. The eigenvectors of G act on the rows of the
+    gradient dW, and the eigenvectors of A act on its columns.
+    :func:`ds_kfac.ops.functional.block_product` explains the blocks of layers with several groups,
+    such as grouped convolutions."""
 
     G: Eigenbasis
     A: Eigenbasis
@@ -83,9 +87,12 @@ class LayerBasis:
         return block_product(self.G.vectors, x_OI, [vectors.mT for vectors in self.A.vectors])
 
     def squared(self) -> "LayerBasis":
-        """Return this basis with every entry of both Q squared. If second moments are diagonal in
-        this basis, the result's :meth:`restore` turns this diagonal into the diagonal of the same
-        moments in the layer's own coordinates."""
+        """Return this basis with every entry of Q_G and Q_A squared.
+
+        If x is the diagonal of second moments that are diagonal in this basis,
+        ``basis.squared().restore(x)`` is the diagonal of the same moments in the layer's own
+        coordinates.
+        """
 
         def squared(side: Eigenbasis) -> Eigenbasis:
             return Eigenbasis(tuple(v.square() for v in side.vectors), side.values)
@@ -102,13 +109,14 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Refreshed:
-    """Result of a refresh.
+    """Result of a refresh, which decomposes one factor anew.
 
     Attributes:
-        basis: the decomposition, of the type that the method in ``METHODS`` uses; None if all
-            attempts failed for some block.
-        how: "eigh", "iteration" (a step from the last eigenbasis), "cholesky" (an inverse),
-            "diagonal" (nothing to decompose: the side is diagonal or the identity), "failed".
+        basis: the new decomposition: an eigenbasis or a damped inverse, depending on the method in
+            ``METHODS``. None if all attempts failed for some block.
+        how: how it was computed: "eigh", "iteration" (a step from the last eigenbasis), "cholesky"
+            (an inverse), "diagonal" (there was nothing to decompose, because the side is diagonal
+            or the identity), or "failed".
         retries: number of failed attempts.
     """
 
@@ -119,14 +127,16 @@ class Refreshed:
 
 @dataclass(frozen=True)
 class Request:
-    """A usable factor to decompose.
+    """A factor to decompose, which must be :func:`~ds_kfac.curvature.factor.usable`.
 
     Attributes:
-        partner: the layer's other factor, if the method needs it (``curvature/methods.py``).
-        last: the last eigenbasis, from which a new one is iterated (``curvature/iteration.py``);
-            None: decompose by eigh.
-        alone: whether the factor must not be decomposed in a batch with other factors. This is so
-            if other ranks have copies of it, because rounding depends on the batch.
+        partner: the layer's other factor; None if the method does not need it
+            (``curvature/methods.py``).
+        last: the factor's last eigenbasis, from which one step of iteration computes the new one
+            (``curvature/iteration.py``). None: the factor is decomposed by eigh.
+        alone: whether the factor must be decomposed in a call of its own. This is so if other ranks
+            decompose copies of the factor, because rounding errors depend on the other matrices in
+            a call.
     """
 
     factor: KroneckerFactor
@@ -197,7 +207,12 @@ def joined(
     solved: Mapping[Place, BlockEigh],
     how: Literal["eigh", "iteration"],
 ) -> list[Refreshed]:
-    """Return one result for each request, made of the results of the request's blocks."""
+    """Combine the results of blocks into one result for each request.
+
+    Args:
+        solved: place of the blocks -> their decomposition.
+        how: how the blocks were decomposed.
+    """
     results: list[Refreshed] = []
     for index, request in enumerate(requests):
         side = request.factor.side
@@ -219,8 +234,8 @@ def joined(
 
 
 def _decompose_batch(parts: Sequence[Tensor]) -> list[BlockEigh]:
-    """Decompose blocks of one width, [n_i, b, b] each, in one call. Blocks for which the call fails
-    are decomposed once more by themselves."""
+    """Decompose parts [n_i, b, b] with blocks of equal width in one call. A part whose result is
+    not valid is decomposed again, in a call of its own."""
     blocks = torch.cat(list(parts))
     check = functools.partial(passes_residual_check, blocks)
     try:
@@ -246,9 +261,9 @@ def grouped(device: torch.device) -> bool:
 
 
 def decomposed(blocks: Tensor) -> BlockEigh:
-    """Decompose [n, b, b] by eigh, :func:`with_fallbacks`. The caller must have checked that the
-    blocks are finite, because LAPACK silently returns NaN for NaN, and cuSOLVER may or may not
-    raise an error."""
+    """Decompose blocks [n, b, b] by eigh, with the attempts of :func:`with_fallbacks`. The caller
+    must have checked that the blocks are finite, because LAPACK silently returns NaN for NaN, and
+    cuSOLVER may or may not raise an error."""
     return with_fallbacks(blocks, eigh, functools.partial(passes_residual_check, blocks))
 
 
@@ -306,7 +321,7 @@ def probe(blocks: Tensor) -> Tensor:
 
 def passes_residual_check(blocks: Tensor, values: Tensor, vectors: Tensor) -> Tensor:
     """Return for each block, bool [n], whether Q Q^T x = x and Q^T C x = diag(values) Q^T x for one
-    vector x (Freivalds' check).
+    vector x (Freivalds' check), where C is the block and Q its ``vectors``.
 
     On a GPU torch.linalg.eigh has returned vectors that are not orthogonal, without an error
     (pytorch issue 192483). The check takes O(b^2) elementwise operations. It uses no matrix
@@ -328,13 +343,13 @@ TF32_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True)
 class Precision:
-    """Precision of the products that precondition a gradient.
+    """Precision of the matrix products that precondition a gradient.
 
     Attributes:
         name: "highest" or "tf32".
         products: "ieee" (fp32), or "tf32", which rounds operands to 10 bits.
-        why: text for the report if the config left the choice to us, or if the requested precision
-            is not available here.
+        why: reason, for the report, if the config does not set the precision, or if the device does
+            not have the requested one.
     """
 
     name: str = "highest"
@@ -360,7 +375,7 @@ def choose(requested: str | None, device: torch.device) -> Precision:
     if requested is None:
         if has_tf32:
             return Precision("tf32", "tf32", why="chosen")
-        return Precision(why="chosen: no TF32 here")
+        return Precision(why="chosen, because this device has no TF32")
     if requested == "highest":
         return HIGHEST
     if has_tf32:
@@ -371,11 +386,11 @@ def choose(requested: str | None, device: torch.device) -> Precision:
 
 @contextmanager
 def fp32_products(how: Literal["ieee", "tf32"], device: torch.device) -> Iterator[None]:
-    """Run products of fp32 operands on a device as "ieee" (fp32) or "tf32", whatever the process
-    has set.
+    """Inside this context, compute products of fp32 operands on a device in "ieee" (fp32) or
+    "tf32", whatever the process has set.
 
-    If the process has set one precision for all backends, the precision of products is afterwards
-    set explicitly to that value.
+    If the process has set one precision for all backends, matrix products keep that precision after
+    the context, but as an explicit setting of their own.
     """
     switch = _switch(device.type)
     if switch.fp32_precision == how or (how == "ieee" and switch.fp32_precision == "none"):

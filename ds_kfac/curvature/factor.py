@@ -4,10 +4,11 @@ Every factor is block-diagonal with blocks of one width: the full side (dense), 
 (blocked), 1 (diagonal) or 0 (identity: nothing is stored). The lower triangles of the blocks follow
 each other in one flat fp32 tensor.
 
-With adaptive intervals a factor also keeps its last two values, because a factor that barely
-changes is captured and refreshed less often.
+With adaptive intervals a factor also keeps its last two values, which show how much it changes. A
+factor that barely changes is updated and refreshed less often.
 
-Shape suffixes: N rows, D the side's width, P its packed elements, n blocks of width b.
+Shape suffixes: N rows, D is the side's width, P is its number of packed elements, and n is a number
+of blocks of width b.
 """
 
 from collections.abc import Sequence
@@ -78,8 +79,8 @@ class Side:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, int], ...]:
-        """(n, b): number and width of the full blocks, then of a smaller last block if there is
-        one."""
+        """Pairs (number of blocks n, width b): one pair for the full blocks, and, if the last block
+        is smaller, a second pair for it."""
         if self.block == 0:
             return ()
         full, rest = divmod(self.dim, self.block)
@@ -110,7 +111,7 @@ class Side:
         bias: bool = False,
         scale: Tensor | float = 1.0,
     ) -> Tensor:
-        """Add ``scale`` times x^T x, inside the blocks, to a packed fp32 sum.
+        """Add ``scale`` times the blocks of x^T x to a packed fp32 sum.
 
         Args:
             x_ND: rows [N, D]; with ``bias`` [N, D - 1], or [N, D - n] for a side repeated n times.
@@ -245,7 +246,8 @@ def usable(factors: Sequence[KroneckerFactor]) -> Tensor:
     """Return for each factor, bool [n], whether it can be decomposed.
 
     A factor cannot be decomposed if it has no data, is zero, or is not finite. G is zero as long as
-    the layers above pass no gradient. If a factor is zero, its relative damping is zero, too.
+    the layers above pass no gradient. The inverse of a zero factor does not exist, because relative
+    damping would also be zero.
 
     Args:
         factors: at least one.
@@ -275,14 +277,14 @@ def update_(
     device: torch.device,
     tolerance: float | None = None,
 ) -> tuple[dict[int, Tensor], Tensor]:
-    """Average a reduced batch into each factor, in place, with one call per operation for all
-    factors.
+    """Average a batch, already summed over ranks, into each factor, in place. Each operation is one
+    call for all factors.
 
     Args:
         sums_P, counts, decays: see :func:`average_`; on ``device``.
         device: the device that computes. If an average is on another device, it is copied to this
             device and back.
-        tolerance: see :func:`compare_`; only read for factors with a history.
+        tolerance: see :func:`compare_`. It is not needed if no factor has a history.
 
     Returns two results, both on the device:
 
@@ -359,8 +361,8 @@ def excess(new: Tensor, usual: Tensor, updates: Tensor) -> Tensor:
     fp32 can hold. The batch then has no weight.
 
     Args:
-        new: fp32 [..], size of the batch. It is also infinite if a sum of finite values exceeds
-            fp32.
+        new: fp32 [..], size of the batch. It is infinite if the batch has infinite values, or if
+            the sum of finite values exceeds fp32.
         usual: fp32 [..], size of the running average.
         updates: fp32 [..], number of batches in the average.
     """
@@ -382,7 +384,8 @@ def compare_(
     Args:
         packed_P: fp32 [P] for each factor, on the device that computes.
 
-    Returns bool [n, 2]: whether each new value is similar to the last value, and to the one before.
+    Returns bool [n, 2]: whether each new value is similar to the last value, and whether it is
+    similar to the value before that.
 
     Source: Osawa et al. 2020 (arXiv:2002.06015), sec. 5.4.
     """

@@ -9,8 +9,8 @@ takes effect at the next refresh.
 Sources: Martens & Grosse 2015 (arXiv:1503.05671), sec. 6.3; Pauloski et al. 2021 (KAISA,
     arXiv:2107.01739).
 
-Shape suffixes: D a side's width, P its packed elements, O and I the sides of a layer's matrix, n
-blocks of width b.
+Shape suffixes: D is the width of a side, P is its number of packed elements, O and I are the sides
+of a layer's matrix, and n is a number of blocks of width b.
 """
 
 from collections.abc import Callable
@@ -39,14 +39,14 @@ FACTORED_DAMPING: dict[str, Callable[[float, Scalar, Scalar], Scalar]] = {
     "relative": lambda value, mean, partner: value**0.5 * mean,
 }
 """Kind of damping -> function that returns the number added to a factor's diagonal, from lambda and
-the mean diagonals of the factor and its partner. The number is pi sqrt(lambda) for A and
-sqrt(lambda) / pi for G. With "relative" damping, lambda is first multiplied by mean(A) mean(G), so
-the partner's mean cancels."""
+the mean diagonals of the factor and its partner (the layer's other factor). The number is pi
+sqrt(lambda) for A and sqrt(lambda) / pi for G. With "relative" damping, lambda is first multiplied
+by mean(A) mean(G), so the partner's mean cancels."""
 
 
 @dataclass(frozen=True)
 class DampedInverse:
-    """(factor + damping I)^-1.
+    """The inverse of a damped factor: (factor + damping I)^-1.
 
     Attributes:
         blocks: fp32 [n, b, b] for each group of equal blocks, exactly symmetric; empty for a
@@ -64,7 +64,7 @@ class DampedInverse:
         return self.blocks if self.diagonal is None else (self.diagonal,)
 
     def rounded(self, dtype: torch.dtype) -> "DampedInverse":
-        """Return this object unchanged, because an inverse travels in fp32, see :func:`packed`."""
+        """Return this object unchanged, because an inverse is sent in fp32, see :func:`packed`."""
         return self
 
 
@@ -72,7 +72,7 @@ def packed(inverse: DampedInverse) -> Tensor:
     """Return the lower triangles of all blocks, or the diagonal, as one flat fp32 tensor [P]. This
     is half the size of an eigenbasis.
 
-    The tensor always travels in fp32. Rounding to 16 bits could make small eigenvalues of the
+    The tensor is always sent in fp32. Rounding to 16 bits could make small eigenvalues of the
     inverse negative. These eigenvalues belong to the directions of largest curvature. fp16 would
     also overflow where a factor is small.
     """
@@ -88,7 +88,7 @@ def packed(inverse: DampedInverse) -> Tensor:
 
 
 def from_packed(side: Side, flat_P: Tensor) -> DampedInverse:
-    """Return the inverse that :func:`packed` has packed, exactly and as a copy."""
+    """Undo :func:`packed`. The result is exact, and shares no memory with ``flat_P``."""
     if side.block == 1:
         return DampedInverse(diagonal=flat_P.clone())
     blocks = []
@@ -100,8 +100,8 @@ def from_packed(side: Side, flat_P: Tensor) -> DampedInverse:
 
 @dataclass(frozen=True)
 class LayerInverse:
-    """The damped inverse of a layer's Fisher G kron A. The inverse of G acts on the rows of dW, the
-    inverse of A on its columns."""
+    """The damped inverse of a layer's Fisher G kron A. The inverse of G acts on the rows of the
+    gradient dW, and the inverse of A acts on its columns."""
 
     G: DampedInverse
     A: DampedInverse
@@ -123,8 +123,8 @@ class LayerInverse:
 
         Args:
             gradient_OI: fp32 [O, I], or [groups, O, I] for a layer in groups.
-            damping: the step's damping. It is only read if both sides are identities, because their
-                inverses do not include the damping.
+            damping: the step's damping. It is only read if both sides are identities. In all other
+                cases the inverses already include the damping.
         """
         if not (self.G._parts or self.A._parts):
             V = gradient_OI / (1 + damping**0.5) ** 2
@@ -137,8 +137,8 @@ class LayerInverse:
 def refresh_inverse(
     factor: KroneckerFactor, partner: KroneckerFactor | None, *, damping: float, damping_kind: str
 ) -> Refreshed:
-    """Invert a usable factor. Synchronises with the device once for each attempt at each group of
-    blocks.
+    """Invert a :func:`~ds_kfac.curvature.factor.usable` factor. Synchronises with the device once
+    for each attempt at each group of blocks.
 
     Args:
         factor: a factor whose side is dense, blocked or diagonal.
@@ -169,7 +169,7 @@ def refresh_inverse(
             return Refreshed(None, "failed", retries)
         inverses += inverted
     # The two triangles that cuSOLVER computes differ by rounding errors. Other ranks receive only
-    # one triangle, so this rank must also use that one.
+    # the lower triangle, so this rank must also use only the lower triangle.
     inverse = from_packed(side, packed(DampedInverse(tuple(inverses))))
     return Refreshed(inverse, "cholesky", retries)
 

@@ -15,11 +15,10 @@ factor and a triangular solve, which are batched over all sides of one width, wh
 the device idle. On a CPU, LAPACK's QR takes as long as eigh up to width 2,048
 (docs/notes/kernels.md), so CPUs use eigh.
 
-Cholesky-QR squares the condition number of Z, so three measures are needed. Directions in which C
-is smaller than rounding errors are not iterated, and their columns of Q stay as they are. The
-columns of Z are scaled to norm one, which does not change Q'. Cholesky-QR runs twice, the first
-time with a shift (Fukaya et al. 2020, arXiv:1809.11085). If a step fails its checks, eigh is used
-instead.
+Cholesky-QR squares the condition number of Z, so three measures are needed. Columns of Q along
+which C is smaller than rounding errors are not iterated, and stay as they are. The columns of Z are
+scaled to norm one, which does not change Q'. Cholesky-QR runs twice, the first time with a shift
+(Fukaya et al. 2020, arXiv:1809.11085). If a step fails its checks, eigh is used instead.
 
 Shape suffixes: n blocks of width b.
 """
@@ -48,15 +47,18 @@ FLOPS = 4 + 2 * (2 + 1 / 3 + 1)
 """FLOPs of a step, divided by b^3. A step computes C Q and C Q', and twice computes Z^T Z, its
 Cholesky factor and a triangular solve."""
 OFF = 0.5
-"""A step is accepted only if |off-diagonal of Q'^T C Q'| / |C| is at most this large."""
+"""A step is accepted only if |off-diagonal of Q'^T C Q'| / |C|, in Frobenius norms, is at most this
+large."""
 EPS = torch.finfo(torch.float32).eps
 
 
 def refresh_from_last(requests: Sequence[Request]) -> list[Refreshed]:
-    """Decompose factors like :func:`ds_kfac.curvature.eigen.refresh_all`, but by one step of the
-    iteration for each request on a GPU that has a last basis. If the step fails its checks, the
-    factor is decomposed by eigh, which counts as a retry. Synchronises one time more than
-    ``refresh_all``.
+    """Decompose factors by one step of the iteration, or by eigh.
+
+    A factor on a GPU whose request has a last basis takes a step of the iteration. If the step
+    fails its checks, the factor is decomposed by eigh, which counts as a retry. All other factors
+    are decomposed by eigh at once. Synchronises with the device once more than
+    :func:`ds_kfac.curvature.eigen.refresh_all`.
     """
     suited = [
         index
@@ -77,8 +79,8 @@ def orthogonal_iteration(C_nbb: Tensor, Q_nbb: Tensor) -> tuple[Tensor, Tensor, 
 
     Args:
         C_nbb: fp32, symmetric, finite; positive semidefinite up to rounding errors.
-        Q_nbb: fp32, the last eigenvectors in columns; orthogonal up to rounding errors, which may
-            be those of 16 bits.
+        Q_nbb: fp32, the last eigenvectors in columns; orthogonal up to rounding errors, possibly of
+            a 16-bit dtype.
 
     Returns values [n, b], ascending, at least 0; vectors [n, b, b]; and bool [n], whether the step
     passed its checks.
@@ -114,7 +116,7 @@ def orthogonal_iteration(C_nbb: Tensor, Q_nbb: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _shift(width: int) -> float:
-    """Return a shift just above the rounding error of a Gram matrix whose columns have norm one."""
+    """Return a shift just above the rounding error of the Gram matrix of columns with norm one."""
     return 4 * width**0.5 * EPS
 
 

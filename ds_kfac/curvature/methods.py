@@ -2,8 +2,8 @@
 ``METHODS``.
 
 A method defines how a factor is decomposed and at what cost, how the decomposition is sent, saved
-and loaded, and how a layer's two decompositions precondition its gradient. All other code uses this
-interface alone.
+and loaded, and how a layer's two decompositions precondition its gradient. All other code uses only
+this interface.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,9 +41,9 @@ class DecompositionPart:
 
     Attributes:
         kind: the tensor's name in byte counters and in files.
-        numel: function: side -> number of elements.
-        flat: function: decomposition -> the tensor.
-        halved: whether the tensor may travel in 16 bits.
+        numel: function that returns the tensor's number of elements for a given side.
+        flat: function that returns the tensor of a given decomposition.
+        halved: whether the tensor may be sent in 16 bits.
     """
 
     kind: str
@@ -59,12 +59,13 @@ class Method:
         words: name of the decompositions in reports, in the plural.
         solver: name of the solver in reports.
         solver_flops: FLOPs to decompose a dense side of width D, divided by D^3.
-        solver_seconds: name of the cost model's table with the solver's times in seconds.
+        solver_seconds: name of the table in the cost model that has the solver's times in seconds.
         step_flops: FLOPs of one iteration step from the last decomposition, divided by D^3. If 0,
             every refresh uses the solver. Otherwise, on a GPU, only the burn-in and one refresh in
             ``exact_every`` use the solver.
         product_flops: FLOPs to precondition a gradient [O, I], divided by O I (O + I).
-        passes: number of times that preconditioning reads or writes a whole gradient.
+        passes: number of times that preconditioning a gradient reads or writes a tensor of the
+            gradient's size.
         calls: number of kernels that are launched to precondition a gradient.
         parts: the tensors of a decomposition.
         rotates: whether gradients are rotated into an eigenbasis, in which moments can be kept.
@@ -119,8 +120,8 @@ class Method:
         raise NotImplementedError
 
     def of_layer(self, G: Any, A: Any) -> Any:
-        """Return the preconditioner of a layer, from its two decompositions. It is a
-        :class:`LayerBasis`, into which gradients are rotated, or an object that has a method
+        """Combine the decompositions of a layer's two factors into the layer's preconditioner. This
+        is a :class:`LayerBasis`, into which gradients are rotated, or an object that has a method
         ``precondition`` like :class:`LayerInverse`."""
         raise NotImplementedError
 
@@ -160,8 +161,8 @@ class _Eigen(Method):
 
 
 class _Iterated(_Eigen):
-    """Method "eigen" on a GPU, for a rule that keeps moments in the eigenbasis and rotates them
-    into each new one."""
+    """Method "eigen" on a GPU, for an update rule that keeps moments in the eigenbasis and rotates
+    them into each new eigenbasis."""
 
     solver = f"orthogonal iteration, every {EXACT_EVERY}th time and in the burn-in by eigh"
     step_flops = STEP_FLOPS

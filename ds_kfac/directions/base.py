@@ -32,10 +32,10 @@ class UpdateRule(ABC):
     Attributes:
         facts: descriptions and costs of the rule, for the report and the estimate. No step depends
             on them.
-        needs_basis: whether the rule steps in an eigenbasis. If so, attach raises an error for a
-            ``preconditioner.method`` that has no eigenbases.
-        blocks: blocks of the "kfac" config that only this rule reads.
-        fisher: value of the config's ``factor.fisher`` if the config does not set it.
+        needs_basis: whether the rule cannot compute steps without eigenbases. If so, attaching
+            K-FAC raises an error if ``preconditioner.method`` has no eigenbases.
+        blocks: names of the blocks of the "kfac" config that only this rule reads.
+        fisher: default of ``factor.fisher`` in the config.
         numbers: number of scalars per step that are summed over all ranks (``Outcome.numbers``).
         optimizer_type: name of the rule's own optimizer, as in ``"optimizer": {"type": ...}``.
             None: the rule changes gradients, and any optimizer steps with them.
@@ -70,8 +70,8 @@ class UpdateRule(ABC):
     # what the rule's steps need
 
     def moments(self, config: KFACConfig) -> type[Moments] | None:
-        """Return the class of the moments that gradient workers keep of a layer's gradients between
-        steps, or None if they keep no moments."""
+        """Return the class of the moments of a layer's gradients, which gradient workers (the ranks
+        that precondition the layer) keep between steps. None if they keep no moments."""
         return None
 
     def flags(self, config: KFACConfig) -> bool:
@@ -135,8 +135,7 @@ class UpdateRule(ABC):
         wrongly.
 
         Args:
-            layout: layout of the layers' gradients. It knows the parameter group of every
-                parameter.
+            layout: tells the index of every parameter's group (``layout.group_index``).
             other_params: trained parameters that belong to no layer.
         """
 
@@ -159,9 +158,9 @@ class UpdateRule(ABC):
         name = config.preconditioner.method
         if self.needs_basis and not METHODS[name].rotates:
             raise ValueError(
-                f'kfac.preconditioner.method "{name}" keeps no eigenbasis, but '
-                f'{self.optimizer_type or type(self).__name__} steps in one; use "eigen" or '
-                "another optimizer"
+                f'kfac.preconditioner.method "{name}" computes no eigenbasis, but '
+                f"{self.optimizer_type or type(self).__name__} needs one; set the method to "
+                '"eigen", or use another optimizer'
             )
         self.check(config)
         is_adaptive = "preconditioner" in self.blocks and adaptive(optimizer)

@@ -47,7 +47,7 @@ class Outcome:
             rule defines what a flag means. :meth:`Direction.finish` receives the flags of all
             ranks; None if it needs no flags.
         replaced: number of layers whose result was replaced by 0, because the gradient, the result,
-            or the norm by which DeepSpeed clips was not finite.
+            or the gradient norm that DeepSpeed uses for clipping was not finite.
         unused: number of layers whose gradient was exactly zero.
         limited: number of layers whose gradient was scaled down before it entered the running
             second moment.
@@ -66,8 +66,8 @@ class Outcome:
 class Direction:
     """Computes results from gradients, in two halves: :meth:`step` and :meth:`finish`.
 
-    Between the two halves the results are sent to the ranks that hold the gradients. The scalars of
-    :attr:`Outcome.numbers` travel in the same message and are summed over all ranks.
+    Between the two halves the results are sent to the ranks that hold the gradients. The same
+    message contains the scalars of :attr:`Outcome.numbers`, which are summed over all ranks.
 
     A subclass implements :meth:`layer`, which steps one layer. A subclass that steps several layers
     in one batch overrides :meth:`step` instead. :meth:`finish` is optional.
@@ -184,9 +184,9 @@ class Direction:
 
         Args:
             gradient: fp32 of ``layer.shape``, averaged, unscaled and clipped by DeepSpeed.
-            basis: eigenbasis, which rotates matrices into the basis and back. If the rule does not
-                set ``needs_basis`` and ``preconditioner.method`` has no eigenbases, this is what
-                ``Method.of_layer`` returns.
+            basis: the layer's eigenbasis, whose methods rotate matrices into it and back. If
+                ``preconditioner.method`` has no eigenbases, which only rules with ``needs_basis``
+                False allow, this is the object that ``Method.of_layer`` returns.
             moments: the layer's moments, of the class that :meth:`UpdateRule.moments` returns.
 
         Returns ``(result, new moments)``. The result is fp32 of the gradient's shape, and the

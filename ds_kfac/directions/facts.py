@@ -19,9 +19,9 @@ class RuleFacts:
     ``UpdateRule.facts`` to an object of a subclass.
 
     Attributes:
-        without_curvature: text on what happens to a layer that has no factors yet.
-        passes: number of times that a gradient worker reads or writes a whole gradient in a step,
-            without those of preconditioning.
+        without_curvature: text for messages: what happens to a layer that has no curvature.
+        passes: number of times that a gradient worker (a rank that preconditions the layer) reads
+            or writes a tensor of the gradient's size in a step, not counting the preconditioning.
     """
 
     without_curvature = "a layer keeps its raw gradient"
@@ -60,8 +60,8 @@ class RuleFacts:
     # learning rates
 
     def ratio(self, ds_config: Mapping[str, Any]) -> float:
-        """Return the argument ``ratio`` of :meth:`rates` for a DeepSpeed config. The optimizer has
-        the same number as its attribute ``adam_ratio``."""
+        """Return the argument ``ratio`` of :meth:`rates` for a DeepSpeed config. It equals the
+        optimizer's attribute ``adam_ratio``."""
         return 1.0
 
     def rates(self, plan: Plan, ratio: float) -> dict[str, float]:
@@ -76,7 +76,7 @@ class RuleFacts:
     # costs
 
     def flops(self, config: KFACConfig, layer: LayerSpec, *, half: bool = False) -> int:
-        """Return the FLOPs of a layer's step on a gradient worker, without those of
+        """Return the FLOPs of a layer's step on a gradient worker, not counting the
         preconditioning.
 
         Args:
@@ -104,7 +104,7 @@ class RuleFacts:
             groups: the worker's layers. Layers of one shape that are stepped in one batch form a
                 group.
         """
-        copies = 4  # the gradient in fp32, rotated, half rotated back, and rotated back
+        copies = 4  # fp32 gradient; rotated gradient; half rotated back; rotated back
         return [
             (group, 4 * copies * sum(layer.numel for layer in group)) for group in in_order(groups)
         ]

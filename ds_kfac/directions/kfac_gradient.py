@@ -7,6 +7,8 @@ scaled by kl-clip:
     V = Q_G [(Q_G^T dW Q_A) / (e + lambda)] Q_A^T,   e = beta alpha^T, or EKFAC's second moment
     dW <- nu V,   nu = min(1, sqrt(kl_clip / (lr^2 sum <V, dW>)))
 
+Here beta and alpha are the eigenvalues of G and A, and lambda is the damping.
+
 Shape suffixes: O and I are a layer's sides. nOI stands for [n, O, I], the matrices of the layers of
 a group.
 """
@@ -333,15 +335,15 @@ def precondition(
 
         V = Q_G [ (Q_G^T gradient Q_A) / (e + lambda) ] Q_A^T
 
-    No inverse is computed. The result is linear in the gradient, so gradients may have a loss
-    scale, which the result then has, too. Cost: 4 O I (O + I) FLOPs. Source: Grosse & Martens 2016
+    No inverse is computed. The result is linear in the gradient: if the gradients are multiplied by
+    a loss scale, so is the result. Cost: 4 O I (O + I) FLOPs. Source: Grosse & Martens 2016
     (arXiv:1602.01407) app. A; inverse-free as in Pauloski et al. 2020 (2007.00784).
 
     Args:
         gradient_nOI: fp32 [n, O, I], with the bias gradient as last column if the layer has one.
         rotation: the eigenbases of the n matrices.
-        damping_kind: "tikhonov": ``damping`` is lambda, in units of the Fisher; "relative": it is a
-            multiple of the layer's mean eigenvalue.
+        damping_kind: "tikhonov": ``damping`` is lambda, in units of the Fisher. "relative": lambda
+            is ``damping`` times the layer's mean eigenvalue.
 
     Returns V [n, O, I], and <V, gradient> [n]. The inner product is computed in the eigenbasis,
     where it has the same value.
@@ -372,8 +374,8 @@ def precondition_corrected(
     damping: float | Tensor,
     damping_kind: str = "tikhonov",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Precondition gradients as in :func:`precondition`, but with the running second moment of the
-    rotated gradient as e. The moment is updated with this gradient first.
+    """Precondition gradients as in :func:`precondition`, but e is the running second moment of the
+    rotated gradient. Before it is used, this moment is updated with the new gradient.
 
     Args:
         norm_n: fp32 [n], norms of the gradients.

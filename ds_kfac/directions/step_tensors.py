@@ -1,7 +1,8 @@
 """Sources of the gradients of a step, and destinations of its results.
 
-There are two cases. :class:`StepTensors` uses the tensors of the exchange. :class:`RecordedTensors`
-uses the same memory in every step, which a recorded step (``ds_kfac/update/recorded.py``) needs.
+There are two cases. :class:`StepTensors` uses the tensors of the gradient exchange
+(``ds_kfac/zero/exchange.py``). :class:`RecordedTensors` uses the same memory in every step, which a
+step that is recorded as a CUDA graph (``ds_kfac/update/recorded.py``) needs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -101,8 +102,8 @@ class RecordedTensors:
 
 
 class RecordedStep(Recorded[T]):
-    """Executes the steps of these groups. As soon as steps repeat, a step is recorded as a CUDA
-    graph and replayed.
+    """Executes the steps of these groups. Once a few successive steps had the same tensors and
+    settings, the step is recorded as a CUDA graph, and later steps replay it.
 
     Args:
         inputs: name -> memory from which the recording reads a number or vector that changes from
@@ -134,7 +135,7 @@ class RecordedStep(Recorded[T]):
             compute: function that changes state in place and passes the result of each group to
                 ``tensors.put``. It must decide nothing on the host, because a recording does not
                 run the host's code.
-            inputs: name -> value in this step, for names of the constructor's ``inputs``. None
+            inputs: name of an entry of the constructor's ``inputs`` -> its value in this step. None
                 counts as 0, so that steps with and without the value have the same recording.
             values: settings on which ``compute`` depends. If they change, the step is recorded
                 again.

@@ -1,5 +1,6 @@
-"""Assemble the :class:`Job` of an engine: find the engine's domains, and make the layers, the plan
-and the preconditioner of each domain."""
+"""Assemble the :class:`Job` of an engine: find the engine's domains (groups of ranks with the
+parameters that they train, see ``zero/registry.py``), and make the layers, the plan and the
+preconditioner of each domain."""
 
 import os
 from collections.abc import Sequence
@@ -37,12 +38,12 @@ from ds_kfac.zero.shards import held_by_layer, parameter_names, parts_of
 def assembled(
     engine: Any, config: KFACConfig, answers: tuple[str, ...], rule: UpdateRule
 ) -> tuple[Job, Scan]:
-    """Return the self-tested job of an engine, and the scan of its model.
-
-    Collective.
+    """Make an engine's job and run its self-test. Returns the job, and the scan of the engine's
+    model. Collective.
 
     Raises:
-        ValueError: on every rank, if there is nothing to precondition or no plan fits.
+        ValueError: on every rank, if no layer can be preconditioned, or if no plan can be made, for
+            example because K-FAC would need more memory than the config allows.
         RuntimeError: on every rank, if the self-test fails.
     """
     optimized = [param for group in parameter_groups(engine.optimizer) for param in group]
@@ -92,8 +93,9 @@ def _choose_backend(engine: Any, config: KFACConfig) -> None:
     """Build and check the backends of operations.
 
     If the config names a backend that cannot run on some rank, all ranks raise an error. If the
-    config names none, no rank uses a backend that cannot run, or an op that computes wrongly, on
-    some rank. Otherwise replicas would round differently and drift apart.
+    config names no backend, all ranks avoid every backend that cannot run on some rank, and every
+    op that computes wrongly on some rank. If ranks used different backends, their copies of a
+    weight would be rounded differently and drift apart.
     """
     name = config.ops.backend
     device = torch.device(engine.device).type
@@ -113,7 +115,8 @@ def _choose_backend(engine: Any, config: KFACConfig) -> None:
 def _engine_view(
     engine: Any, domain: Domain, layers: tuple[LayerSpec, ...], rule: UpdateRule, seam: Seam
 ) -> EngineView:
-    """Return the view of one domain: its layers, and where the engine keeps their gradients."""
+    """Return what a preconditioner must know about one domain: its layers, and where the engine
+    keeps their gradients."""
     named = dict(engine.module.named_parameters())
     ours = [named[name] for name in parameter_names(layers)]
     our_ids = {id(parameter) for parameter in ours}
@@ -148,7 +151,7 @@ def _head_shapes(engine: Any) -> set[tuple[int, int]] | None:
     """Return the weight shapes that identify this rank's last layer as a language model's head.
     None means the shapes of this rank's embeddings.
 
-    In a pipeline the embeddings are in the first stage and the head is in the last one. The last
+    In a pipeline the embeddings are in the first stage, and the head is in the last stage. The last
     layer of any other stage is not a head, even if it has the shape of an embedding. Collective in
     a pipeline.
     """
@@ -239,15 +242,16 @@ def _check_copies(views: Sequence[EngineView], plans: Sequence[Plan]) -> None:
     """Raise ValueError on every rank if tensor-parallel ranks would step their copies of a layer
     differently. Collective under tensor parallelism.
 
-    The copies of a layer have different owners in different plans, so the result for a copy must
-    not depend on its owner. Three rules ensure this: a copy uses the rows of all ranks, is rounded
-    as if it were sent to another rank (``comm/reduce.py``, ``step/messages.py``,
-    ``zero/exchange.py``), and follows the schedule without an offset. Results would still differ if
-    messages had different dtypes, so this function compares the dtypes.
+    Each tensor-parallel rank has a plan of its own, in which another rank may compute the result
+    for a copied layer. So the result must not depend on which rank computes it. Three rules ensure
+    this. The copy uses the rows of all ranks. It is rounded as if it were sent to another rank
+    (``comm/reduce.py``, ``step/messages.py``, ``zero/exchange.py``). It follows the schedule
+    without an offset. Results would still differ if the plans' messages had different dtypes, so
+    this function compares the dtypes.
     """
     if views[0].domain.shard[1] > 1 and len(set(gathered(str(plans[0].wire)))) > 1:
         raise ValueError(
             "ds_kfac: the tensor-parallel ranks' shards differ so much in size that their plans "
-            "send messages in different dtypes, and the copies of a layer would drift apart; set "
-            '"dtype" in kfac.communication'
+            "send messages in different dtypes. If several ranks have a copy of a layer, their "
+            "copies would become different. Set kfac.communication.dtype"
         )

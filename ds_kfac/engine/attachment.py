@@ -2,10 +2,11 @@
 changed; no class is patched.
 
 - :class:`ds_kfac.zero.seam.Seam` watches the step of the engine's optimizer.
-- ``backward`` is wrapped to announce the engine's own backward passes.
-- ``forward`` is wrapped to run captured steps without torch.compile. If torch traced a hook, the
-  graph would break inside a loop of torch's own code, and torch would then leave the module
-  uncompiled for good. All other steps run the same graphs as without K-FAC.
+- ``backward`` is wrapped to tell the hooks which backward passes are the engine's own.
+- ``forward`` is wrapped to run captured steps (those in which hooks collect statistics) without
+  torch.compile. If torch traced a hook, the graph would break inside a loop of torch's own code,
+  and torch would then leave the module uncompiled for good. All other steps run the same graphs as
+  without K-FAC.
 - ``step`` is wrapped to drop captured data if an error occurs before the optimizer's step.
 - ``save_checkpoint`` and ``load_checkpoint`` are wrapped to save and load our state, and
   ``destroy`` to detach.
@@ -52,27 +53,27 @@ _ATTACHED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]]" = (
 )
 NEW = (
     "K-FAC does not step some parameters, because they were frozen or not in the model at attach. "
-    "DeepSpeed steps them only at stage 0 in fp32, and a parameter that was not in the model only "
-    "if you also add it to the optimizer. Add parameters before deepspeed.initialize, and freeze "
-    "them after it (docs/howto/frameworks.md). The parameters: "
+    "DeepSpeed steps such parameters only at stage 0 in fp32. A parameter that was not in the "
+    "model must also be added to the optimizer. Add parameters before deepspeed.initialize, and "
+    "freeze parameters after it (docs/howto/frameworks.md). The parameters: "
 )
 BY_HAND = (
-    "optimizer.load_state_dict loads nothing of K-FAC's state, which stays as it is; "
-    "engine.load_checkpoint loads the states of the optimizer and of K-FAC"
+    "optimizer.load_state_dict does not load K-FAC's state, which stays as it is; "
+    "engine.load_checkpoint loads the optimizer's state and K-FAC's state"
 )
 BROKEN = (
-    "the step raised an error, so some parameters, moments and factors are changed and the others "
-    "are not, as with any optimizer: load a checkpoint before you train on"
+    "the step raised an error, so it may have changed only some of the parameters, moments and "
+    "factors, as with any optimizer: load a checkpoint before you continue"
 )
 OUTSIDE = "gradients of other backwards"
 """Key in ``Attachment._warned`` of the warning about backward passes outside of the engine."""
 HANDLE = "kfac"
-"""Name under which an engine carries its :class:`Attachment`."""
+"""Name of the engine's attribute that holds the :class:`Attachment`."""
 
 
 def attached(model: Any) -> "Attachment | None":
-    """Return the attachment to a model's engine, or None. For code that has only the model, such as
-    callbacks."""
+    """Return the attachment to a model's engine, or None. This is for code that has only the model,
+    such as callbacks."""
     reference = _ATTACHED.get(model) if isinstance(model, nn.Module) else None
     found = reference() if reference else None
     return found if found and found._active else None
@@ -87,7 +88,8 @@ class Attachment:
             by the value that was chosen for it.
         report: text that describes what was attached. The config key ``report`` decides how much of
             it is printed.
-        sampling: samples the Monte-Carlo Fisher; None if the config asks for another Fisher.
+        sampling: draws the labels of the Monte-Carlo Fisher; None if the config asks for another
+            Fisher.
         by_hand: whether a call of the optimizer's ``load_state_dict`` comes from the user's program
             and not from ``engine.load_checkpoint``.
     """
@@ -152,8 +154,9 @@ class Attachment:
         """Warn when a program calls the optimizer's ``load_state_dict``, which does not load
         K-FAC's state.
 
-        An optimizer inside the optimizer is hooked, too, because timm's Lookahead supports no hooks
-        itself. A module inside the optimizer is not hooked, because its hooks have other arguments.
+        An optimizer inside the optimizer is also hooked, because timm's Lookahead itself supports
+        no hooks. A module inside the optimizer is not hooked, because its hooks have other
+        arguments.
         """
 
         def hook(optimizer: Any) -> None:
@@ -183,7 +186,8 @@ class Attachment:
 
     @property
     def preconditioner(self) -> KFACPreconditioner:
-        """The preconditioner of the dense layers. Without experts it is the only one."""
+        """The preconditioner of the dense layers, which is the only preconditioner in a model
+        without experts."""
         return self.job.preconditioners[0]
 
     @property
@@ -196,11 +200,11 @@ class Attachment:
         return {**counters(self.job), **health(self.job), **self._constants()}
 
     def explain(self, layer: str | None = None) -> str:
-        """Describe a layer's state: the updates of its factors, the basis in use or the reason why
-        there is none, the steps at which the next update and refresh are due, and the ranks that do
-        them.
+        """Describe a layer's state: the updates of its factors; the eigenbasis in use, or the
+        reason why there is no eigenbasis; the steps of the next update and refresh; and the ranks
+        that compute these.
 
-        Call it between steps. It is local, so one rank alone may call it.
+        Call this method between steps. It is local, so a single rank may call it.
 
         Args:
             layer: the layer's name; None for a table of this rank's layers.
@@ -211,16 +215,17 @@ class Attachment:
         return explain(self.job, self._found, layer)
 
     def log_line(self) -> dict[str, float]:
-        """Return numbers for a framework's logs, under the names that the monitor uses. Empty with
-        ``"report": "none"``. Synchronises with the device."""
+        """Return numbers for a framework's logs, under the names that DeepSpeed's monitor uses. The
+        result is empty if the config has ``"report": "none"``. Synchronises with the device."""
         if self._reports:
             return {PREFIX + name: value for name, value in selected(self.job).items()}
         return {}
 
     def log_constants(self) -> dict[str, float]:
-        """Return numbers for the first line of a framework's logs. They are the fractions of the
-        trained matrix parameters in K-FAC's layers and in layers with curvature, and learning rates
-        relative to the optimizer's. Empty with ``"report": "none"``."""
+        """Return numbers for the first line of a framework's logs: the fraction of the trained
+        matrix parameters that is in K-FAC's layers, the fraction in layers with curvature, and
+        learning rates as multiples of the optimizer's. The result is empty if the config has
+        ``"report": "none"``."""
         if self._reports:
             return {PREFIX + name: value for name, value in self._constants().items()}
         return {}
@@ -258,21 +263,23 @@ class Attachment:
         self._sampling().sampler = function
 
     def sample(self, loss: torch.Tensor) -> None:
-        """Sample the gradients of the Monte-Carlo Fisher. A program that calls ``loss.backward()``
-        instead of ``engine.backward(loss)`` must call this method just before that call."""
+        """Draw labels, and compute the gradients for the Monte-Carlo Fisher. A program that calls
+        ``loss.backward()`` instead of ``engine.backward(loss)`` must call this method just before
+        that call."""
         self._sampling().sample(loss)
 
     def _sampling(self) -> LossSampling:
         if self.sampling is None:
             raise ValueError(
-                'ds_kfac: the Fisher of this config draws no labels; set "fisher": "monte_carlo" '
-                "in kfac.factor"
+                "ds_kfac: with this config K-FAC draws no labels, so there is nothing to sample; "
+                'set "fisher": "monte_carlo" in kfac.factor'
             )
         return self.sampling
 
     def export(self, path: str | os.PathLike) -> Path:
         """Write the running factors and the eigenbases in use to a folder, for
-        :class:`ds_kfac.Factors` and ``python -m ds_kfac convert``. Collective, between steps.
+        :class:`ds_kfac.Factors` and ``python -m ds_kfac convert``. Collective; call this method
+        between steps.
 
         Raises:
             FactorsError: on every rank, if the folder could not be written or no step has been
@@ -282,9 +289,10 @@ class Attachment:
 
     def begin_from(self, path: str | os.PathLike) -> None:
         """Load factors from a folder that :func:`ds_kfac.fit` or :meth:`export` has written, and
-        decompose them. K-FAC then begins with them instead of factors of the first batches.
+        decompose them. K-FAC then begins with these factors, not with factors of the first batches.
 
-        Collective. Call it between steps: before the first step, or after a move from AdamW.
+        Collective. Call this method between steps: before the first step, or after a move from
+        AdamW.
 
         Raises:
             FactorsError: on every rank, if the factors do not fit the model and config. Nothing
@@ -295,8 +303,8 @@ class Attachment:
     def detach(self) -> None:
         """Restore the engine: remove hooks, wrappers and our process group. May be called twice.
 
-        Call it between steps. It is local, so it does not wait for a rank that has failed.
-        ``engine.destroy()`` calls it.
+        Call this method between steps. It is local, so it does not wait for a rank that has failed.
+        ``engine.destroy()`` also calls it.
         """
         if not self._active:
             return
@@ -378,7 +386,7 @@ class Attachment:
         optimizer's state are inconsistent, and the user is warned."""
         self.job.drop_step()
         for kfac in self.job.preconditioners:
-            # otherwise ZeRO would add the gradients of the next backward pass to those left here
+            # otherwise ZeRO would add the next backward pass's gradients to the gradients left here
             kfac.layout.clear()
         if begun and BROKEN not in self._warned:
             self._warned.add(BROKEN)
@@ -409,7 +417,8 @@ class Attachment:
             self._warned.add(OUTSIDE)
             logger.warning(
                 f"ds_kfac: rank {self.engine.global_rank}: gradients reached {outside} calls of "
-                "layers, but none in this engine's own backward, so the factors were not updated. "
+                "layers, but none of them in this engine's own backward pass, so the factors were "
+                "not updated. "
                 "Call backward(loss) of the engine whose model computed the loss"
             )
 
@@ -433,7 +442,7 @@ class Attachment:
             texts.append(
                 "the captured rows of these layers do not make up their gradients, and until "
                 f"they do, {kfacs[0].rule.facts.without_curvature}: {layers}. Now "
-                f"{left:.0%} of the trained matrix parameters have curvature, not "
+                f"{left:.0%} of the trained matrix parameters have curvature, instead of "
                 f"{self._share.curved_fraction:.0%} (docs/explanation/capture.md)"
             )
         for text in texts:

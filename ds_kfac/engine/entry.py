@@ -2,8 +2,8 @@
 ``enable`` is for frameworks that call ``deepspeed.initialize`` themselves, and ``attach`` takes an
 existing engine.
 
-All of them attach a :class:`Job`, which has one preconditioner for each of the engine's domains. A
-preconditioner has layers and a plan.
+All of them attach a :class:`Job`. It has one preconditioner, with layers and a plan, for each of
+the engine's domains (``zero/registry.py``).
 """
 
 import base64
@@ -53,11 +53,11 @@ _plain_initialize: Callable[..., tuple] = deepspeed.initialize
 """DeepSpeed's own function. Our function replaces it when ds_kfac is imported. Until :func:`enable`
 is called, our function only warns."""
 _enabled: bool | None = None
-"""Set by :func:`enable` and :func:`disable`. None if neither was called; then the environment
-variable ``DS_KFAC`` decides."""
+"""Whether :func:`enable` or :func:`disable` was called last. None if neither was called; in this
+case the environment variable ``DS_KFAC`` decides."""
 _unattached: str | None = (
-    "deepspeed.initialize was never called, and K-FAC works only in engines that it makes. Give "
-    "the launcher or the trainer a DeepSpeed config"
+    "deepspeed.initialize was never called, and K-FAC works only in engines that this function "
+    "makes. Give the launcher or the trainer a DeepSpeed config"
 )
 """The reason why no engine has K-FAC so far. None once an engine has it, or once a config said
 ``"enabled": false``."""
@@ -80,10 +80,10 @@ NO_ENGINE = (
     "the argument must be the engine that deepspeed.initialize returns. If you have only a model, "
     "call ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=..)"
 )
-ATTACHED = "ds_kfac: attached already: this call of ds_kfac.attach changes nothing"
+ATTACHED = "ds_kfac: this engine already has K-FAC, so this call of ds_kfac.attach changes nothing"
 FROZEN = (
-    "ds_kfac: all parameters are frozen: unfreeze what is to be trained, or use ZeRO stage 0 or 3 "
-    "to evaluate"
+    "ds_kfac: all parameters are frozen: unfreeze the parameters to be trained, or, if you only "
+    "want to evaluate, use ZeRO stage 0 or 3"
 )
 NOT_NAMED = (
     'the DeepSpeed config does not name K-FAC. Set the optimizer to {"type": "KFACAdamW"}, or add '
@@ -110,13 +110,13 @@ def initialize(
     ``deepspeed.initialize`` with the same arguments and the same result.
 
     K-FAC is attached if the config has a "kfac" block or the optimizer is KFACAdamW. An engine
-    without an optimizer, such as that of a reference model or an evaluation, is left unchanged, and
-    a line in the log says so. If no launcher has started the process, for example in a notebook,
-    the process becomes a job of one rank.
+    without an optimizer, such as the engine of a reference model, is left unchanged, and a line in
+    the log says so. If no launcher has started the process, for example in a notebook, the process
+    becomes a job of one rank.
 
     Args:
-        args: command-line arguments; their ``deepspeed_config`` is the config if ``config`` is not
-            given.
+        args: namespace of command-line arguments. Its ``deepspeed_config`` is used if ``config`` is
+            not given.
         model: the model to train.
         optimizer: an optimizer object, such as :class:`ds_kfac.KFACAdamW`; None: the config's
             optimizer.
@@ -127,8 +127,8 @@ def initialize(
     Returns engine, optimizer, data loader and scheduler. The last two may be None.
 
     Raises:
-        ValueError: there is no model, the block is wrong, or K-FAC refuses the engine's mode. The
-            error comes before any training.
+        ValueError: there is no model, the "kfac" block is wrong, or K-FAC refuses the engine's
+            mode. The error is raised before any training.
     """
     given = {name: value for name, value in locals().items() if value is not None}
     return _initialized(inspect.signature(_plain_initialize).bind(**given), wanted=True)
@@ -204,8 +204,8 @@ def _prepare(
 def _refuse_config(source: Mapping[str, Any], rule: UpdateRule, config: KFACConfig) -> None:
     """Raise ValueError if the DeepSpeed config alone shows that K-FAC refuses the engine.
 
-    :func:`attach` would refuse it, too, but only after DeepSpeed has built the engine, which may
-    compile for minutes.
+    :func:`attach` would also refuse the engine, but only after DeepSpeed has built it, which may
+    take minutes of compilation.
     """
     optimizer = str((source.get("optimizer") or {}).get("type") or "")
     if not optimizer:  # an engine that trains nothing is left as it is
@@ -296,18 +296,18 @@ def asked_for(word: str) -> bool:
     neither in YES nor in NO."""
     if word.strip().lower() not in (*YES, *NO):
         raise ValueError(
-            f"DS_KFAC: got {word!r}; must be one of {', '.join(YES)} to switch K-FAC on, or of "
-            f"{', '.join(filter(None, NO))} to leave it off"
+            f"DS_KFAC: got {word!r}; must be one of {', '.join(YES)} to switch K-FAC on, or one of "
+            f"{', '.join(filter(None, NO))} to leave K-FAC off"
         )
     return word.strip().lower() in YES
 
 
 def enable() -> None:
-    """Make ``deepspeed.initialize`` attach K-FAC. For frameworks that call this function themselves
-    (HF Trainer, Accelerate, Lightning).
+    """Make ``deepspeed.initialize`` attach K-FAC. This is for frameworks that call
+    ``deepspeed.initialize`` themselves (HF Trainer, Accelerate, Lightning).
 
-    Call it before you build the trainer. Further calls change nothing, and :func:`disable` undoes
-    it. If no engine gets K-FAC, rank 0 says so when the program ends.
+    Call ``enable`` before you build the trainer. Further calls change nothing. :func:`disable`
+    undoes the call. If no engine gets K-FAC, rank 0 prints a message when the program ends.
     """
     global _enabled
     warn_of_compilation()
@@ -338,19 +338,21 @@ deepspeed.initialize = _our_initialize
 
 
 def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) -> Attachment | None:
-    """Precondition the gradients of an existing engine. Collective: call on every rank.
+    """Precondition the gradients of an existing engine. Collective: call this function on every
+    rank.
 
     Args:
         engine: a DeepSpeedEngine that has not started a step.
-        config: the "kfac" block; None takes it from the engine's config.
+        config: the "kfac" block; None: the "kfac" block of the engine's config.
 
     Returns the attachment, which is also ``engine.kfac``. If the engine already has an attachment,
-    that one is returned. None if the block says ``"enabled": false``.
+    returns the existing attachment. Returns None if the block has ``"enabled": false``.
 
     Raises:
-        ValueError: ``engine`` is not an engine, there is no block, the block is wrong or differs
-            between ranks, K-FAC refuses the engine's mode, or there is no layer to precondition.
-        RuntimeError: the self-test did not find gradients where it expected them.
+        ValueError: ``engine`` is not an engine, there is no "kfac" block, the block is wrong or
+            differs between ranks, K-FAC refuses the engine's mode, or there is no layer to
+            precondition.
+        RuntimeError: the self-test did not find DeepSpeed's gradients where it expected them.
     """
     global _unattached
     if not isinstance(engine, DeepSpeedEngine):
@@ -362,14 +364,14 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
     config = find_block(engine.config) if config is None else config
     if config is None:
         raise ValueError(
-            'ds_kfac.attach: the engine\'s DeepSpeed config has no "kfac" block; add it or pass '
-            "it as config="
+            'ds_kfac.attach: the engine\'s DeepSpeed config has no "kfac" block; add this block, '
+            "or pass it as config="
         )
     given = config if isinstance(config, KFACConfig) else parse(config)
     if isinstance(attached, Attachment):
         if given != attached.given:
             raise ValueError(
-                "ds_kfac.attach: this engine has K-FAC with another config; call "
+                "ds_kfac.attach: this engine already has K-FAC with another config; call "
                 "engine.kfac.detach() first"
             )
         say(ATTACHED)
@@ -392,8 +394,8 @@ def _rule_of(engine: Any) -> UpdateRule:
 
 
 def _config_source(arguments: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the DeepSpeed config as DeepSpeed will read it, from a dict, a file or base64. None if
-    the config is none of these."""
+    """Return the DeepSpeed config as DeepSpeed will read it. Return None if the config is not a
+    dict, a file or base64."""
     source = arguments.get("config") or arguments.get("config_params")
     source = source or getattr(arguments.get("args"), "deepspeed_config", None)
     if isinstance(source, (str, os.PathLike)) and os.path.isfile(source):

@@ -1,10 +1,10 @@
 """Monte-Carlo Fisher: statistics from a loss on labels that are drawn from the model's own
 prediction (Kunstner et al. 2019, arXiv:1905.12558).
 
-In a captured step, a backward pass of this sampled loss runs through the same graph before each
-backward pass of the true loss. The extra pass computes only the gradients of layer outputs.
-DeepSpeed does not notice it, and the user's backward pass gives bitwise the same gradients as
-without it.
+In a captured step (one that collects statistics), a backward pass of this sampled loss runs through
+the same graph before each backward pass of the true loss. The extra pass computes only the
+gradients of layer outputs. DeepSpeed does not notice it, and the user's backward pass gives bitwise
+the same gradients as without it.
 
 The extra pass uses ``autograd.grad`` with inputs, which runs no AccumulateGrad, so ZeRO's gradient
 hooks do not fire. The hooks that ``engine.forward`` puts on its outputs would fire, so they are
@@ -28,14 +28,14 @@ from ds_kfac.model.masks import Forward
 from ds_kfac.model.sampled_loss import SAMPLERS, Sampler, prediction_tensor
 from ds_kfac.step.preconditioner import KFACPreconditioner
 
-_WHAT = 'kfac.factor.fisher "monte_carlo" needs a second backward through the graph'
+_WHAT = 'kfac.factor.fisher "monte_carlo" needs a second backward pass through the graph'
 _CHECKPOINTING = (
-    f"{_WHAT}, which this activation checkpointing refuses; use torch's with use_reentrant=False "
-    "(neither torch's reentrant mode nor deepspeed.checkpointing works)"
+    f"{_WHAT}, which this activation checkpointing refuses; use torch.utils.checkpoint with "
+    "use_reentrant=False (deepspeed.checkpointing and torch's reentrant mode do not work)"
 )
 _DONATED = (
-    f"{_WHAT}, but a compiled graph reuses its buffers in the first backward; set "
-    "torch._functorch.config.donated_buffer = False before the first forward"
+    f"{_WHAT}, but a compiled graph overwrites its buffers in the first backward pass; set "
+    "torch._functorch.config.donated_buffer = False before the first forward pass"
 )
 SEED = 0x5EED
 
@@ -54,8 +54,8 @@ def graph(root: Node | None) -> Iterator[Node]:
 
 
 class LossSampling:
-    """Keeps the prediction of each forward pass until its backward pass, and gives the capture the
-    gradients of a sampled loss.
+    """Keeps the prediction of each forward pass until its backward pass, and passes the gradients
+    of a sampled loss to the :class:`~ds_kfac.model.capture.Capture`, which adds up the statistics.
 
     Attributes:
         sampler: function that draws labels and computes the loss.
@@ -104,7 +104,7 @@ class LossSampling:
         pass, and add its statistics.
 
         Args:
-            loss: the true loss. Other forward passes keep waiting for their backward passes.
+            loss: the true loss. Predictions of forward passes on which it does not depend are kept.
 
         Raises:
             ValueError: no forward pass was seen in this step, or the graph does not allow a second
@@ -123,9 +123,9 @@ class LossSampling:
         forwards = list(dict.fromkeys(call.rows.forward for call in calls))
         if not calls or any(forward not in self._predictions for forward in forwards):
             raise ValueError(
-                'kfac.factor.fisher "monte_carlo": no prediction since the last backward; every '
-                "forward must call the module that kfac.factor.prediction names, and a backward "
-                "must follow each forward"
+                'kfac.factor.fisher "monte_carlo": no prediction since the last backward pass; '
+                "every forward pass must call the module that kfac.factor.prediction names, and "
+                "must be followed by a backward pass"
             )
         if self._step != self.kfac.steps:
             self._step = self.kfac.steps
@@ -210,7 +210,7 @@ class LossSampling:
         """
         if self.kfac.capture.active and self._step != self.kfac.steps:
             text = (
-                'kfac.factor.fisher "monte_carlo": this step had no sampled backward; use '
+                'kfac.factor.fisher "monte_carlo": this step had no sampled backward pass; use '
                 "engine.backward(loss), or call engine.kfac.sample(loss) before loss.backward()"
             )
             never_sampled = self._step < 0

@@ -1,5 +1,5 @@
-"""Announce a pipeline's backward passes to the capture, because a pipeline never calls
-``engine.backward``."""
+"""Tell K-FAC's hooks (``model/capture.py``) when a pipeline runs its backward passes, because a
+pipeline never calls ``engine.backward``."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,12 +15,12 @@ from ds_kfac.zero.deepspeed_versions import INSTRUCTIONS
 
 
 def announcing(engine: Any, job: Job) -> dict[type, Any]:
-    """Return the engine's table of instructions, changed so that each micro-batch's backward pass
-    is announced to the capture.
+    """Return the engine's table of instructions, changed so that the hooks are told about the
+    backward pass of each micro-batch.
 
     A stage with several outputs runs one backward pass for all of them, see :func:`joined`.
-    Wrapping ``engine.backward`` would not work: the last stage calls the function of DeepSpeed's
-    class, and the other stages start from a received gradient.
+    Wrapping ``engine.backward`` would not work: the last stage calls ``backward`` of DeepSpeed's
+    class, not of the engine object, and the other stages start from a received gradient.
     """
     table = getattr(engine, INSTRUCTIONS)
 

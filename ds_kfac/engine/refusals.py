@@ -41,8 +41,8 @@ class Context:
         offload_device, parameter_device: devices of offload_optimizer and offload_param.
         engine: the DeepSpeed engine; None if there is only a config. In that case the fields below
             keep their defaults.
-        sharded, sequence: whether the tensor-parallel group, and the sequence-parallel group, has
-            more than one rank.
+        sharded: whether the tensor-parallel group has more than one rank.
+        sequence: whether the sequence-parallel group has more than one rank.
     """
 
     config: KFACConfig
@@ -177,13 +177,12 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     NO_OPTIMIZER: (
         lambda e: not e.optimizer,
         'K-FAC preconditions an optimizer\'s gradients: add an "optimizer" block, or pass '
-        "optimizer= (to the commands check and "
-        "estimate: --optimizer)",
+        "optimizer= (with the commands check and estimate, pass --optimizer)",
     ),
     "middle of a step": (
         lambda e: e.engine is not None and is_waiting(e.engine),
-        "there is a gradient that no step has taken yet, and it would be lost: attach before the "
-        "first backward of a step, or after the engine.step() that ends a step",
+        "there are gradients that no step has used yet, and attaching would lose them: attach "
+        "before the first backward pass of a step, or after the engine.step() that ends a step",
     ),
     "pipeline of another kind": (
         lambda e: e.pipeline and type(e.engine) is not PipelineEngine,
@@ -191,8 +190,8 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     "pipeline with a model axis": (
         lambda e: e.pipeline and e.engine.is_model_parallel,
-        "pipelines of tensor-parallel stages are not supported: use a topology of pipe and data "
-        "only",
+        "pipelines of tensor-parallel stages are not supported: use a topology that has only the "
+        "axes pipe and data",
     ),
     "mixture of experts at stage 3": (
         lambda e: e.experts and e.stage == 3 and not e.mixtures,
@@ -200,7 +199,7 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     "mixture of experts in BF16_Optimizer": (
         lambda e: e.experts and e.bf16_optimizer,
-        'it is not tested: remove "data_types": {"grad_accum_dtype": "fp32"}',
+        'this combination is not tested: remove "data_types": {"grad_accum_dtype": "fp32"}',
     ),
     "mixture of experts with other model parallelism": (
         lambda e: e.experts and (e.sharded or e.pipeline or e.sequence),
@@ -209,11 +208,11 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     "AutoEP with AutoTP": (
         lambda e: bool(e.mixtures) and e.engine.autotp_size() > 1,
-        "tokens are spread over tensor-parallel ranks, too: set tensor_parallel.autotp_size to 1",
+        "tokens are also spread over tensor-parallel ranks: set tensor_parallel.autotp_size to 1",
     ),
     "AutoEP with DeepEP": (
         lambda e: any(mixture.comm_backend != "comm" for mixture in e.mixtures),
-        'it is not tested: set expert_parallel.comm_backend to "comm"',
+        'this combination is not tested: set expert_parallel.comm_backend to "comm"',
     ),
     "AutoEP with Triton's grouped products": (
         lambda e: any(mixture.experts.use_triton_grouped_mm for mixture in e.mixtures),
@@ -231,8 +230,9 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     "sequence parallelism by mesh_param": (
         lambda e: e.engine is not None and e.engine.mesh_device is not None,
-        "with it DeepSpeed does not sum gradients over the sequence group: instead pass "
-        "mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp, or an object like it",
+        "with mesh_param DeepSpeed does not sum gradients over the sequence group: instead pass "
+        "mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp, or an object with the same "
+        "functions",
     ),
     "DeepCompile": (
         lambda e: e.deep_compiled,
@@ -253,17 +253,17 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     "NVMe offload of parameters": (
         lambda e: e.parameter_device == "nvme",
-        'it has not been tried with K-FAC: set offload_param.device to "cpu"',
+        'this combination is not tested: set offload_param.device to "cpu"',
     ),
     "compressed-communication optimizer": (
         lambda e: e.compressed,
-        "gradients are not averaged before the step: use an optimizer without built-in "
-        "communication, such as AdamW",
+        "with such an optimizer DeepSpeed does not average gradients before the step: use an "
+        "optimizer without built-in communication, such as AdamW",
     ),
     "torch_autocast fp16 without gradient norms": (
         lambda e: e.stage > 0 and e.autocast is torch.float16 and not e.computes_norms,
-        "each rank would skip overflowed steps on its own: set zero_optimization.compute_grad_norm "
-        "to true",
+        "after an overflow each rank would decide alone whether to skip the step: set "
+        "zero_optimization.compute_grad_norm to true",
     ),
     "torch_autocast fp16 with ZeRO in this DeepSpeed": (
         lambda e: (
@@ -272,8 +272,8 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
             and e.autocast is torch.float16
             and deepspeed_versions.skips_by_rank(e.engine.optimizer)
         ),
-        "each rank decides alone, for each parameter group, whether to skip a step, and the other "
-        "ranks would wait for it: use deepspeed 0.19.8, or bf16",
+        "each rank decides alone, for each parameter group, whether to skip a step, and ranks "
+        "that do not skip would wait forever for one that does: use deepspeed 0.19.8, or bf16",
     ),
     "torch_autocast fp16 with a fused optimizer": (
         lambda e: (
@@ -281,19 +281,19 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
             and e.autocast is torch.float16
             and getattr(e.engine.basic_optimizer, "_step_supports_amp_scaling", False)
         ),
-        "it divides by the loss scale inside its kernel, and its step runs even on overflow: set "
-        "fused=False",
+        "the fused optimizer divides gradients by the loss scale inside its kernel, and its step "
+        "runs even after an overflow: set fused=False",
     ),
     "an optimizer that is given gradients": (
         lambda e: e.engine is not None and deepspeed_versions.gives_gradients(e.engine.optimizer),
-        "DeepSpeed's legacy fusion and its unfused Lamb pass scaled 16-bit gradients to the "
-        'optimizer\'s step, which K-FAC does not see: remove "legacy_fusion", or use another '
-        "optimizer",
+        "with legacy fusion or unfused Lamb, DeepSpeed passes scaled 16-bit gradients as an "
+        "argument to the optimizer's step, where K-FAC does not see them: remove "
+        '"legacy_fusion", or use another optimizer',
     ),
     "fp16 at stage 0 in this DeepSpeed": (
         lambda e: e.engine is not None and deepspeed_versions.never_steps(e.engine.optimizer),
-        "in deepspeed 0.17.6 and 0.18.0 FP16_Optimizer returns from every step before it has "
-        "updated the parameters: use another version",
+        "in deepspeed 0.17.6 and 0.18.0 FP16_Optimizer.step always returns before it has updated "
+        "the parameters: use another version",
     ),
     "skipped steps at ZeRO stage 1 in this DeepSpeed": (
         lambda e: (
@@ -302,8 +302,8 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
             and deepspeed_versions.looks_alone(e.engine.optimizer)
         ),
         "in deepspeed 0.17.6 each rank looks for overflow in its own gradients alone: if one rank "
-        "skipped a step, the others would wait for it. Use another version or ZeRO stage 2, or in "
-        "bf16 set bf16.check_grad_overflow to false",
+        "skipped a step, the others would wait for it. Use another version, or ZeRO stage 2. In "
+        "bf16 you can also set bf16.check_grad_overflow to false",
     ),
     "Adagrad of several parameter groups with ZeRO": (
         lambda e: (
@@ -313,8 +313,8 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
             and isinstance(e.engine.basic_optimizer, torch.optim.Adagrad)
             and len(e.engine.basic_optimizer.param_groups) > 1
         ),
-        "DeepSpeed replaces it by an Adagrad of one group and fails at the first step: use one "
-        "group, ZeRO stage 0 or another optimizer",
+        "DeepSpeed replaces the optimizer by an Adagrad with one parameter group, and its first "
+        "step fails: use one parameter group, ZeRO stage 0 or another optimizer",
     ),
     "Muon": (
         lambda e: "muon" in e.optimizer.lower(),
@@ -326,17 +326,17 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
             and e.engine.use_node_local_storage()
             and len(set(gathered(socket.gethostname()))) > 1
         ),
-        "all ranks save their parts of K-FAC's state to one folder, which each of them must see: "
+        "all ranks save their parts of K-FAC's state to one folder, which every rank must see: "
         'set "use_node_local_storage" to false and save to a shared file system',
     ),
     f"{SAMPLED} with a pipeline": (
         lambda e: e.sampled and e.pipeline,
-        'the sampled loss needs a second backward through all stages: use "empirical"',
+        'the sampled loss needs a second backward pass through all stages: use "empirical"',
     ),
     f"{SAMPLED} at ZeRO stage 3": (
         lambda e: e.sampled and e.stage == 3,
-        "its second backward would fetch weights in another order than DeepSpeed has recorded: use "
-        'stage 0, 1 or 2, or "empirical"',
+        "the sampled loss needs a second backward pass, which would fetch weights in another "
+        'order than DeepSpeed has recorded: use stage 0, 1 or 2, or "empirical"',
     ),
     f"{SAMPLED} with tensor parallelism": (
         lambda e: e.sampled and e.sharded,
@@ -344,11 +344,12 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     f"{SAMPLED} with a mixture of experts": (
         lambda e: e.sampled and e.experts,
-        'it is not tested: use "empirical"',
+        'this combination is not tested: use "empirical"',
     ),
     f"{STEP_MEAN} with a mixture of experts": (
         lambda e: e.config.factor.mean_over_step and e.experts,
-        'an expert\'s ranks do not know the loss terms of other ranks: use "micro_batch"',
+        "the ranks of an expert do not know the number of loss terms on other ranks: use "
+        '"micro_batch"',
     ),
     f"{REDUCED} with a mixture of experts": (
         lambda e: e.reduced and e.experts,
@@ -356,7 +357,7 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     f"{REDUCED} with sequence parallelism": (
         lambda e: e.reduced and e.sequence,
-        'it needs the sum over a sequence, whose rows are on several ranks: use "expand"',
+        '"reduce" needs the sum over a sequence, whose rows are on several ranks: use "expand"',
     ),
     "kfac.rescale_weights with tensor parallelism": (
         lambda e: e.config.rescale_weights and e.sharded,
@@ -373,12 +374,12 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     "KFACAdamW with AutoTP": (
         lambda e: bool(e.own and e.engine is not None and e.engine.autotp_size() > 1),
-        "its parameter groups are made before AutoTP cuts the layers: use another optimizer, or "
-        "build the layers as shards, as Megatron does",
+        "KFACAdamW makes its parameter groups before AutoTP cuts the layers: use another "
+        "optimizer, or build the layers as shards, as Megatron does",
     ),
 }
-"""Name of a mode or combination -> (function that returns whether a context has it, text with the
-reason and the remedy). Used by attach and by the estimator.
+"""Name of a mode or combination -> (function that returns whether an engine or config has it, given
+its :class:`Context`; text with the reason and the remedy). Used by attach and by the estimator.
 
 Every rank checks the entries in this order, because some checks are collective if there is an
 engine.
@@ -394,7 +395,7 @@ def refused(context: Context) -> list[str]:
 
 
 def check_config(config: KFACConfig) -> None:
-    """Raise ValueError on every rank if the block differs between ranks. With different plans,
+    """Raise ValueError on every rank if the ranks' "kfac" blocks differ. With different plans,
     ranks would wait for each other forever. Collective."""
     values = {block: getattr(config, block) for block in KFACConfig.model_fields}
     flat = {

@@ -1,1 +1,2 @@
-"""Layers of a model, hooks, and the rows of a batch that are counted."""
+"""Which layers a model has, the hooks on these layers, and which rows of a batch enter the
+factors."""

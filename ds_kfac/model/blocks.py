@@ -10,10 +10,10 @@ matrices whose blocks were taken by name alone, and matrices that have such a na
 as one map. :attr:`ds_kfac.model.layers.LayerSpec.blocks` holds the sizes of a layer's blocks.
 
 **Parts** are layers that each have some of the outputs of a large matrix. A head over a large
-vocabulary is cut into parts, because a single owner would be too slow. A matrix is cut only if that
-does not change the update: G is the identity, and the update rule does not mix rows. Parts share A.
-The number of parts depends on the layer's shape alone, so that a checkpoint fits any number of
-ranks.
+vocabulary is cut into parts, because a single rank would be too slow for it. A matrix is cut only
+if that does not change the update: G is the identity, and the update rule does not mix rows. Parts
+share A. The number of parts depends on the layer's shape alone, so that a checkpoint fits any
+number of ranks.
 """
 
 import re
@@ -41,7 +41,7 @@ SEVERAL = (
     "w12",
     "weights_in",
 )
-"""Last parts of weight names that commonly stand for several maps in one weight."""
+"""Last parts of the names of weights that usually consist of several maps."""
 BY_NAME = "by its name (kfac.adam.blocks)"
 IN_TURN = ("GptOssExperts", "OpenAIPrivacyFilterExperts")
 """Modules in which the rows of gates and values alternate."""
@@ -112,7 +112,7 @@ def with_blocks(
 
 
 def named(pattern: str, name: str) -> bool:
-    """Return whether a pattern matches a name, or all that follows one of its dots.
+    """Return whether a pattern matches a whole name, or everything after one of the name's dots.
 
     "head" matches "head" and "vit.head", but not "lm_head", "heads.0.key" or "head.dense". The
     pattern need not contain the suffix of a wrapper: "score" also matches
@@ -159,8 +159,8 @@ def block_sizes(rows: int, blocks: Blocks, where: str) -> Sizes:
 def blocks_text(layer: LayerSpec) -> str:
     """Return a layer's blocks as text for people.
 
-    For example "128 + 128 + 128 rows", "8 x (64 + 64) rows", or "32 of 128 rows" for many equal
-    ones.
+    For example "128 + 128 + 128 rows", "8 x (64 + 64) rows", or, for many equal blocks, "32 of 128
+    rows".
     """
     blocks = layer.blocks
     repeats = layer.shape[-2] // sum(blocks)
@@ -174,10 +174,10 @@ def _number(module: nn.Module | None, *names: str, default: int | None = None) -
     """Return the first positive attribute of these names in a module or its config.
 
     Args:
-        default: the result if there is none.
+        default: the result if there is no such attribute.
 
     Raises:
-        LookupError: there is none, and no default.
+        LookupError: there is no such attribute, and no default.
     """
     for place in (module, value_of(module, "config")):
         for name in names:
@@ -199,7 +199,7 @@ def known_sizes(name: str, module: nn.Module | None, rows: int) -> Sizes:
     """Return the blocks of a weight, given the last part of its name; () if no blocks are known for
     this name.
 
-    The blocks are those of transformers 5.23. tests/integrations/test_blocks.py compares each with
+    The blocks are right for transformers 5.23. tests/integrations/test_blocks.py compares each with
     the code of transformers.
 
     Args:
@@ -246,9 +246,9 @@ def _gate_and_values(module: nn.Module | None, rows: int) -> Sizes:
 
 
 def _gate_and_values_before(after: str) -> SizesOf:
-    """Return a function for a weight that may hold a gate and its values. The weight holds both if
-    the linear layer that follows, the attribute ``after``, has half as many inputs as the weight
-    has rows."""
+    """Return a function that finds the blocks of a weight that may hold a gate and its values. The
+    weight holds both if the linear layer that follows (the module's attribute ``after``) has half
+    as many inputs as the weight has rows."""
 
     def sizes(module: nn.Module | None, rows: int) -> Sizes:
         is_gated = 2 * _inputs(value_of(module, after)) == rows
@@ -258,8 +258,8 @@ def _gate_and_values_before(after: str) -> SizesOf:
 
 
 def _keys_and_values(module: nn.Module | None, rows: int) -> Sizes:
-    """Keys and values of JetMoE. DeepSeek's weight of this name is one map, and its module does not
-    have ``kv_projection_size``."""
+    """Return the blocks of JetMoE: keys and values. DeepSeek's weight of the same name is one map;
+    there the module does not have ``kv_projection_size``."""
     return (_number(module, "kv_projection_size"),) * 2
 
 
@@ -268,7 +268,7 @@ def _torch_attention(module: nn.Module | None, rows: int) -> Sizes:
 
 
 def _latent_and_shared_key(module: nn.Module | None, rows: int) -> Sizes:
-    """The latent of keys and values, and the key that all heads share."""
+    """Return the blocks: the latent of keys and values, and the key that all heads share."""
     rank = _number(module, "kv_lora_rank")
     return rank, rows - rank
 
@@ -304,7 +304,8 @@ def _delta_net_queries_keys_values(module: nn.Module | None, rows: int) -> Sizes
 
 
 def _delta_net_with_gates(module: nn.Module | None, rows: int) -> Sizes:
-    """For each key head: the query, the key, its values, and as many gates."""
+    """Return the blocks, which repeat for each key head: the query, the key, the key's values, and
+    as many gates as values."""
     heads = _number(module, "num_k_heads")
     width = _number(module, "head_k_dim")
     values = (rows // heads - 2 * width) // 2
@@ -312,7 +313,8 @@ def _delta_net_with_gates(module: nn.Module | None, rows: int) -> Sizes:
 
 
 def _delta_net_b_and_a(module: nn.Module | None, rows: int) -> Sizes:
-    """For each key head: one row of b for each of its value heads, then one row of a for each."""
+    """Return the blocks, which repeat for each key head: one row of b for each value head of this
+    key head, then one row of a for each of these value heads."""
     return (rows // (2 * _number(module, "num_k_heads")),) * 2
 
 
@@ -332,11 +334,11 @@ BY_LAST_NAME: dict[str, SizesOf] = {
     "in_proj_qkvz": _delta_net_with_gates,
     "in_proj_ba": _delta_net_b_and_a,
 }
-"""Last part of a weight's name -> its blocks."""
+"""Last part of a weight's name -> function that returns the weight's blocks."""
 
 LARGEST = 1 << 27
-"""Largest number of elements of a layer that is not cut. This is one rank's share of 8.6 G
-parameters on 64 ranks."""
+"""Largest number of elements of a layer that is not cut. This is one rank's share if 64 ranks hold
+8.6 billion parameters."""
 PART = 1 << 25
 """Largest number of elements of a part."""
 

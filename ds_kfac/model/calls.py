@@ -80,17 +80,18 @@ class Call:
         module: the module that was called, or whose code computed the product.
         rows: the rows of the whole call; for an expert, of the call of its stack.
         shape: shape [.., O] of the layer's rows of G, with all leading dimensions.
-        sides: the factors that the rows are for: "AG", "A" or "G".
+        sides: the factors to which the rows are added: "AG" (both), "A" or "G".
         input: number of the input, see :meth:`ds_kfac.model.shared.SharedInputs.number`.
         kept: the autograd node that saves the input, see :func:`node_that_saves`; None if the input
             is not needed, or not needed any more.
-        select: which rows of the product belong to the layer, such as those of an expert; None:
-            all.
+        select: which rows of the product belong to the layer, such as the rows of an expert; None:
+            all rows.
         columns: which outputs of the layer the call computed; None: all.
         to_rows: turns the gradient that arrives at the output into rows [.., O]; None: the gradient
             is in rows already.
-        edge: where the gradient of the output arrives, if it will be requested from autograd. No
-            hook on a node may hold such a call, see "Note: Who holds whom".
+        edge: autograd edge at which the gradient of the output arrives; only set if this gradient
+            will be requested from autograd. No hook on a node may hold a call with an edge, see
+            "Note: Who holds whom".
     """
 
     layer: LayerSpec
@@ -116,8 +117,9 @@ class Call:
     def share(self) -> float:
         """The fraction of the layer's outputs that the call computed.
 
-        The outer products of the call's inputs are multiplied by this fraction in A. In cross
-        attention, for example, keys and values are computed from other rows than the queries.
+        In A, the outer products of the call's inputs are multiplied by this fraction. It is below 1
+        in cross attention, for example, where keys and values are computed from other rows than the
+        queries, although one weight may hold all three maps.
         """
         if self.columns is None:
             return 1.0
@@ -128,7 +130,7 @@ class Call:
         return x if self.select is None else x.reshape(-1, x.shape[-1])[self.select]
 
     def gradient_rows(self, gradient: Tensor) -> Tensor:
-        """Return the call's part of the gradient of an output, of :attr:`shape`.
+        """Return the call's part of the gradient of an output, in the shape :attr:`shape`.
 
         It is zero in columns that the call did not compute.
         """

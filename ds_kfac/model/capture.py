@@ -2,29 +2,29 @@
 
 docs/explanation/capture.md explains which rows count.
 
-In a captured step the forward hook saves the layer's input as autograd does (``calls.py``), and
-registers a prehook on the autograd node of the output. When the gradient arrives there, the prehook
-adds the rows of a and g to the step's sums. A call that gets no gradient has no rows. In other
-steps the hooks return at once.
+A captured step is one in which the hooks collect statistics. In a captured step the forward hook
+saves the layer's input as autograd does (``calls.py``), and registers a prehook on the autograd
+node of the output. When the gradient arrives there, the prehook adds the rows of a and g to the
+step's sums. A call that gets no gradient has no rows. In other steps the hooks return at once.
 
 Note: Scale of G. G is K times the sum over backward passes p of R_p times the sum of g^ g^^T. Here
     g^ is a row's part of the averaged gradient, and K is the number of backward passes of the step
-    on all ranks. R_p is the number of rows of the layer nearest to the loss in pass p. This is the
-    first layer in the pass whose gradient is not zero. The layer's other calls in the pass may come
-    later, so R_p is known only when the pass has ended. Therefore each pass has sums of its own,
-    which are multiplied by R_p when the pass ends. ``step/factors.py`` multiplies by K after the
-    reduction over ranks, and corrects for the average over ranks there. If the loss is a mean over
-    the whole step instead of over each pass, G is M times the sum of g^ g^^T over all passes, where
-    M is the sum of R_p over all passes.
+    on all ranks. R_p is the number of rows of the layer nearest to the loss in pass p. The layer
+    nearest to the loss is the first layer in the pass whose gradient is not zero. More calls of
+    this layer may follow in the pass, so R_p is known only when the pass has ended. Therefore each
+    pass has sums of its own, which are multiplied by R_p when the pass ends. After the sums were
+    reduced over ranks, ``step/factors.py`` multiplies them by K, and corrects for the average over
+    ranks. If the loss is a mean over the whole step instead of over each pass, G is M times the sum
+    of g^ g^^T over all passes, where M is the sum of R_p over all passes.
 
 Note: Own passes. An engine collects statistics of its own loss only. An engine that trains a
-    discriminator, for example, collects none of the generator's loss, whose backward pass runs
-    through the discriminator. The engine's own passes are those that it announces
-    (:meth:`Capture.own_backward`). A backward pass inside the model's forward, such as that of
-    DeepSpeed's tiled loss, is a part of the pass that follows. A plain ``loss.backward()`` is also
-    an own pass if this engine has never announced a pass, no other engine has announced this pass,
-    and the inputs of the forward have no autograd graph. A backward pass that does not add to a
-    layer's weight, such as ``torch.autograd.grad``, never counts.
+    discriminator, for example, collects no statistics of the generator's loss, although the
+    backward pass of that loss runs through the discriminator. The engine's own passes are those
+    that it announces (:meth:`Capture.own_backward`). A backward pass inside the model's forward, as
+    in DeepSpeed's tiled loss, is a part of the pass that follows. A plain ``loss.backward()`` is
+    also an own pass if this engine has never announced a pass, no other engine has announced this
+    pass, and the inputs of the forward have no autograd graph. A backward pass that does not add to
+    the gradient of a layer's weight, such as ``torch.autograd.grad``, never counts.
 
 Note: Recomputation. Activation checkpointing runs a part of the forward a second time, in the
     backward pass. Checkpointing compares the tensors that the two runs save, and raises an error in
@@ -38,8 +38,8 @@ Note: Recomputation. Activation checkpointing runs a part of the forward a secon
 
 Note: Kinds of hooks. Only a prehook on the output's autograd node works. A tensor hook would run
     before DeepSpeed divides the gradient by the accumulation steps, and a full backward hook breaks
-    with in-place activations. No exception leaves a hook, because it would stop one rank in a
-    backward pass that the others finish.
+    with in-place activations. No exception leaves a hook, because an exception would stop one rank
+    in a backward pass that the other ranks finish.
 """
 
 import threading
@@ -86,21 +86,22 @@ class Capture:
         sampled: whether G comes from gradients that are requested from autograd, such as those of a
             sampled loss (:meth:`add_asked`). The calls then wait in :attr:`pending`.
             ``ds_kfac.fit`` requests all gradients in this way.
-        counts_terms: whether :attr:`terms` is also needed in steps that update no factor made of
-            gradients.
+        counts_terms: whether :attr:`terms` is also needed in steps that update only factors made of
+            inputs.
         mean_over_step: whether the loss is a mean over the whole step. See "Note: Scale of G".
 
     Attributes:
-        sums: factor key -> the step's sum so far. A factor without rows so far has none.
+        sums: factor key -> the step's sum so far. A factor without rows so far has no sum.
         keys: key of a factor that is summed in this step -> stride n: one row in n is taken.
         passes: this rank's number of own backward passes in the step.
-        terms: sum of R_p over these passes.
+        terms: sum of R_p over the passes that :attr:`passes` counts.
         current: the running backward pass.
         forward: the model's last forward pass, or a substitute for calls outside of forward passes.
         pending: calls whose gradient will be requested from autograd.
-        proof: the proof, in a step that proves its rows; else None.
-        uses: records where weights are used, in a step that proves its rows; else None.
-        failed: layer -> error that a hook raised. Such a layer has no rows any more.
+        proof: checks whether the captured rows make up the gradients (``proof.py``); None in steps
+            without this check.
+        uses: records where weights are used; None in steps without this check.
+        failed: layer -> error that a hook raised. No more rows of such a layer are captured.
         counted: number of calls in this step whose gradient arrived in one of the engine's own
             passes.
         outside: number of calls in this step whose gradient arrived in any other pass.
@@ -112,7 +113,7 @@ class Capture:
     """
 
     _backwards: ClassVar[list["Capture"]] = []
-    """Captures whose own backward pass is running, of all engines in the process."""
+    """The captures, of all engines in the process, whose own backward pass is running."""
 
     def __init__(
         self,
@@ -163,7 +164,7 @@ class Capture:
         self._install()
 
     def _forget(self) -> None:
-        """Forget everything of the step before."""
+        """Forget everything that belongs to the step before."""
         self.sums: dict[str, BatchSum] = {}
         self.keys: Mapping[str, int] = {}
         self.passes = 0
@@ -225,7 +226,8 @@ class Capture:
         )
 
     def _hook_products(self, layers: Sequence[LayerSpec]) -> None:
-        """Watch the products of some layers, in the forwards of the modules that compute them."""
+        """Watch the products that multiply by the matrices of these layers. They are watched while
+        the modules that compute them run forward."""
         model = self._model
         watched = {"": model}
         matrices: dict[nn.Parameter, int] = {}
@@ -269,8 +271,8 @@ class Capture:
     ) -> None:
         """Register ``function`` as a hook that runs in captured forwards and their recomputations.
 
-        It does not run in traces, exports and torch.func, nor for copies of the module. It runs in
-        recomputations of earlier captured forwards, too.
+        It does not run in traces, exports and torch.func, nor for copies of the module. It also
+        runs in recomputations of earlier captured forwards.
 
         Args:
             register: the module's method that registers the hook.
@@ -330,13 +332,13 @@ class Capture:
         """Prepare for a step, and forget the calls of the step before.
 
         Args:
-            keys: keys of the factors that this rank captures in the step. If it is a mapping, its
-                values are strides: with a stride n, one row in n is taken. None: the hooks do
-                nothing.
-            step: number of the step. It decides which rows a sub-sample has.
+            keys: keys of the factors for which this rank collects statistics in the step. If this
+                is a mapping, its values are strides: with a stride n, one of every n rows is taken.
+                None: the hooks do nothing.
+            step: number of the step. It decides which rows are in a sub-sample.
             measure: whether to count the rows of all layers.
-            proof: gets the rows of all layers, to compare them with the gradients; None: the step
-                does not prove.
+            proof: gets the rows of all layers, to compare them with the gradients; None: this step
+                makes no such comparison.
         """
         self._forget()
         self.inputs.begin_step()
@@ -356,8 +358,8 @@ class Capture:
 
     @property
     def counts_rows(self) -> bool:
-        """Whether R_p is needed in this step: for factors that are made of gradients, or for their
-        number of terms."""
+        """Whether R_p is needed in this step, for factors that are made of gradients or for the
+        number of loss terms."""
         return self._counts_terms or not self.of_gradients.isdisjoint(self.keys)
 
     @torch.no_grad()
@@ -365,17 +367,17 @@ class Capture:
         """End the step after its last pass, and store the numbers of passes and terms in the
         factors' sums.
 
-        A factor without a row on this rank gets a sum, too, so that each rank's numbers are
+        A factor without a row on this rank also gets a sum, so that each rank's numbers are
         included in the total over ranks.
         """
         self._end_plain_pass()
         for group in self.inputs.parted() - self._warned_groups:
             self._warned_groups.add(group)
             logger.warning(
-                f"ds_kfac: {', '.join(group)} had the same input in the first captured step, but "
-                f"different inputs in step {self.step}: the factor A that they share gets the rows "
-                "of all these inputs. If the inputs will differ from now on, exclude some of these "
-                "layers (kfac.layers.exclude)"
+                f"ds_kfac: {', '.join(group)} had the same input in the first step that updated "
+                f"factors, but different inputs in step {self.step}: the factor A that these "
+                "layers share gets the rows of all these inputs. If the inputs will differ from "
+                "now on, exclude some of the layers (kfac.layers.exclude)"
             )
         for key in self.keys:
             counts = self._sum(key).counts
@@ -392,7 +394,7 @@ class Capture:
     def _begin_forward(self, model: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> None:
         if self._recomputes():
             return
-        self.leave()  # still entered if the last forward raised
+        self.leave()  # the mode is still entered if the last forward raised an error
         self._end_plain_pass()
         self._running = None  # it may be left from a pass that raised an error and so did not end
         self._tasks.clear()
@@ -403,7 +405,7 @@ class Capture:
         self._begin(Forward(masks, detached=detached, step=self.step, saved=self._saved))
 
     def _begin(self, forward: Forward) -> None:
-        """Calls belong to this forward pass from now on."""
+        """Begin a forward pass. From now on, calls belong to it."""
         self.forward = forward
         self._forwards.append(forward)
         self._begun.append(forward)
@@ -472,7 +474,7 @@ class Capture:
             self._other_called(layer.weight, module, inputs, output)
             return
         with self._guarded([layer]):
-            # Megatron's linears return their bias, too
+            # Megatron's linears also return their bias
             output = output[0] if isinstance(output, tuple) else output
             if not output.requires_grad:
                 return
@@ -567,7 +569,7 @@ class Capture:
 
     def _convolved(self, layer: LayerSpec, product: Product) -> None:
         """Turn a convolution with a layer's weight into a call of the layer, if its stride, padding
-        and so on are those of the layer's module."""
+        and other settings equal the settings of the layer's module."""
         module = self._model.get_submodule(layer.module)
         names = ("stride", "padding", "dilation", "groups")
         if product.window != tuple(getattr(module, name, None) for name in names):
@@ -617,8 +619,8 @@ class Capture:
     def _arrived(
         self, calls: Sequence[Call], output_nr: int, gradients: tuple[Tensor | None, ...]
     ) -> None:
-        """Add the rows of some calls. The gradient of the calls' output has arrived at the output's
-        node.
+        """Add the rows of calls to the sums, after the gradient of the calls' output has arrived at
+        the output's node.
 
         Args:
             calls: the calls that made the output.
@@ -668,7 +670,7 @@ class Capture:
         if not self._is_current(rows.forward) or not self._is_own(rows.forward):
             return
         if self not in self._backwards:
-            if self._forward_runs:  # the gradient may be that of autograd.grad
+            if self._forward_runs:  # the gradient may come from autograd.grad
                 return
             self._watch_task()
         with self._guarded([]):
@@ -678,11 +680,13 @@ class Capture:
             self.current.arrived(rows, with_gradient, self.rows.weight_sharing)
 
     def _is_current(self, forward: Forward) -> bool:
-        """Return whether a forward pass belongs to the running step, and the step captures."""
+        """Return whether a forward pass belongs to the running step, and this step collects
+        statistics."""
         return self.active and forward.step == self.step
 
     def _is_own(self, forward: Forward) -> bool:
-        """Return whether the running backward pass is this engine's. See "Note: Own passes"."""
+        """Return whether the running backward pass is an own pass of this engine, see "Note: Own
+        passes"."""
         if self._backwards:
             return self in self._backwards
         return self._forward_runs or (forward.detached and not self._announced)
@@ -702,7 +706,7 @@ class Capture:
         self.counted += 1
         if gradient is not None:
             gradient = call.gradient_rows(gradient)
-            # with a sampled loss, only the rows of the true loss's gradient are proven
+            # with a sampled loss, the proof compares only the true loss's rows with the gradient
             if not self.sampled:
                 self._prove(call, x, gradient)
         if x is not None:
@@ -732,8 +736,8 @@ class Capture:
             self._count_rows(call, x, with_gradient, alive)
 
     def _gradient_arrived(self, call: Call, gradient: Tensor, with_gradient: Tensor) -> Tensor:
-        """Record which rows of a call have a gradient. Returns a bool scalar, whether any has
-        one."""
+        """Record which rows of a call have a gradient. Returns a bool scalar, whether any row has a
+        gradient."""
         alive = self.current.arrived(call.rows, with_gradient, self.rows.weight_sharing)
         if self.rows.weight_sharing == "reduce":
             self.current.check_examples(call.rows, gradient)
@@ -764,10 +768,10 @@ class Capture:
             self.rows.add_gradients(call, x, gradient, alive, batch, scale, stride=self.keys[G])
 
     def _counts_rows_of(self, call: Call) -> bool:
-        """Return whether the rows of a call are to be counted.
+        """Return whether to count the rows of a call.
 
-        Each row of a layer is counted once. A layer of a stack may use another layer's A, so in a
-        stack the rows of calls for G are counted.
+        Each row of a layer is counted once. A layer of a stack may use another layer's A. So for a
+        stack, only calls that add rows to G are counted.
         """
         if self.measured is None:
             return False
@@ -799,11 +803,12 @@ class Capture:
             self.proof.see(call, call.input_rows(x), gradient, others=others)
 
     def _sum(self, key: str, sums: dict[str, BatchSum] | None = None) -> BatchSum:
-        """Return the sum of a factor. An empty sum is added if there is none.
+        """Return the sum of a factor, which is created if it does not exist.
 
         Args:
             key: key of the factor.
-            sums: factor key -> sum. A missing sum is added to it, empty. None: the step's sums.
+            sums: mapping factor key -> sum. If it lacks the factor, an empty sum is added to it.
+                None: the step's sums.
         """
         sums = self.sums if sums is None else sums
         if key not in sums:
@@ -816,7 +821,7 @@ class Capture:
     def own_backward(self) -> Iterator[None]:
         """Announce the backward pass that runs in this context as the engine's own.
 
-        Call it also in steps that do not capture.
+        Use this context also in steps that collect no statistics.
         """
         self._announced = True
         self._backwards.append(self)
@@ -951,7 +956,7 @@ class Capture:
         self._running = None
 
     def _watch_task(self) -> None:
-        """End the pass when the running graph task, or the one around it, ends."""
+        """End the pass when the running graph task, or the graph task around it, ends."""
         task = torch._C._current_graph_task_id()
         if task not in self._tasks and not self._forward_runs:
             self._tasks.add(task)
@@ -966,7 +971,7 @@ class Capture:
 
     @contextmanager
     def _guarded(self, layers: Sequence[LayerSpec]) -> Iterator[None]:
-        """Catch the exceptions of a hook, except the one by which checkpointing ends a
+        """Catch the exceptions of a hook, except the exception by which checkpointing ends a
         recomputation.
 
         Args:
@@ -986,13 +991,14 @@ class Capture:
                 )
 
     def fail(self, layer: LayerSpec, error: Exception) -> None:
-        """Drop the rows of a layer whose hook raised, in this step and in all later ones."""
+        """Drop the rows of a layer whose hook raised an error, in this step and all later steps."""
         if layer.name in self.failed:
             return
         self.failed[layer.name] = f"{type(error).__name__}: {error}"
         logger.warning(
-            f"ds_kfac: the rows of {layer.name or '(model)'} ({layer.kind}) are not known: its "
-            "factors stay as they are, and from the next check of rows on it is without curvature. "
+            f"ds_kfac: the rows of {layer.name or '(model)'} ({layer.kind}) are not known, because "
+            "a hook of K-FAC raised an error. The layer's factors stay as they are, and after the "
+            "next check of its rows the layer has no curvature. "
             f"The error: {self.failed[layer.name]}"
         )
         for key in (self.inputs.key(layer), layer.keys[1]):
@@ -1009,7 +1015,7 @@ def _origin(output: Tensor) -> tuple[Any, int]:
     outputs it is.
 
     The output of a Linear with a bias is a view. An in-place activation replaces the view's node,
-    but not that of its base, so the node of the base is taken.
+    but not the node of the view's base, so the node of the base is taken.
     """
     origin = output
     base = output._base
@@ -1023,7 +1029,7 @@ def _runs(node: Any) -> bool:
     """Return whether the running backward pass executes a parameter's autograd node, and so adds to
     the parameter's gradient.
 
-    ``autograd.grad`` does not, nor does a backward pass with other ``inputs``.
+    This is not so in ``autograd.grad``, nor in a backward pass with other ``inputs``.
     """
     # the function raises if autograd.grad was called for the node's own tensor
     with suppress(RuntimeError):

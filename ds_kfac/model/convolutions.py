@@ -1,13 +1,14 @@
 """Convolutions, whose rows are image patches (KFC, Grosse & Martens 2016, arXiv:1602.01407).
 
 **nn.Conv1d, 2d, 3d**: the matrix is [O, C * kernel], with the bias as last column. Rows of A are
-the input's patches, rows of G the gradients of output pixels. With groups there are independent
-maps [groups, O / groups, C / groups * kernel], each with an A and a G. A is the mean over examples
-and positions, and G sums over positions. For a classifier that is KFC's Fisher.
+the input's patches, and rows of G are the gradients of output pixels. With groups there are
+independent maps [groups, O / groups, C / groups * kernel], each with an A and a G. A is the mean
+over examples and positions, and G sums over positions. For a classifier this equals KFC's Fisher.
 
-**nn.ConvTranspose1d, 2d, 3d**: the weight is [C, O / groups, *kernel], and the roles are swapped.
-Rows of A are the input's pixels, rows of G the patches that the transposed convolution sees in the
-output's gradient. The matrix is [O * kernel, C]; the bias is left to the optimizer.
+**nn.ConvTranspose1d, 2d, 3d**: the weight is [C, O / groups, *kernel], and pixels and patches
+change roles. Rows of A are the input's pixels, and rows of G are the patches that the transposed
+convolution sees in the output's gradient. The matrix is [O * kernel, C]; the bias is left to the
+optimizer.
 
 **Patches** have an entry for each channel and each position in the kernel, in the order of a
 convolution's weight. A pixel is the patch of a kernel of size 1. Only a few patches are in memory
@@ -37,9 +38,9 @@ from ds_kfac.model.layers import Linear, computed_parameter, parameter_shape
 CHUNK = 1 << 22
 """Largest number of elements of patches that are in memory at a time."""
 ROWS = 4
-"""A grid takes at least this many patches for each row of the wider factor."""
+"""A grid takes at least this many times as many patches as the wider factor has rows."""
 SPARSEST = 16
-"""A grid takes at least one position in this many."""
+"""A grid takes at least one of every ``SPARSEST`` positions."""
 
 
 def phase(turn: int, stride: int) -> int:
@@ -55,9 +56,9 @@ def phase(turn: int, stride: int) -> int:
 
 
 def grid_step(rows: int, dims: int, width: int) -> int:
-    """Return the largest step of a grid over ``dims`` dimensions with which the grid takes enough
-    of all ``rows`` positions: at least :data:`ROWS` times ``width``, and at least one in
-    :data:`SPARSEST`."""
+    """Return the largest step of a grid over ``dims`` dimensions with which the grid still takes
+    enough of the ``rows`` positions: at least :data:`ROWS` times ``width`` positions, and at least
+    one of every :data:`SPARSEST` positions."""
     step = 1
     while (step + 1) ** dims <= SPARSEST and rows >= ROWS * width * (step + 1) ** dims:
         step += 1
@@ -143,8 +144,8 @@ class Patches:
         gain: Tensor | float = 1.0,
         kept: Tensor | None = None,
     ) -> None:
-        """Add the sum of x x^T over all patches x to a packed sum, in place. The sum is estimated
-        from the grid's patches.
+        """Add the sum of x x^T over all patches x to a packed sum, in place. The sum over all
+        patches is estimated from the patches of a grid.
 
         Args:
             sum_P: the packed sum.
@@ -152,8 +153,8 @@ class Patches:
             grid: which patches are taken.
             bias: whether a 1 is appended to each patch, or with channel groups to each group's part
                 of a patch.
-            gain: factor on the patches.
-            kept: bool scalar, whether the patches count; None: they do.
+            gain: factor by which the patches are multiplied.
+            kept: bool scalar, whether the patches count; None: they count.
         """
         for rows_RD in self.rows(grid):
             scale: Tensor | float = grid.step ** len(grid.offset)
@@ -175,7 +176,7 @@ class Patches:
         ]
 
     def rows(self, grid: Grid) -> Iterator[Tensor]:
-        """Yield the patches of a grid [R, D], some at a time."""
+        """Yield the patches of a grid in several tensors [R, D]."""
         counts = self._counts(grid)
         width = self.image.shape[1] * prod(self.kernel)
         # elements of an example's patches at one position of the first dimension
@@ -188,7 +189,7 @@ class Patches:
                 yield part.reshape(-1, width)
 
     def all_rows(self) -> Tensor:
-        """Return all patches, a copy [N, positions, D]."""
+        """Return a copy of all patches, [N, positions, D]."""
         return self._view(self.image).flatten(1, len(self.positions)).flatten(2)
 
     def sums(self) -> Tensor:
@@ -279,7 +280,7 @@ class Convolution(Linear):
         if module.groups > 1 and 1 in (in_group, out_group):
             return "the filter of a single channel is not a matrix"
         if module.in_channels <= FEW_CHANNELS:
-            return f"its input has the {module.in_channels} channels of an image"
+            return f"its input has {module.in_channels} channels, as an image has"
         return None
 
     def rows(self, x: Tensor, output: Tensor) -> int:
@@ -298,8 +299,8 @@ class Convolution(Linear):
 
 
 class TransposedConvolution(Convolution):
-    """nn.ConvTranspose1d, 2d or 3d, as ``kind`` says. Its patches are those of the convolution that
-    it transposes."""
+    """nn.ConvTranspose1d, 2d or 3d, as ``kind`` says. Its patches are the patches of the
+    convolution that it transposes."""
 
     transposed = True
     without_bias: str | None = (

@@ -48,7 +48,7 @@ class LayerSpec:
     weight: str
     """Name of the weight parameter in the model."""
     bias: str | None
-    """Name of the bias parameter; None if there is none, or it is frozen."""
+    """Name of the bias parameter; None if the layer has no bias, or a frozen bias."""
     A: Side
     """Side of the layer's inputs, which end in a 1 if there is a bias."""
     G: Side
@@ -69,10 +69,11 @@ class LayerSpec:
     """Number of independent maps of equal shape, such as the groups of a convolution. Each has a
     block of A and a block of G."""
     keeps_direction: str | None = None
-    """Why the directions of the layer's updates are not orthogonalized; None if they are."""
+    """Reason why the directions of the layer's updates are not orthogonalized; None if they are
+    orthogonalized."""
     makes_words: bool = False
-    """Whether the layer is the head of a language model. A head is recognised by its shape, which
-    is that of an embedding."""
+    """Whether the layer is the head of a language model. A head is recognised by having the shape
+    of an embedding."""
     part: tuple[int, int] = (0, 1)
     """(index, count): the layer is part ``index`` of ``count`` equal parts of its parameters. An
     expert is a part."""
@@ -100,7 +101,7 @@ class LayerSpec:
 
     @cached_property
     def whole_shape(self) -> tuple[int, ...]:
-        """Shape of the unsharded layer, of which this one may be a tensor-parallel shard."""
+        """Shape of the unsharded layer, of which this layer may be a tensor-parallel shard."""
         *groups, O, I = self.shape  # noqa: E741
         return *groups, O * self.cut[0], I * self.cut[1]
 
@@ -142,8 +143,8 @@ def tensors_of(values: Any) -> Iterator[Tensor]:
 
 
 def value_of(place: Any, name: str) -> Any:
-    """Return an attribute of an object; None if there is none, or if it is a property that raises
-    because the model does not run yet."""
+    """Return an attribute of an object; None if the object lacks the attribute, or if the attribute
+    is a property that raises an error because the model does not run yet."""
     try:
         return getattr(place, name, None)
     except Exception:
@@ -169,7 +170,7 @@ def computed_parameter(module: Any) -> str | None:
         classes = [vars(kind) for kind in type(module).__mro__]
         attributes = (vars(module), module._buffers, module._modules, *classes)
         if any(isinstance(x, Mapping) and x.get(name) is not None for x in attributes):
-            return f"its {name} is computed by a parametrization, not a parameter"
+            return f"its {name} is not a parameter: a parametrization computes it"
     return None
 
 
@@ -178,7 +179,7 @@ class LayerType(ABC):
 
     Attributes:
         needs_gradients: whether the rows of A are computed from inputs and output gradients.
-        without_bias: why a bias is not part of the layer; None if it is.
+        without_bias: reason why a bias is not part of the layer; None if a bias is part of it.
         transposed: whether a linear map's weight is stored [I, O].
         images: whether inputs and outputs are images [N, C, ..], so that no mask [N, T] fits their
             rows.
@@ -299,7 +300,8 @@ class _Shard(Linear):
     Attributes:
         name: name of Megatron's class.
         shape: name of Megatron's attribute with the size of the cut side.
-        unfit: (name of a flag, value, why a layer with that value is left alone).
+        unfit: (name of a flag, value of the flag, reason why K-FAC leaves a layer with this value
+            alone).
     """
 
     name: str
@@ -339,7 +341,7 @@ class ColumnParallelLinear(_Shard):
 
     name = "ColumnParallelLinear"
     shape = "output_size_per_partition"
-    unfit = "gather_output", True, "gather_output: its output is that of all shards"
+    unfit = "gather_output", True, "gather_output: it returns the outputs of all shards"
 
     def gradient_rows(self, module: Any, x: Tensor | None, gradient: Tensor) -> Tensor:
         # an AutoTP layer that returns the outputs of the unsharded layer
@@ -357,7 +359,7 @@ class RowParallelLinear(_Shard):
     unfit = (
         "input_is_parallel",
         False,
-        "input_is_parallel is false: its input is that of all shards",
+        "input_is_parallel is false: it gets the inputs of all shards",
     )
     without_bias: str | None = (
         "is added to the sum over tensor-parallel ranks, so it belongs to no shard"

@@ -1,6 +1,6 @@
 """Find which rows are padding, from the attention masks of a forward pass.
 
-A row that a mask leaves out is padding only if its gradient is zero, too
+A row that a mask leaves out is padding only if the row's gradient is also zero
 (docs/explanation/capture.md).
 
 Shape suffixes: N examples, T positions.
@@ -60,7 +60,9 @@ def masks_in(read: Tensor | Iterable[Tensor] | None) -> Iterator[Tensor]:
     for mask in masks:
         if not isinstance(mask, Tensor) or mask.ndim != 2:
             got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-            raise ValueError(f"engine.kfac.mask: got {got}; must return masks [N, T], or None")
+            raise ValueError(
+                f"engine.kfac.mask: got {got}; must return a mask [N, T], a list of masks, or None"
+            )
         mask = mask.detach()
         if mask.dtype is torch.bool:
             # a copy, because the user may reuse the memory before the gradient arrives
@@ -75,7 +77,7 @@ class Forward:
 
     Args:
         masks: the attention masks, bool [N, T].
-        detached: whether the inputs have no autograd graph. If they have one, a backward pass
+        detached: whether the inputs have no autograd graph. If they have a graph, a backward pass
             through this forward may belong to another model's loss.
         step: the step in which the forward ran.
         saved: names of the layers whose inputs the forward saves.
@@ -140,7 +142,7 @@ class Forward:
         return (examples, positions) in self._sides or (positions, examples) in self._sides
 
     def rows(self, layer: str, weight_sharing: str) -> int | Tensor:
-        """Return the number of rows that a layer's calls had, without those that a mask leaves out.
+        """Return how many rows a layer's calls had, not counting rows that a mask leaves out.
 
         With ``weight_sharing`` "reduce", return the number of examples with at least one row that
         no mask leaves out.

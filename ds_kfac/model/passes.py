@@ -15,17 +15,18 @@ from ds_kfac.model.rows import BatchSum
 
 
 class BackwardPass:
-    """The sums and the numbers of rows of one backward pass so far.
+    """What one backward pass has added up so far: sums of outer products, and numbers of rows.
 
     Attributes:
         sums: factor key -> sum of g^ g^^T over the pass's rows, for factors that are made of
             gradients. g^ is a row's part of the averaged gradient.
         has_begun: whether any gradient has arrived.
-        adds: whether the pass adds to the gradient of a weight that K-FAC steps. ``autograd.grad``
-            through a frozen layer does not. Set only for a pass that was not announced.
+        adds: whether the pass adds to the gradient of a weight that K-FAC steps. For example,
+            ``autograd.grad`` through a frozen layer does not. Only set for passes that no engine
+            has announced as its own.
         forwards: the forward passes that the pass went through; a dict in place of an ordered set.
         alive: layer -> bool scalar on the device, whether a gradient that is not zero has arrived
-            there. Layers are in the order in which their first gradients arrived.
+            at the layer. Layers are in the order in which their first gradients arrived.
     """
 
     def __init__(self) -> None:
@@ -97,8 +98,8 @@ class BackwardPass:
         if not self._fits(examples, rows.forward, nearest):
             raise ValueError(
                 '"weight_sharing": "reduce" takes the first dimension for the examples, but its '
-                f"size is {examples} here, and {self._examples[rows.forward, nearest][0]} in "
-                f"{nearest}, the layer nearest to the loss"
+                f"size is {examples} in this layer, but {self._examples[rows.forward, nearest][0]} "
+                f"in {nearest}, the layer nearest to the loss"
             )
 
     def _fits(self, examples: int, forward: Forward, layer: str) -> bool:
@@ -111,9 +112,9 @@ class BackwardPass:
         """Return R_p: the number of rows of the layer nearest to the loss.
 
         That is the first layer whose gradient is not zero. All rows of its calls in the pass's
-        forwards count, except padding. Only the device knows which layer it is, so the number of
+        forwards count, except padding. Only the device knows which layer this is, so the number of
         rows is computed for all layers, and the device chooses one of these numbers. Successive
-        layers with equal calls are treated as one.
+        layers with equal calls are treated as one layer.
         """
         total: int | Tensor = 0
         is_found: Tensor | None = None  # whether a layer before had a nonzero gradient

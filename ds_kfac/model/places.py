@@ -40,7 +40,8 @@ VIEWS = {
 }
 PASSES = VIEWS | {"ExpandBackward", "IndexBackward", "IndexSelectBackward"}
 """Names of autograd nodes, without the digit at their end, that pass on each element's gradient
-unchanged. "Clamp" does so only if it bounded no element, which :meth:`Places.follow` checks."""
+unchanged. A "Clamp" node does so only if no element was clamped, which :meth:`Places.follow`
+checks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,9 +52,9 @@ class Place:
         param: the parameter.
         shape, stride, offset: shape, strides and storage offset of a view of the parameter that has
             the same elements.
-        chosen: int64, the numbers of the matrices that were picked out of a stack; None if none
-            were picked. ``shape`` and ``stride`` then describe the copy, in which the picked
-            matrices follow each other.
+        chosen: int64, the numbers of the matrices that were picked out of a stack; None if no
+            matrices were picked. If some were picked, ``shape`` and ``stride`` describe the copy,
+            in which the picked matrices follow each other.
     """
 
     param: nn.Parameter
@@ -80,7 +81,7 @@ class _Copy:
 
     Attributes:
         version: autograd's version counter of the copy when it was made.
-        place: the place that it was copied from; None if that was a frozen parameter.
+        place: the place that the copy was made from; None if it was made from a frozen parameter.
     """
 
     version: int
@@ -117,8 +118,8 @@ class Places:
 
         Args:
             name: name of the function.
-            args, kwargs: its arguments.
-            output: its result.
+            args, kwargs: arguments of the function.
+            output: result of the function.
         """
         if not isinstance(output, Tensor):
             return False
@@ -127,8 +128,8 @@ class Places:
         return name in ("__getitem__", "index_select") and self._picked(name, args, kwargs, output)
 
     def find(self, tensor: Any) -> Place | None:
-        """Return the place of a tensor; None if its elements, or the gradients of its elements, are
-        not those of a parameter."""
+        """Return the place of a tensor. None if its elements are not elements of a parameter, or if
+        their gradients are not the gradients of the parameter's elements."""
         if not isinstance(tensor, Tensor):
             return None
         base = base_of(tensor)
@@ -226,7 +227,7 @@ def base_of(tensor: Tensor) -> Tensor:
 def leaf_of(tensor: Tensor, passes: Collection[str]) -> Tensor | None:
     """Return the leaf that a tensor was made from by ``passes`` nodes alone; None if there is none.
 
-    The gradients of the leaf's elements are then those of the tensor's.
+    Each element of the tensor then has the same gradient as the leaf's element that it came from.
 
     Args:
         passes: names of autograd nodes, without the digit at their end.
@@ -241,7 +242,7 @@ def leaf_of(tensor: Tensor, passes: Collection[str]) -> Tensor | None:
 
 def _passes(node: Any, passes: Collection[str]) -> bool:
     name = type(node).__name__
-    # torch's own nodes end in a digit, those of a custom autograd.Function do not
+    # names of torch's own nodes end in a digit, names of a custom autograd.Function's nodes do not
     return name[:-1] in passes and name[-1].isdigit()
 
 

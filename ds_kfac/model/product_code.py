@@ -3,7 +3,7 @@
 :func:`multiplied` finds the parameters by which the code multiplies, and the layout of the matrix
 in each of them. The matrix is [O, I] in ``linear(x, self.w)``, ``x @ self.w.T`` and ``self.w @ x``.
 It is [I, O] in ``x @ self.w``, ``bmm``, ``addmm`` and grouped products. In a stack [E, ..] each
-entry is a matrix, as in ``linear(x, self.w[e])``. ``self.w.view(self.E, ..)`` is such a stack, too.
+entry is a matrix, as in ``linear(x, self.w[e])``. ``self.w.view(self.E, ..)`` is also such a stack.
 In an ``einsum``, the dimensions that are summed over form one side of the matrix, and the matrix's
 other dimensions form the other side.
 
@@ -49,7 +49,7 @@ ADDED = {"addmm", "baddbmm"}
 TURNS = {"T", "mT", "t", "transpose", "swapaxes", "adjoint"}
 """Methods and attributes that transpose a matrix."""
 BOUNDS = {"clamp", "clip"}
-"""Methods that bound elements."""
+"""Methods that limit the values of elements."""
 COPIES = {
     "to",
     "type",
@@ -61,8 +61,8 @@ COPIES = {
     "contiguous",
     "clone",
 } | BOUNDS
-"""Methods whose result has the parameter's elements, possibly in another dtype. Some elements may
-be bounded. An element that is not bounded has the same gradient as its copy."""
+"""Methods whose result has the parameter's elements, possibly in another dtype. A method in BOUNDS
+may change some elements; every other element has the same gradient as its copy."""
 KEEPS = COPIES | {"unsqueeze", "squeeze"}
 """Methods whose result is the same matrix."""
 LOOK_UPS = {"embedding", "embedding_bag", "index_select"}
@@ -206,9 +206,9 @@ def tables(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters in which a module's code looks up rows: the module's own parameters, or
     those of its children.
 
-    A table is treated like an embedding, even if some code also multiplies by it. A head that
-    shares the table multiplies by it, and so does a codebook, whose product only selects the
-    nearest row and gets no gradient.
+    A table is treated like an embedding, even if some code also multiplies by it. Two examples are
+    a head that shares the table, and a codebook, where the product only selects the nearest row and
+    gets no gradient.
     """
     parameters = set()
     for module in model.modules():
@@ -222,7 +222,8 @@ def tables(model: nn.Module) -> set[nn.Parameter]:
 
 
 def _parameter_at(module: nn.Module, path: list[str]) -> Any:
-    """Return the parameter at a path of names; None if there is none, or in TorchScript."""
+    """Return the parameter at a path of names; None if there is no such parameter, or if the module
+    is TorchScript."""
     if len(path) > 1:
         child = module._modules.get(path[0]) if isinstance(module._modules, dict) else None
         return None if child is None else _parameter_at(child, path[1:])
@@ -254,9 +255,9 @@ class Operand(NamedTuple):
     Attributes:
         path: name of the parameter, such as "experts.w".
         transposed: whether the expression transposes it.
-        dims: number of dimensions that have an index in the expression, other than a slice.
+        dims: number of dimensions that the expression indexes by anything but a slice.
         varies: whether the value may be rows of a batch, because rows are looked up in the
-            parameter, or because the variable has other values, too.
+            parameter, or because the variable may also hold other values.
         cut: number of matrices into which the expression views the parameter's rows: a number, or
             "n" for ``self.w.view(self.n, ..)``; "" if there is no such view.
     """
@@ -376,7 +377,7 @@ def codes_of(kind: Any, *, alone: bool = False) -> Iterator[Code]:
 
     Args:
         kind: the class.
-        alone: leave out the bases.
+        alone: whether to leave out the code of the bases.
     """
     bases = (kind,) if alone else kind.__mro__[: kind.__mro__.index(nn.Module)]
     for base in bases:
@@ -530,7 +531,7 @@ def _kernels(kind: Any) -> frozenset[str]:
 def _weight_of_convolution(call: ast.Call, code: Code) -> ast.expr | None:
     """Return the weight that a call passes to a convolution; None if it calls something else."""
     name = name_of(call.func)
-    # self.conv(x, y) calls a child, but self._conv_forward(x, weight, bias) a method
+    # self.conv(x, y) calls a child module, but self._conv_forward(x, weight, bias) calls a method
     if "conv" not in name or (code.attribute(call.func) and not name.endswith("forward")):
         return None
     for word in call.keywords:
@@ -591,8 +592,8 @@ def _look_ups(kind: Any) -> frozenset[tuple[str, int]]:
 
 
 def _run_by_forward(kind: Any) -> set[str]:
-    """Return the names of the methods of a class that its ``forward`` mentions, directly or in
-    methods that it mentions."""
+    """Return the names of the methods that the ``forward`` of a class mentions, and of the methods
+    that these methods mention, and so on."""
     mentioned: dict[str, set[str]] = {}
     for code in codes_of(kind):
         mentioned.setdefault(code.name, set()).update(map(code.attribute, code.nodes))
@@ -612,7 +613,7 @@ class CodeProduct(NamedTuple):
     Attributes:
         weight: the parameter.
         layout: how the matrix is stored in the parameter.
-        other: name of the other operand if that is a parameter, too; else "".
+        other: name of the other operand if it is also a parameter; else "".
         dims: for an einsum, the number of dimensions of the parameter; else 0.
     """
 
@@ -644,8 +645,8 @@ def _products_in(code: Code) -> Iterator[CodeProduct]:
 
 
 def _fixed(code: Code, node: ast.expr | None) -> str:
-    """Return the name of the parameter that is the operand. "" if the operand is not a parameter,
-    or may be rows of a batch."""
+    """Return the name of the parameter that an operand of a product is. "" if the operand is not a
+    parameter, or may be rows of a batch."""
     operand = code.operand(node)
     return "" if operand is None or operand.varies else operand.path
 
@@ -690,12 +691,12 @@ class Contraction(NamedTuple):
     """An einsum that multiplies rows by a matrix, or separate rows by each matrix of a stack.
 
     Attributes:
-        layout: how the matrix is stored in its operand.
+        layout: how the operand that holds the matrix stores it.
         x: permutation that brings the other operand into [rows.., I..], with I.. in the order of
             the matrix.
         output: permutation that brings the output into [rows.., O..].
-        rows: number of dimensions that number the rows.
-        dims: number of dimensions of the matrix's operand.
+        rows: number of leading dimensions that index the rows.
+        dims: number of dimensions of the operand that holds the matrix.
         stacked: whether the first dimension of the rows numbers the matrices of a stack.
     """
 

@@ -52,7 +52,7 @@ class Product:
 
     Attributes:
         param: the parameter that holds the matrix, or the stack of matrices.
-        x: [.., I]; for a stack [matrices, .., I].
+        x: the rows, [.., I]; for a stack [matrices, .., I].
         output: the result of the torch function. The gradient that arrives here gives the rows of
             G.
         transposed: whether the parameter stores the matrix as [I, O].
@@ -87,7 +87,7 @@ class Product:
         """The rows of all entries.
 
         A grouped product may have rows after its last group. These rows are not tokens, and the
-        output of the product is undefined there.
+        product's output has undefined values in them.
         """
         ends = []
         for _, rows in self.entries:
@@ -107,7 +107,7 @@ class Part:
         picked: which rows of the product belong to the layer. None if all rows belong to it,
             because the matrix is not in a stack.
         number: number of rows of the product that belong to the layer.
-        sides: the factors that the rows are for: "AG", "A" or "G".
+        sides: the factors to which the rows are added: "AG" (both), "A" or "G".
     """
 
     layer: LayerSpec
@@ -204,11 +204,12 @@ _in_backward = WeakSet["Products"]()
 def _enter_in_backward() -> None:
     """Let torch enter the modes of :data:`_in_backward` in backward passes.
 
-    Checkpointing may recompute functions there, outside of any module's call. Autograd runs
-    everything with the modes that are active when its engine starts. It is not enough to enter a
-    mode around ``loss.backward()``, because this call is itself a torch function. Torch would pass
-    the call to the mode, and then run it without the mode. So the modes are entered inside of the
-    call. The replacement stays, because others may have replaced the function since.
+    In a backward pass, checkpointing may recompute functions outside of any module's call. Autograd
+    runs everything with the modes that are active when its engine starts. It is not enough to enter
+    a mode around ``loss.backward()``, because this call is itself a torch function. Torch would
+    pass the call to the mode, and then run it without the mode. So this function replaces the torch
+    function that ``backward`` calls by one that first enters the modes. The replacement is never
+    undone, because other code may have replaced the function again.
     """
     plain = torch.autograd._engine_run_backward
 
@@ -259,7 +260,7 @@ class Products(TorchFunctionMode):
         self._lock = threading.Lock()
 
     def watch_backward(self, watched: bool) -> None:
-        """Set whether the mode is entered in backward passes, too."""
+        """Set whether the mode is also entered in backward passes."""
         if watched:
             _enter_in_backward()
             _in_backward.add(self)
@@ -640,8 +641,8 @@ def is_plain(x: Tensor) -> bool:
 
 
 def _between(ends: Sequence[int]) -> list[tuple[int, slice]]:
-    """Return (number of a matrix, its rows) for each matrix that has rows. The rows of each matrix
-    begin where those of the matrix before it end."""
+    """Return (number of a matrix, its rows) for each matrix that has rows. The rows of a matrix
+    begin where the rows of the matrix before it end."""
     starts = [0, *ends[:-1]]
     pairs = enumerate(zip(starts, ends, strict=True))
     return [(k, slice(start, end)) for k, (start, end) in pairs if end > start]
@@ -763,7 +764,7 @@ class Uses(TorchFunctionMode):
 
 
 def _line() -> str:
-    """Return "FILE:LINE" of the innermost frame that is neither torch's nor ours, nor that of
+    """Return "FILE:LINE" of the innermost frame that belongs neither to torch nor to ds_kfac nor to
     ZeRO-3's F.linear."""
     # above this function, _note and __torch_function__
     frame = sys._getframe(3)

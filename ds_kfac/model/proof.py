@@ -21,8 +21,9 @@ Note: Tolerance. dW is rounded whenever it is stored: n times if it is the sum o
     rounding errors are not. Therefore |dW| is added to R. The proof allows ten times these errors:
     :data:`SLACK` is ten times the 0.2.
 
-Shape suffixes: n groups of a layer, O and I the sides of its matrix, D either side, K pairs (u, v)
-of a layer, P = PROBES, L layers, M layers that are compared with their gradients, C columns.
+Shape suffixes: n groups of a layer, O and I the sides of the layer's matrix, D one of these sides,
+K pairs (u, v) of a layer, P = PROBES, L layers, M layers that are compared with their gradients, C
+columns.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -124,7 +125,7 @@ class _HostNumbers:
 
 @dataclass(frozen=True)
 class RowCheck:
-    """Result of a layer's proof, over the rows of all ranks.
+    """Result of the proof for one layer, over the rows of all ranks.
 
     Attributes:
         calls, hooked, left_out: see :class:`Numbers`.
@@ -144,13 +145,14 @@ class RowCheck:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the proof has a result. It has none if gradients are not finite, for example
+        """Whether the proof has a result. It has no result if gradients are not finite, for example
         because the loss scale is too large."""
         return isfinite(self.ratio)
 
     @property
     def fits(self) -> bool:
-        """Whether the captured rows make up the gradient, or the layer is not judged."""
+        """Whether the captured rows make up the gradient, or a rank has called
+        :meth:`Proof.leave_out`, so that the layer is not judged."""
         return self.ratio <= 1 or self.left_out > 0
 
     def __str__(self) -> str:
@@ -161,8 +163,8 @@ class RowCheck:
             )
         else:
             text = (
-                f"its gradient is not that of the rows of {self.calls} calls: another use was not "
-                "seen"
+                f"its gradient is not the sum over the rows of the {self.calls} calls that were "
+                "seen: another use was not seen"
             )
             if self.hooked:
                 text += ", or a hook on its parameters changes the gradient"
@@ -170,13 +172,13 @@ class RowCheck:
 
 
 class Proof:
-    """Add up the proof's sums during one step, and compare them with the gradients.
+    """One run of the proof. It adds up sums during a step, and compares them with the gradients.
 
     Args:
         layers: all layers. Layers without a factor are skipped, because they have nothing to prove.
         key: returns, for a layer, the key of the factor A that its inputs go to in this step.
         number: number of proofs that the run has made before. It seeds the random vectors, so that
-            every proof uses new ones, the same on every rank.
+            every proof uses new vectors, which are the same on every rank.
         device: device of the sums.
 
     Attributes:
@@ -330,11 +332,11 @@ class Proof:
                 gradients, divided by ``divisor``. Each gradient is read once, and only one is held
                 at a time, because it may be a copy.
             names: names of the layers to compare; None: all layers in ``gradients``.
-            divisor: see ``gradients``.
+            divisor: number by which DeepSpeed has divided the sum of all ranks' gradients.
             world: number of ranks.
             eps: relative accuracy of the coarsest dtype that a gradient was rounded to: one number
                 for all compared layers, or a tensor [M] with a number for each.
-            floor: size below which values underflow in that dtype.
+            floor: size below which values underflow in the dtype that ``eps`` describes.
         """
         names = gradients if names is None else names
         layers = [layer for layer in self.layers if layer.name in names]
@@ -366,7 +368,7 @@ class Proof:
         scale_2M = squares_2M.sqrt() / divisor + t_2MP.norm(dim=-1) + size_M
         bound_2M = SLACK * (rounding_M * scale_2M + underflow_M)
         distance_2M = (t_2MP - expected_MP).norm(dim=-1)
-        # a distance of 0 fits, even if the bound is 0, too
+        # a distance of 0 passes even if the bound is 0
         ratio_2M = torch.where(
             distance_2M == 0, distance_2M, (distance_2M / bound_2M).clamp(max=1e30)
         )

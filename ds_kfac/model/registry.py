@@ -45,7 +45,7 @@ class Norm(layers.LayerType):
         return Side(side_A.dim, 1 + bias), Side.identity(1)
 
     def keeps_direction(self, module: Any) -> str | None:
-        return f"{type(module).__name__} is no linear map's matrix"
+        return f"the weight of {type(module).__name__} is not the matrix of a linear map"
 
     def gradient_rows(self, module: Any, x: Tensor | None, gradient: Tensor) -> Tensor:
         assert x is not None  # capture keeps inputs of types with needs_gradients
@@ -126,7 +126,7 @@ class BatchNorm(_ImageNorm):
 
     def refusal(self, module: Any) -> str | None:
         if isinstance(module, nn.SyncBatchNorm):
-            return "its statistics are those of all ranks, but its input is only this rank's"
+            return "it normalizes by statistics of all ranks, but K-FAC sees only this rank's input"
         if type(module).forward is not nn.BatchNorm2d.forward:
             return f"{type(module).__name__} overrides BatchNorm2d.forward"
         return self.unfit(module)

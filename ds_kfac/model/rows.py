@@ -3,8 +3,8 @@ moments.
 
 docs/explanation/capture.md says which rows count.
 
-Shape suffixes: N examples, T positions that share the weight, I and O inputs and outputs, D either
-of these, R rows, P a packed triangle.
+Shape suffixes: N examples, T positions that share the weight, I inputs, O outputs, D inputs or
+outputs, R rows, P elements of a packed triangle.
 """
 
 from collections.abc import Callable
@@ -26,14 +26,14 @@ HALVES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Sample:
-    """A sub-sample of rows: one row in ``stride``, from ``offset`` on. Each of them counts
-    ``stride`` times."""
+    """A sub-sample of rows: one of every ``stride`` rows, from ``offset`` on. Each row of the
+    sample counts ``stride`` times."""
 
     stride: int = 1
     offset: int = 0
 
     def of(self, rows: Tensor) -> Tensor:
-        """Return the sample of rows [R, ..], a view."""
+        """Return a view of the rows of the sample, given all rows [R, ..]."""
         return rows if self.stride == 1 else rows[self.offset :: self.stride]
 
 
@@ -42,7 +42,7 @@ EVERY_ROW = Sample()
 
 @dataclass(eq=False)
 class BatchSum:
-    """A step's sum of outer products of one factor's rows. It is added to in place.
+    """A step's sum of outer products of one factor's rows. Calls add to it in place.
 
     Attributes:
         sum_P: fp32, the packed triangle of the sum.
@@ -77,8 +77,8 @@ def is_nonzero(rows: Tensor) -> Tensor:
 
 
 def have_gradient(layer_type: LayerType, gradient: Tensor) -> Tensor:
-    """Return which rows [.., O] of an output gradient are not zero, bool [..]; for images, which
-    entries are not."""
+    """Return which rows [.., O] of an output gradient are not zero, bool [..]. For images, return
+    which entries are not zero."""
     return gradient != 0 if layer_type.images else is_nonzero(gradient)
 
 
@@ -93,7 +93,7 @@ def kept_rows(x: Tensor, with_gradient: Tensor, mask: Tensor | None) -> Tensor:
         with_gradient: bool [..], whether the row's output gradient is not zero.
         mask: bool [..], False for padding; None: no mask fits.
     """
-    # rows without a gradient that count, if the call has any gradient at all
+    # rows that count even without a gradient, if any row of the call has a gradient
     others = is_nonzero(x).reshape(with_gradient.shape)
     if mask is not None:
         others = others & mask
@@ -117,7 +117,8 @@ class RowSums:
             sum of its output gradients in G. This suits a loss with a term for each sequence or
             image. Source: Eschenhagen et al. 2023 (arXiv:2311.00636).
         positions: whether convolutions take a sub-sample of positions, see ``convolutions.py``.
-        stage: returns a context in which rows are added. It is used to measure the time.
+        stage: returns a context manager, which is entered while rows are added. It measures the
+            time.
 
     Attributes:
         step: number of the step. It decides which rows a sub-sample has.
@@ -153,7 +154,7 @@ class RowSums:
             kept: bool, of the leading shape of the rows: whether each row counts.
             alive: bool scalar, whether any row counts.
             batch: the sum.
-            stride: number n; one row in n is taken.
+            stride: one of every ``stride`` rows is taken.
         """
         layer = call.layer
         layer_type = call.kind
@@ -215,11 +216,11 @@ class RowSums:
             call: the call.
             x: its input, for types whose rows are made of inputs and gradients.
             gradient: its output gradients [.., O], or images.
-            alive: bool scalar, whether any entry of the gradient is not zero. If none is, the call
-                has no rows.
+            alive: bool scalar, whether any entry of the gradient is not zero. If all entries are
+                zero, the call has no rows.
             batch: the sum.
             scale: the loss scale, a number or a scalar on the device.
-            stride: number n; one row in n is taken.
+            stride: one of every ``stride`` rows is taken.
         """
         layer = call.layer
         layer_type = call.kind

@@ -2,9 +2,9 @@
 
 :data:`SAMPLERS` lists them. Kunstner et al. 2019 (arXiv:1905.12558) explain the method.
 
-A sampler computes the training loss with drawn labels in place of the true ones, as a mean over the
-same terms. These terms are recognised by the gradient of the true loss with respect to the
-prediction, which is not zero there.
+A sampler computes the training loss with drawn labels in place of the true labels, as a mean over
+the same terms. The true loss has a term wherever its gradient with respect to the prediction is not
+zero.
 
 Shape suffixes: N examples, T positions, C outputs.
 """
@@ -22,7 +22,7 @@ Sampler = Callable[[Tensor, Tensor, torch.Generator], Tensor]
 prediction.
 
 ``reached`` is bool of the prediction's shape: whether the true loss has a gradient there. All
-random numbers must come from the generator, so that a resumed run draws the same ones.
+random numbers must come from the generator, so that a resumed run draws the same numbers.
 """
 
 
@@ -49,14 +49,14 @@ def prediction_tensor(output: Any) -> Tensor:
         got = "a scalar, a loss" if isinstance(tensor, Tensor) else type(output).__name__
         raise ValueError(
             'kfac.factor.fisher "monte_carlo": the model returns no prediction to draw labels from '
-            f"(got {got}); name the module that computes it in kfac.factor.prediction, or set "
-            "engine.kfac.sampler"
+            f"(got {got}); set kfac.factor.prediction to the name of the module that computes the "
+            "prediction, or set engine.kfac.sampler"
         )
     return tensor
 
 
 def mean_of_terms(values: Tensor, reached: Tensor) -> Tensor:
-    """Return the mean over those terms of a loss that the true loss also has."""
+    """Return the mean of a loss over the terms that the true loss also has."""
     weights = reached.reshape(-1).to(values.dtype)
     return (values.reshape(-1) * weights).sum() / weights.sum().clamp(min=1)
 
@@ -89,7 +89,8 @@ def squared_error(
     1/2, so targets are drawn from that Gaussian.
 
     Args:
-        mean: average over the outputs, too, as ``F.mse_loss`` does. The variance is then C/2.
+        mean: whether to average also over the outputs, as ``F.mse_loss`` does. The variance is then
+            C/2.
     """
     dim = 1 if prediction.ndim > 3 else -1
     outputs = prediction.movedim(dim, -1).float()

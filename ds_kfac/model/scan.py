@@ -52,7 +52,8 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Scan:
-    """Result of :func:`scan`: the layers to precondition, and what is left alone."""
+    """Result of :func:`scan`: the layers to precondition, and the modules and parameters that K-FAC
+    leaves alone."""
 
     layers: tuple[LayerSpec, ...]
     skipped: tuple[Skipped, ...]
@@ -103,7 +104,8 @@ def scan(
     optimized: Iterable[nn.Parameter] | None = None,
     head_shapes: Collection[tuple[int, int]] | None = None,
 ) -> Scan:
-    """Find the layers, in module order. Reads shapes and flags, never values.
+    """Find the layers that K-FAC preconditions, in the order of the modules. Reads shapes and flags
+    of parameters, never their values.
 
     Args:
         model: the model.
@@ -140,7 +142,7 @@ def scan(
         reasons = "; ".join(f"{s.name} ({s.kind}): {s.reason}" for s in skipped[:8])
         raise ValueError(
             f"kfac: {type(model).__name__} has no layer to precondition (known types: "
-            f"{', '.join(TYPES)}); check kfac.layers, or use AdamW. Left alone: "
+            f"{', '.join(TYPES)}); check kfac.layers, or use AdamW. Modules left alone: "
             f"{reasons or 'no module has parameters'}"
         )
     if head_shapes is None:
@@ -250,8 +252,8 @@ class _Scanner:
         bias = module._parameters.get("bias")
         members = self._members(name, module, kind)
         others = [user for user in self.users[bias] if user not in members]
-        # A module of no known type that has the same bias, such as RoBERTa's head, is assumed not
-        # to add it. If it does, the proof of rows fails
+        # It is assumed that a module of no known type with the same bias, such as RoBERTa's head,
+        # does not add the bias. If it does, the proof of rows fails.
         sharing = [user for user in others if _kind(self.modules[user])[1] is None]
         reason = self._refusal(name, "weight", module, sharing, members)
         if reason is not None:
@@ -274,7 +276,7 @@ class _Scanner:
             if not is_product and self.choice.gradients:
                 return (
                     f"{type(module).__name__} overrides {kind}.{method}, and does not convolve "
-                    "with its weight alone"
+                    "with its unchanged weight"
                 )
             if not is_product:
                 # without A the direction depends on the gradient alone, which is right whatever the
@@ -283,7 +285,7 @@ class _Scanner:
         if borrowed is not None and isinstance(module, nn.Linear):
             is_product = True
         elif not is_called:
-            return "its parent module uses its weight without calling it"
+            return "its parent module uses the weight without calling this module"
         layer = LayerSpec(
             name=name,
             kind=kind,
@@ -327,10 +329,10 @@ class _Scanner:
         return "only one of its weight and bias is trained" if has_frozen_bias else None
 
     def _products(self, name: str, module: nn.Module, borrowed: int = 1) -> list[LayerSpec] | str:
-        """Return the layers of a module of no known type; if there are none, the reason.
+        """Return the layers of a module of no known type, or the reason why it has no layers.
 
-        They are found from the parameters by which the module's code multiplies rows. A matrix is a
-        layer. In a stack of matrices [n, .., ..] each matrix is a layer.
+        Layers are the matrices by which the module's code multiplies rows. In a stack of matrices
+        [n, .., ..] each matrix is a layer.
 
         Args:
             name: name of the module.
@@ -419,7 +421,7 @@ class _Scanner:
         is_first: bool,
         is_last: bool,
     ) -> list[LayerSpec]:
-        """Return the layers of a stack of matrices, such as those of a module of experts.
+        """Return the layers of a stack of matrices, such as a weight of a module of experts.
 
         If the inputs of the stack are tokens, all experts share one A, because tokens have one
         distribution, whichever expert gets them. If each expert has computed its input itself, each
@@ -474,7 +476,7 @@ class _Scanner:
             return "weight has no elements"
         if not weight.is_floating_point():
             return (
-                f"weight is {str(weight.dtype).removeprefix('torch.')}; factors are of real numbers"
+                f"weight is {str(weight.dtype).removeprefix('torch.')}, not a floating-point dtype"
             )
         if not weight.requires_grad:
             return "weight is frozen"
@@ -522,7 +524,7 @@ class _Scanner:
                     reason = "is not seen to multiply anything"
                 if parameter not in self.trained:
                     reason = "is frozen"
-                reason = f"it {reason or 'is no part of its matrix'}"
+                reason = f"it {reason or 'is not part of its matrix'}"
                 place = f"{layer.module}.{name}".lstrip(".")
                 skipped[Skipped(place, "parameter", numel(parameter), reason)] = None
         return list(skipped)

@@ -1,8 +1,8 @@
 """Layers that see the same input share one A, for example q, k and v, or gate and up.
 
-Such groups of layers are found in the first captured step, by the identity of the input tensor. The
-rows of a shared input are added to A once, when the gradients of all calls with this input have
-arrived. A row has a gradient if it has one in any of these calls.
+Such groups of layers are found in the first step that updates factors, by the identity of the input
+tensor. The rows of a shared input are added to A once, when the gradients of all calls with this
+input have arrived. A row has a gradient if it has one in any of these calls.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from ds_kfac.model.calls import Call
 from ds_kfac.model.layers import LayerSpec, key_of
 
 UNWATCHED = -1
-"""Takes the place of an input's number if the layer may not share its A."""
+"""Used in place of an input's number if the layer may not share its A."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +29,7 @@ class Input:
         call: one of the calls that had this input.
         x: rows [.., I], or images.
         with_gradient: bool, of the rows' leading shape: whether a row has a gradient in any of the
-            calls. For images a scalar.
+            calls. For images, a bool scalar.
         alive: bool scalar, whether any row has a gradient.
     """
 
@@ -78,8 +78,8 @@ class SeenInput:
 
     Attributes:
         number: number of the input.
-        alive: whether the gradient is not zero, a bool scalar on the device; None: nobody computed
-            it.
+        alive: whether the gradient is not zero, a bool scalar on the device; None if this was not
+            computed.
     """
 
     number: int
@@ -157,7 +157,7 @@ class SharedInputs:
         Args:
             layer: name of the layer.
             number: number of the call's input.
-            alive: whether the gradient is not zero, a bool scalar; None: nobody computed it.
+            alive: whether the gradient is not zero, a bool scalar; None if this was not computed.
         """
         if self.searching and number != UNWATCHED:
             self._arrived.setdefault(layer, []).append(SeenInput(number, alive))
@@ -181,9 +181,9 @@ class SharedInputs:
     def parted(self) -> set[tuple[str, ...]]:
         """Return the groups whose layers do not share all their inputs.
 
-        In such a group, two layers have each got a gradient for an input for which the other got
-        none. If only one of two layers lacks gradients, they may still share all inputs, because a
-        layer need not get a gradient for each input.
+        In such a group there are two layers, each of which got a gradient for an input for which
+        the other layer got no gradient. If only one of two layers lacks gradients, the two may
+        still share all inputs, because a layer need not get a gradient for each input.
         """
         parted = set()
         for group in set(self._group.values()):
@@ -201,8 +201,9 @@ class SharedInputs:
     def complete(self, arrived: Input) -> Input | None:
         """Return the input of a call whose gradient has arrived, if its rows are complete.
 
-        They are complete if this is the last call with that input. Otherwise the input waits, and
-        the result is None. It is also None for a layer whose A gets its rows from another layer.
+        The rows are complete if this is the last call with that input. Otherwise the input waits,
+        and the result is None. The result is also None for a layer whose A gets its rows from
+        another layer.
         """
         layer = arrived.call.layer
         # the parts of a cut layer share one A, which gets its rows from the first part
@@ -221,7 +222,8 @@ class SharedInputs:
         return None
 
     def use(self, groups: Sequence[Sequence[str]]) -> None:
-        """End the search. The layers of each of these groups share their A from now on."""
+        """End the search for groups. From now on, the layers of each of these groups share one
+        A."""
         self.searching = False
         self._group = {name: tuple(group) for group in groups for name in group}
         self._watched = frozenset(self._group)

@@ -1,2 +1,2 @@
-"""One step of K-FAC: reduce batch sums, update and decompose factors, gather and precondition
-gradients, scatter results."""
+"""One step of K-FAC: sum the batch's statistics over ranks, update and decompose factors, gather
+and precondition gradients, and send the results back."""

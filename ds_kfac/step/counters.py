@@ -37,26 +37,26 @@ COUNTS = (
 )
 """Names in ``Metrics.counts``."""
 KINDS = ("factors", "gradients", "results", "numbers", "proof")
-"""Kinds of traffic, in addition to the kinds of the method's decompositions."""
+"""Kinds of messages between ranks, in addition to the messages with decompositions."""
 
 
 def counters(job: Job) -> dict[str, float]:
     """Return counter name -> total since attach. A total counts what this rank did, unless noted
     otherwise.
 
-    Names that belong to a domain of experts begin with "<domain>/". Names that belong to traffic
-    between all domains begin with "job/".
+    Counters of a domain of experts have names that begin with "<domain>/". Counters of messages
+    between all domains have names that begin with "job/".
 
     In addition to the numbers of :class:`~ds_kfac.metrics.Metrics` there are:
 
     - "calls_<kind>": number of collectives entered.
     - "sent_bytes_<kind>", "received_bytes_<kind>": payload to and from other ranks, in bytes,
-      including that of skipped steps. Kinds: factors, gradients, eigenvectors, eigenvalues,
+      including the payload of skipped steps. Kinds: factors, gradients, eigenvectors, eigenvalues,
       inverses, results, numbers, proof.
-    - "captures", "captures_skipped": number of times that a factor was captured, and number of
-      times that the adaptive rule left one out. Factors of all ranks count.
-    - "statistics_fraction": number of factor elements captured, divided by the number that would be
-      captured if every step captured every factor.
+    - "captures": number of times that statistics for a factor were collected, over the factors of
+      all ranks. "captures_skipped": number of times that the adaptive rule skipped this.
+    - "statistics_fraction": number of factor elements for which statistics were collected, divided
+      by what this number would be if every step collected statistics for every factor.
 
     All of these exist from attach on and are zero before the first step.
     """
@@ -73,8 +73,8 @@ def counters(job: Job) -> dict[str, float]:
 
 def selected(job: Job) -> dict[str, float]:
     """Return this rank's numbers for a line of a training framework's logs: the numbers of
-    :func:`health`, those of kl-clip if it is on, and those of :data:`FAILURES` that are not
-    zero."""
+    :func:`health`, the numbers of kl-clip if it is on, and the counters in :data:`FAILURES` that
+    are not zero."""
     values = counters(job)
     clipped = {name: value for name, value in values.items() if name in ("nu", "kl")}
     failures = {
@@ -98,9 +98,9 @@ def health(job: Job) -> dict[str, float]:
 
     - "step_to_weight": root mean square of KFACAdamW's last step over the layers of all ranks,
       divided by the root mean square of the layers' weights on this rank.
-    - "eigenvalue_spread": largest eigenvalue of an A divided by the mean of its eigenvalues; the
-      median over this rank's dense layers. If it is 1, inputs are equally large in every direction,
-      and A tells nothing about curvature.
+    - "eigenvalue_spread": the largest eigenvalue of A divided by the mean eigenvalue of A; the
+      median of this ratio over this rank's dense layers. If it is 1, inputs are equally large in
+      every direction, and A tells nothing about curvature.
     """
     values = {}
     kfac = job.preconditioners[0]
@@ -134,7 +134,8 @@ def _of_domain(kfac: KFACPreconditioner) -> dict[str, float]:
 
 
 def _of_channel(channel: Channel, kinds: Iterable[str]) -> dict[str, float]:
-    """Return the traffic of a channel, with zeros for each of ``kinds`` that had no traffic."""
+    """Return the counters of a channel's messages, with zeros for each of ``kinds`` of which no
+    message was sent."""
     values: dict[str, float] = {}
     for name, counter in (
         ("calls", channel.calls),

@@ -1,9 +1,11 @@
 """Average and decompose the factors of one rank, and deliver the decompositions to the gradient
 workers.
 
-The timetable is the same on every rank, but only a factor's eigen worker knows whether the factor
-could be decomposed. If eigenbases travel, the eigen worker sends this information to all ranks,
-because all must agree on the factors that are due next.
+A factor's eigen worker is the rank that averages and decomposes the factor. A layer's gradient
+workers are the ranks that precondition the layer's gradient. The timetable is the same on every
+rank, but only the eigen worker knows whether a factor could be decomposed. If eigenbases are sent
+to other ranks, the eigen worker sends this information to all ranks, because all ranks must agree
+on the factors that the next step handles.
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -51,10 +53,11 @@ class LastBatch(NamedTuple):
     Attributes:
         step: the step of the batch.
         column: the factor's column in ``numbers_4n``.
-        numbers_4n: fp32 [4, n] on the device, with a column for each of the step's n batches. A
-            column holds: 1 if the batch was scaled down, otherwise 0; 1 if the factor did not use
-            the batch, otherwise 0; the batch's number of rows (for G: loss terms); and the last
-            step whose batch changed the factor (-1: none).
+        numbers_4n: fp32 [4, n] on the device, with a column for each of the step's n batches. The
+            four numbers of a column are: 1 if the batch was scaled down, otherwise 0; 1 if the
+            factor did not use the batch, otherwise 0; the batch's number of rows (for G: loss
+            terms); and the last step whose batch changed the factor, or -1 if no batch has changed
+            it.
     """
 
     step: int
@@ -94,20 +97,21 @@ class FactorStep:
     :meth:`FactorUpdates.decompose` and :meth:`FactorUpdates.deliver` add to it.
 
     Attributes:
-        due: keys of the factors that are captured in this step, and of those that are decomposed.
-            Keys of factors that a shared factor has replaced are left out.
-        travels: whether eigenbases are ever sent to other ranks.
+        due: keys of the factors for which this step collects statistics, and keys of the factors
+            that it decomposes, both by the timetable. Keys of factors that a shared factor has
+            replaced are left out.
+        travels: whether decompositions are ever sent to other ranks.
         terms: layer name -> number of loss terms in the step's batch.
         similar: factor key -> fp32 scalar on the device. If the factor did not use the batch, the
             scalar is :data:`NO_BATCH`. Otherwise it is the sum of :data:`SIMILAR_TO_LAST`, if the
-            new average is similar to the last one, and :data:`SIMILAR_TO_BEFORE`, if it is similar
-            to the average before the last one (:func:`ds_kfac.curvature.factor.update_`).
+            new average is similar to the factor's last average, and :data:`SIMILAR_TO_BEFORE`, if
+            it is similar to the average before the last (:func:`ds_kfac.curvature.factor.update_`).
         unusual: for each kind in :data:`ds_kfac.step.messages.UNUSUAL`, the number of this rank's
             batches of that kind.
         missed: this rank's factors to which not all ranks contributed.
         arriving: keys of the factors that are decomposed in this step, on any rank.
         outcomes: factor key -> FAILED, UNUSABLE or FRESH, for the factors of this rank. If
-            eigenbases travel, :meth:`FactorUpdates.deliver` adds the factors of all other ranks.
+            :attr:`travels`, :meth:`FactorUpdates.deliver` adds the factors of all other ranks.
         bases: factor key -> decomposition, for the factors that this rank has decomposed.
             :meth:`FactorUpdates.deliver` adds the decompositions that this rank needs from other
             ranks.
@@ -138,15 +142,15 @@ class FactorUpdates:
     Attributes:
         reducer: sends batch sums to the eigen workers.
         factors: factor key -> factor, for the factors that this rank averages and decomposes.
-        ready: keys of the factors that have been decomposed. If eigenbases travel, these are
-            factors of all ranks, otherwise only factors of this rank.
+        ready: keys of the factors that have been decomposed. If decompositions are sent to other
+            ranks, these are factors of all ranks, otherwise only factors of this rank.
         log: what happened to factors, see :class:`FactorLog`.
-        specs: factor key -> spec, for the factors of all ranks.
+        specs: factor key -> description of the factor, for the factors of all ranks.
         layer_of: factor key -> first of the layers that have this factor.
         of_layer: layer name -> {"A": spec, "G": spec}, see :func:`factors_by_layer`.
         home: device on which averages are kept between steps.
-        paired: whether the decomposition of a factor needs the other factor of its layer. If so,
-            both factors are on the same rank.
+        paired: whether the decomposition of a factor needs the other factor of the factor's layer.
+            If so, both factors are on the same rank.
         counted: factor key -> names of the layers whose number of loss terms is this factor's
             number of rows.
     """
@@ -199,12 +203,12 @@ class FactorUpdates:
         self.load_state_dict({})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs. Factor keys contain this process's layer
-        names.
+        """Return the state that a resumed run needs, as a dict. Factor keys contain this process's
+        layer names. The entries are:
 
-        factors: factor key -> factor, for this rank's factors.
-        ready, log: the attributes of the same names.
-        schedule: see :meth:`Timetable.state`.
+        - factors: factor key -> factor, for this rank's factors;
+        - ready, log: the attributes of the same names;
+        - schedule: see :meth:`Timetable.state`.
         """
         return {
             "factors": dict(self.factors),
@@ -256,9 +260,9 @@ class FactorUpdates:
         return {name for key in keys for name in self.specs[key].layers}
 
     def forget(self, keys: Collection[str]) -> None:
-        """Restart these factors from zero, because their averages contain rows that failed the
-        proof. Once the layers pass a proof again, the factors are decomposed at their next update,
-        without waiting for a refresh."""
+        """Restart these factors from zero, because the proof found that their averages contain
+        wrong rows. Once the layers pass a proof again, the factors are decomposed at their next
+        update, without waiting for a refresh."""
         for key in keys & self.factors.keys():
             self.factors[key] = self._empty(self.specs[key])
         self.ready.difference_update(keys)
@@ -271,8 +275,8 @@ class FactorUpdates:
 
         Args:
             step: number of applied steps before this one.
-            due: keys of the factors to capture, and of those to refresh. If layers share a factor,
-                the keys of the factors that the shared factor replaces are ignored.
+            due: keys of the factors to update, and keys of the factors to refresh. If layers share
+                a factor, the keys of the factors that the shared factor replaces are ignored.
         """
         update = FactorStep(
             FactorsDue(due.capture & self.specs.keys(), due.refresh & self.specs.keys()),
@@ -320,8 +324,8 @@ class FactorUpdates:
         return update
 
     def _terms(self, batches: Mapping[str, BatchSum]) -> dict[str, Tensor]:
-        """Return layer name -> number of loss terms on all ranks. A rank that did not contribute is
-        assumed to have had as many as a contributor."""
+        """Return layer name -> number of loss terms on all ranks. A rank that contributed no rows
+        is assumed to have had as many loss terms as a rank that did."""
         terms: dict[str, Tensor] = {}
         for key, batch in batches.items():
             ratio = self.averaged_over / batch.ranks
@@ -344,8 +348,8 @@ class FactorUpdates:
         return not self.specs[key].is_A or LAYERS[self.layer_of[key].kind].needs_gradients
 
     def _scale(self, batch: BatchSum) -> None:
-        """Convert a sum over contributors of R_p g g^T, or of g g^T, into the Fisher's G, see
-        "Scale of G" in ``model/capture.py``.
+        """Convert a sum of R_p g g^T, or of g g^T, into the Fisher's G, see "Scale of G" in
+        ``model/capture.py``. The sum is over the contributors, the ranks whose rows are in it.
 
         g is a rank's part of an average over ``averaged_over`` ranks. K is the number of backward
         passes on all of these ranks, and M is the number of loss terms on all of them. A rank that
@@ -363,16 +367,17 @@ class FactorUpdates:
         last: Callable[[FactorSpec], Any] | None = None,
         unproven: Collection[str] = (),
     ) -> None:
-        """Decompose the factors that are due.
+        """Decompose the factors that the timetable names for this step, and those that wait for
+        their first decomposition.
 
         Args:
             last: returns the last decomposition of a factor, or None if this rank has none. Methods
                 that iterate start from that decomposition. If ``last`` is None, every factor is
                 decomposed from scratch.
-            unproven: keys of factors whose layers failed the last proof of their rows. They are not
-                decomposed.
+            unproven: keys of factors whose layers failed the last proof of their rows. These
+                factors are not decomposed.
         """
-        # A factor that had no data at the last refresh is decomposed at its next capture. If it
+        # A factor that had no data at the last refresh is decomposed at its next update. If it
         # waited for the next refresh, its layers would not be preconditioned for a whole refresh
         # interval.
         waiting = {
@@ -403,7 +408,8 @@ class FactorUpdates:
         if stale:
             logger.warning(
                 f"ds_kfac: no decomposition of factor {', '.join(stale[:NAMED])} succeeded "
-                f"({len(stale)} in step {step}); the last result stays in use, if there is one"
+                f"({len(stale)} such factors in step {step}); each keeps its last decomposition, "
+                "if it has one"
             )
 
     def _decomposed(
@@ -432,7 +438,7 @@ class FactorUpdates:
 
     def _partner(self, key: str) -> KroneckerFactor | None:
         """Return the other factor of a factor's layer, or None if the decomposition does not need
-        it. An inverse needs the other factor, because its damping depends on both."""
+        it. A damped inverse needs it, because the damping depends on both factors."""
         layer = self.layer_of[key]
         side = layer.G if self.specs[key].is_A else layer.A
         if side.block == 0 and (self.plan.method.damps_identity or self.paired):
@@ -446,7 +452,7 @@ class FactorUpdates:
 
         A factor is left out if the other factor of its layer is on this rank and cannot be
         decomposed. An A that several layers share is left out only if this is true of each of these
-        layers, because some of them may have no data. Copies flags to the host once.
+        layers, because some of the layers may have no data. Copies flags to the host once.
         """
         layers = {
             key: [[side.key for side in self.of_layer[name].values()] for name in spec.layers]
@@ -471,7 +477,7 @@ class FactorUpdates:
     def deliver(self, step: int, update: FactorStep) -> None:
         """Send new eigenbases or inverses to the gradient workers, in as many messages as
         necessary. The first message also contains the scalars. Collective. Waits for the device if
-        eigenbases travel."""
+        eigenbases are sent to other ranks."""
         names = scalar_names(
             self.plan, captured=update.due.capture, arriving=update.arriving, travels=self.travels
         )

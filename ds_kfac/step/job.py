@@ -1,5 +1,5 @@
-"""K-FAC on one rank. There is a preconditioner for each of the rank's domains (dense layers,
-experts), and all of them step together."""
+"""K-FAC on one rank. There is a preconditioner for each of the rank's domains (its dense layers,
+its experts; see ``zero/registry.py``), and all preconditioners step together."""
 
 from collections.abc import Sequence
 
@@ -47,7 +47,7 @@ class Job:
 
     @property
     def active(self) -> bool:
-        """Whether any domain captures in this step."""
+        """Whether the hooks of any domain collect statistics in this step."""
         return any(kfac.capture.active for kfac in self.preconditioners)
 
     def begin(self) -> None:
@@ -57,14 +57,15 @@ class Job:
             kfac.layout.begin()
 
     def step(self) -> None:
-        """Replace all gradients. Collective. The update rule's numbers are summed over all domains
-        by one small all-reduce. If the step raises, some of K-FAC's state may already have changed,
-        as with a torch optimizer whose step raises."""
+        """Replace all gradients by K-FAC's results. Collective. The update rule's numbers are
+        summed over all domains by one small all-reduce. If the step raises an error, some of
+        K-FAC's state may already have changed, as with a torch optimizer whose step raises an
+        error."""
         running = [(kfac, kfac.precondition()) for kfac in self.preconditioners]
         sums = None
         if self.everywhere and self.preconditioners[0].rule.numbers:
-            # each gradient worker of a layer has added the layer's numbers, so divide by their
-            # count
+            # each gradient worker of a layer has added the layer's numbers, so divide by the number
+            # of gradient workers
             parts = [
                 torch.stack([*now.outcome.numbers]) / kfac.plan.workers for kfac, now in running
             ]
@@ -82,8 +83,8 @@ class Job:
             kfac.resume()
 
     def drop_step(self) -> None:
-        """Drop the rows that the hooks have captured, because a step or a backward pass raised.
-        Local."""
+        """Drop the rows that the hooks have captured, because a step or a backward pass raised an
+        error. Local."""
         for kfac in self.preconditioners:
             kfac.resume(after_error=True)
 

@@ -1,9 +1,10 @@
 """Messages between ranks that contain neither gradients nor batch sums.
 
-Eigenbases, or damped inverses, travel from the ranks that decompose factors to gradient workers on
-other ranks, in messages of bounded size. Scalars about factors travel with the first of these
-messages, and every rank derives their names from the plan. After the first captured batch, all
-ranks agree on which layers share one A, and on how many rows each layer has.
+Eigenbases, or damped inverses, are sent from eigen workers (the ranks that decompose factors) to
+gradient workers (the ranks that precondition layers), in messages of bounded size. Scalars about
+factors are in the first of these messages, and every rank derives the names of the scalars from the
+plan. After the first batch whose statistics were collected ("captured"), all ranks agree on which
+layers share one A, and on how many rows each layer has.
 """
 
 from collections import Counter
@@ -31,22 +32,22 @@ class Delivery:
         factors: all factors, in an order that is the same on every rank.
         eigen_workers: factor key -> rank that decomposes the factor.
         workers: layer name -> ranks that precondition the layer's gradient.
-        wire: dtype of eigenvectors on the wire.
+        wire: dtype in which eigenvectors are sent.
         method: defines the parts of a decomposition.
-        nbytes: most bytes that a rank sends, or receives, in one message. A larger decomposition
-            has a message of its own.
-        copied: names of layers that other tensor-parallel ranks have copies of. Those ranks have
-            plans of their own.
+        nbytes: largest number of bytes that a rank sends, or receives, in one message. A larger
+            decomposition has a message of its own.
+        copied: names of layers of which other tensor-parallel ranks have copies. Each of these
+            ranks has a plan of its own.
 
     Attributes:
         receivers: factor key -> gradient workers other than the factor's eigen worker.
-        rounded_at_home: keys of factors whose eigen worker rounds its own copy of the decomposition
-            to the wire's dtype. Decompositions that travel are rounded so that all workers have the
-            same bits. Decompositions of copied layers are rounded because they may travel in
-            another rank's plan.
+        rounded_at_home: keys of factors whose eigen worker also rounds its own decomposition to the
+            wire's dtype. If a decomposition is sent, this gives all workers the same bits. The
+            decomposition of a copied layer is rounded because, by another rank's plan, the copy may
+            be sent.
         travels: whether any decomposition is ever sent to another rank.
-        kinds: kinds of the message parts of a decomposition, in the order of the parts.
-        dtypes: dtypes on the wire, in the order of the parts.
+        kinds: for each part of a decomposition, the kind under which counters count its messages.
+        dtypes: for each part of a decomposition, the dtype in which it is sent.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Delivery:
         self.travels = any(self.receivers.values())
 
     def messages(self, keys: Collection[str]) -> list[list[tuple[int, int]]]:
-        """Return the messages that travel when the factors in ``keys`` have been refreshed.
+        """Return the messages that are sent when the factors in ``keys`` have been refreshed.
 
         Each message is a list of pairs (index of a factor in :attr:`factors`, receiver). A pair is
         in the first message that has room for it.
@@ -112,15 +113,15 @@ class Delivery:
         nbytes: int,
     ) -> int:
         """Return the index of the first load in which each of ``ends`` has room for another
-        ``nbytes``, or the number of loads if there is none."""
+        ``nbytes``. If no load has room, return the number of loads."""
         for index, load in enumerate(loads):
             if all(not load[end] or load[end] + nbytes <= self.nbytes for end in ends):
                 return index
         return len(loads)
 
     def plans(self, pairs: Sequence[tuple[int, int]]) -> tuple[RelayoutPlan, ...]:
-        """Return the moves of one message as a tuple with one plan for each part of a
-        decomposition. ``pairs`` is one of the results of :meth:`messages`."""
+        """Return which elements one message moves from where to where: a tuple with one plan for
+        each part of a decomposition. ``pairs`` is one of the results of :meth:`messages`."""
         of_pairs = [(place, self.factors[place], rank) for place, rank in pairs]
         moves = [
             [
@@ -180,8 +181,8 @@ FRESH: there is a new decomposition."""
 
 
 def counting(sides: Mapping[str, FactorSpec]) -> str:
-    """Return the key of the factor whose number of rows is the layer's number of loss terms. This
-    is the key of G, or that of A if G is the identity."""
+    """Return the key of the factor whose number of rows is the layer's number of loss terms: the
+    key of G, or, if G is the identity, the key of A."""
     return (sides.get("G") or sides["A"]).key
 
 
@@ -189,7 +190,8 @@ UNUSUAL = ("limited", "empty", "missed")
 """Kinds of unusual batches of a factor. Each kind is counted.
 
 - limited: the batch was scaled down, because its trace was far above the trace of the average.
-- empty: the factor was not changed, because the batch had no row or a value that is not finite.
+- empty: the factor was not changed, because the batch had no row, or contained a value that is not
+  finite.
 - missed: the batch had no row, but not all ranks contributed. Another rank may have had rows.
 """
 NONE_UNUSUAL: Sequence[Tensor | float] = (0.0,) * len(UNUSUAL)
@@ -197,7 +199,7 @@ NONE_UNUSUAL: Sequence[Tensor | float] = (0.0,) * len(UNUSUAL)
 
 def unusual(scalars: Mapping[Hashable, Tensor]) -> Tensor | float:
     """Return the number of batches of each kind of :data:`UNUSUAL` in this step on all ranks, fp32
-    [3]; 0.0 if not exchanged."""
+    [3]. 0.0 if the ranks have not sent these numbers."""
     numbers = [
         [scalars[name] for name in scalars if isinstance(name, tuple) and name[0] == kind]
         for kind in UNUSUAL
@@ -213,13 +215,13 @@ def scalar_names(
     """Return the names of the scalars that each rank sends, in rank order.
 
     Args:
-        captured: keys of the factors that are captured in this step.
+        captured: keys of the factors for which this step collects statistics.
         arriving: keys of the factors that are decomposed in this step.
         travels: whether eigenbases are ever sent to other ranks.
     """
     names: list[list[Hashable]] = [[] for _ in range(plan.assignment.world)]
     where = plan.assignment.eigen_workers
-    # If eigenbases never travel, the gradient workers are the eigen workers, and Totals sends the
+    # If eigenbases are never sent, the gradient workers are the eigen workers, and Totals sends the
     # same numbers with the results.
     if travels:
         for rank in sorted({where[key] for key in captured}):
@@ -273,7 +275,7 @@ class MissedBatches:
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """Data of a captured step, which the ranks compare later to find "missed" batches.
+    """Data of a captured step, which the ranks later compare to find batches of the kind "missed".
 
     Attributes:
         step: number of the step.
@@ -291,7 +293,7 @@ class CapturedStep:
 
 
 class Sharing:
-    """Makes all ranks agree on what captured batches show.
+    """Makes all ranks agree on what the captured batches show about layers.
 
     The first captured batch shows which layers share one A (see ``inputs``), and how many rows each
     layer has on a rank. The ranks agree on both for the whole run, before a factor uses that batch.
@@ -309,8 +311,9 @@ class Sharing:
         ready: set[str],
         measured: Mapping[str, int | Tensor],
     ) -> Observations | None:
-        """Return the observations after this captured step, or None if earlier steps have shown all
-        there is to observe. In that case the call is local, otherwise collective.
+        """Return the observations after this captured step. Collective.
+
+        If earlier steps have already shown everything, return None; in that case the call is local.
 
         Args:
             ready: keys of decomposed factors. The ready keys of other ranks are added in place.
@@ -320,7 +323,7 @@ class Sharing:
         if not self.inputs.searching and (observations.rows is not None or not plan.measures):
             return None
         rows = rows_in(measured)
-        # Once layers share an A, eigenbases may begin to travel. Then all ranks must know which
+        # Once layers share an A, ranks may begin to send eigenbases. Then all ranks must know which
         # factors are ready.
         everyone = gathered((self.inputs.inputs_seen(), rows, ready), self.channel.group)
         ready.update(key for *_, keys in everyone for key in keys)
@@ -339,12 +342,12 @@ class Sharing:
         )
 
     def settled(self, captured: CapturedStep, observations: Observations) -> Observations | None:
-        """Check an applied step for "missed" batches. Their count has usually reached the host by
+        """Check an applied step for "missed" batches, whose count has usually reached the host by
         now.
 
-        If the contributors to a factor had no row, but another rank used one of the factor's
-        layers, return observations with which twice as many ranks contribute. Otherwise return
-        None. Collective if there were "missed" batches; their count is the same on all ranks.
+        If the ranks that contribute to a factor had no row, but another rank used one of the
+        factor's layers, return observations with which twice as many ranks contribute. Otherwise
+        return None. Collective if there were "missed" batches; all ranks know the same count.
         """
         if not captured.missed_count.tolist()[0]:
             return None
@@ -362,8 +365,8 @@ class Sharing:
             more = ""
             if sought:
                 more = (
-                    f"; other ranks had rows of {', '.join(sought)}: twice as many ranks "
-                    "contribute now"
+                    f"; other ranks had rows of {', '.join(sought)}, so from now on twice as many "
+                    "ranks contribute"
                 )
             logger.debug(
                 f"ds_kfac: no rows of {', '.join(sorted(empty))} on the ranks that contribute{more}"

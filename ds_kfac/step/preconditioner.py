@@ -2,7 +2,7 @@
 mode.
 
 precondition    Factors are updated and decomposed. Gradients and new eigenbases are sent to the
-                gradient workers, which compute the results.
+                gradient workers (the ranks that precondition a layer), which compute the results.
 scatter         Each rank receives the results for the gradients that it holds. DeepSpeed's inner
                 optimizer then steps with these results in place of the gradients.
 
@@ -45,19 +45,20 @@ class KFACPreconditioner:
     optimizer steps.
 
     Attributes:
-        steps: number of applied steps. All schedules count in these steps. DeepSpeed's global_steps
-            also counts skipped steps.
-        due: keys of the factors that the next step captures, and of those that it decomposes.
+        steps: number of applied steps. All schedules count these steps. (DeepSpeed's global_steps
+            also counts skipped steps.)
+        due: keys of the factors for which the next step collects statistics, and keys of the
+            factors that it decomposes.
         curvature: the factors of this rank.
         direction: computes the update rule's results, and has the state of this rank's layers.
         observations: what captured batches have shown, see :class:`Observations`.
         moments: class of the moments that the update rule keeps; None: it keeps no moments.
         names: layer name -> the layer's name in checkpoints.
-        left_out: fp32 [layers on this rank], number of steps in which each layer was left out
-            because its gradient was too large for its moments. 0.0 if the rule never leaves out a
+        left_out: fp32 [layers on this rank], number of steps in which each layer's gradient was not
+            used, because it was too large for the moments. 0.0 if the update rule uses every
             gradient.
         saved: names of the layers that this domain writes to checkpoints.
-        judged: whether the last step has compared rows with gradients.
+        judged: whether the last step has compared captured rows with gradients.
     """
 
     def __init__(self, engine_view: EngineView, plan: Plan) -> None:
@@ -156,7 +157,7 @@ class KFACPreconditioner:
 
         Args:
             sums: sums of the direction's numbers over the layers of all domains. None: the job has
-                only one domain, and the numbers travel with the results.
+                only one domain, and the numbers are sent with the results.
         """
         context = running.context
         outcome = running.outcome
@@ -172,9 +173,9 @@ class KFACPreconditioner:
         self.steps += 1
 
     def _update_factors(self) -> FactorStep:
-        """Reduce this step's batch sums to the factors' owners, add them to the running averages,
-        decompose the factors that are due, and rotate the layers' state into the new eigenbases.
-        Collective."""
+        """Send this step's batch sums to the eigen workers, which add them to the running averages
+        and decompose the factors whose turn it is. Rotate the layers' state into the new
+        eigenbases. Collective."""
         self.capture.end_step()
         if self.capture.proof is not None:
             self._numbers = self.proving.numbers(self.capture.proof)
@@ -193,9 +194,9 @@ class KFACPreconditioner:
         return update
 
     def _observe_first_batch(self) -> None:
-        """Agree with the other ranks on what the first captured batch shows. This may replace
-        ``self.curvature``, whose factors are still empty. Collective, unless earlier steps have
-        shown all there is to observe."""
+        """Agree with the other ranks on what the first captured batch shows (see :class:`Sharing`).
+        This may replace ``self.curvature``, whose factors are still empty. Collective, unless
+        earlier steps have already shown everything."""
         observations = self.sharing.observed(
             self.observations, self.plan, self.curvature.ready, self.capture.measured or {}
         )
@@ -300,8 +301,8 @@ class KFACPreconditioner:
         after :attr:`steps` has changed.
 
         Args:
-            after_error: whether a step or a backward pass has raised. If so, the call is local,
-                otherwise it is collective.
+            after_error: whether a step or a backward pass has raised an error. If so, the call is
+                local, otherwise it is collective.
         """
         self._numbers = None
         if after_error:
@@ -331,7 +332,7 @@ class KFACPreconditioner:
         Collective.
 
         Args:
-            before: only look at steps before this one; None: look at all steps.
+            before: only steps before this step are looked at; None: all steps.
         """
         while self._unsettled and (before is None or self._unsettled[0].step < before):
             captured = self._unsettled.popleft()
@@ -403,5 +404,5 @@ class KFACPreconditioner:
             state = self.curvature.state_dict()
             self.curvature = self._factor_updates()
             self.curvature.load_state_dict(state)
-            # the hooks are already prepared for the next step, so the reducer must be, too
+            # the hooks are already prepared for the next step, so prepare the reducer as well
             self.curvature.reducer.begin(self.due.capture, self.steps)

@@ -1,8 +1,7 @@
-"""Decide in which steps a run proves its captured rows (:mod:`ds_kfac.model.proof`), and which
-layers lose their curvature because they fail.
+"""Decide in which steps a run checks its captured rows, and which layers lose their curvature.
 
-A layer fails the proof if its rows do not add up to its gradient. The layer then has no curvature
-until it passes a later proof.
+The check is called the proof (:mod:`ds_kfac.model.proof`). A layer fails the proof if its captured
+rows do not add up to its gradient. The layer then has no curvature until it passes a later proof.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,16 +19,16 @@ from ds_kfac.zero.exchange import Gradients
 from ds_kfac.zero.layout import ShardLayout, is_hooked
 
 EVERY = 1000
-"""Largest number of captured steps from one proof to the next. The first proofs follow each other
-closely, because programs change most at their start. From then on the distance doubles with every
-proof, up to this number."""
+"""Largest number of captured steps from one proof to the next. The second proof follows the first
+closely, because programs change most at their start. The distance doubles with every proof, up to
+this number."""
 FIRST = 4
-"""After each of the first FIRST proofs, layers whose gradient was zero are captured again one step
-later, see :attr:`Proving.again`. A residual block whose last matrices are initialized with zeros
-needs this many proofs."""
+"""After each of the first FIRST proofs, the next step collects statistics again for layers whose
+gradient was zero, see :attr:`Proving.again`. A residual block whose last matrices are initialized
+with zeros needs this many proofs."""
 QUANTIZED = 1.0
-"""Relative accuracy of gradients that travel in 4 bits. For such gradients, a layer fails only if
-all of its rows are missing."""
+"""Relative accuracy that is assumed for gradients that are sent in 4 bits. With such gradients, a
+layer fails only if all of its rows are missing."""
 RAISES = False
 """Whether to raise an error if a layer fails. Tests set this."""
 
@@ -47,8 +46,8 @@ class Verdict:
     Attributes:
         checks: layer name -> result of its check.
         unfit: layer name -> reason, for each layer that has no curvature from this step on.
-        open: whether the next captured step must prove again, because a layer failed or a check was
-            not finite.
+        open: whether the next captured step must run the proof again, because a layer failed, or
+            because the result of a check was not finite.
     """
 
     checks: Mapping[str, RowCheck]
@@ -57,13 +56,13 @@ class Verdict:
 
 
 class Proving:
-    """Proves the rows of one domain's layers.
+    """Runs the proofs for the layers of one domain.
 
     Attributes:
         unfit: layer name -> why the layer has no curvature.
-        again: keys of factors that the next step captures even if they are not due. Their layers
-            had rows but a gradient of zero, like all layers below a head that is initialized with
-            zeros.
+        again: keys of factors for which the next step collects statistics even if the timetable
+            does not say so. The layers of these factors had rows, but their gradient was zero, as
+            it is below a head that is initialized with zeros.
     """
 
     def __init__(self, layers: Sequence[LayerSpec], layout: ShardLayout, channel: Channel) -> None:
@@ -75,31 +74,31 @@ class Proving:
         self.restart()
 
     def restart(self, *, resumed: bool = False) -> None:
-        """Forget all proofs, so that the next captured step proves.
+        """Forget all proofs, so that the next captured step runs a proof.
 
         Args:
-            resumed: whether the run continues from a checkpoint. If so, no additional factors are
-                captured (:attr:`again`), so that a resumed run equals an uninterrupted one.
+            resumed: whether the run continues from a checkpoint. If so, :attr:`again` stays empty,
+                so that a resumed run equals an uninterrupted run.
         """
         self.unfit: Mapping[str, str] = {}
         self.again: frozenset[str] = frozenset()
         self._number = 0  # number of proofs so far
         self._wait = 0  # number of captured steps until the next proof
         self._last_step = -1  # the captured step that began last
-        self._proves = True  # whether that step proves
+        self._proves = True  # whether that step runs a proof
         self._resumed = resumed
 
     def begin(
         self, step: int, key: Callable[[LayerSpec], str], *, after_error: bool = False
     ) -> Proof | None:
-        """Return a proof for this captured step, or None if the step does not prove. A step that
+        """Return a proof for this captured step, or None if the step runs no proof. A step that
         begins again, because DeepSpeed skipped it, is counted only once.
 
         Args:
             key: see :class:`ds_kfac.model.proof.Proof`.
-            after_error: whether the last step or backward pass raised. If so, gradients may contain
-                rows that were dropped (at ZeRO-2 even after ``zero_grad``), so the step judges no
-                layer.
+            after_error: whether the last step or backward pass raised an error. If so, gradients
+                may contain rows that the hooks have dropped (at ZeRO-2 even after ``zero_grad``),
+                so no layer can fail in this step.
         """
         if step != self._last_step:
             self._last_step = step
@@ -177,7 +176,7 @@ class Proving:
             wrong = next((name for name in factor.layers if name in unfit and name in checks), None)
             if wrong is not None:
                 unfit |= {
-                    name: f"it shares the A of {wrong}"
+                    name: f"it shares its factor A with {wrong}"
                     for name in factor.layers
                     if name not in unfit
                 }

@@ -1,5 +1,5 @@
-"""Sums over the layers of all ranks: numbers of the update rule, counts, and flags. Each rank's
-share travels in the same message as a step's results."""
+"""Sums over the layers of all ranks: numbers of the update rule, counts, and flags. Each rank sends
+its share in the same message as the results of a step."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ class Running:
         outcome: results, numbers and flags that the direction has computed on this rank.
         update: record of what the step has done to the factors; None if the step does not change
             factors.
-        verdict: result of the proof of rows; None if the step does not prove.
+        verdict: result of the proof of rows; None if the step runs no proof.
     """
 
     context: StepContext
@@ -86,7 +86,7 @@ class Totals:
         update = running.update
         failed = 0
         limited, empty, missed = NONE_UNUSUAL
-        # If eigenbases travel, deliver() has already sent the counts of refreshes and updates to
+        # If eigenbases are sent, deliver() has already sent the counts of refreshes and updates to
         # all ranks, and read() adds them.
         if update is not None and not update.travels:
             failed = [*update.outcomes.values()].count(FAILED)

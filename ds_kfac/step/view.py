@@ -25,7 +25,7 @@ class EngineView:
         rule: the update rule of the layers.
         domain: the part of the job that is preconditioned, such as the experts of one
             expert-parallel group.
-        seam: calls K-FAC when the engine steps.
+        seam: object that calls K-FAC when the engine steps.
     """
 
     model: nn.Module

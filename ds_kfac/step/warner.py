@@ -10,25 +10,26 @@ from ds_kfac.log import logger
 from ds_kfac.ops.host_copy import HostCopy
 
 CAPTURES_BEFORE_WARNING = 5
-"""Number of consecutive captures without an eigenbasis after which a layer is reported. Layers
-below a head that is initialized with zeros need four captures to get an eigenbasis."""
+"""Number of consecutive updates of a layer's factors without an eigenbasis after which the layer is
+reported. Layers below a head that is initialized with zeros need four updates to get an
+eigenbasis."""
 NAMED = 3
 """Largest number of layers that a warning names."""
 WITHOUT = (
-    "stepped without curvature, for {} updates of theirs in a row: {}; engine.kfac.explain(name) "
-    "says why"
+    "these layers are stepped without curvature, because they had no eigenbasis at {} updates of "
+    "their factors in a row: {}. engine.kfac.explain(name) says why"
 )
 FROZEN = (
-    "weights were frozen at the last {} updates, so their factors stay as they are: {}. If two "
-    "networks are frozen in turn, choose a kfac.factor.update_interval with which some updates run "
-    "in steps that train these layers"
+    "weights were frozen at the last {} updates of factors, so the factors of these layers stay as "
+    "they are: {}. If you freeze two networks in turn, choose a kfac.factor.update_interval such "
+    "that some updates fall into steps that train these layers"
 )
 
 
 @dataclass
 class LayerWarner:
     """Warns about layers of this rank that have had no eigenbasis for many updates, whose weights
-    were frozen at many updates, or whose gradients were left out because they were too large for
+    were frozen at many updates, or whose gradients were not used because they were too large for
     the moments.
 
     Attributes:
@@ -48,16 +49,18 @@ class LayerWarner:
         captured: Collection[str],
         left_out: Tensor | float,
     ) -> None:
-        """Warn if there is a reason to. Call it after every applied step that captured.
+        """Warn if there is a reason to. Call this method after every applied step in which factors
+        were updated.
 
         Args:
             without: names of layers that have no eigenbasis, except those that another warning has
                 reported.
             frozen: names of layers whose weights are frozen.
-            captured: names of layers that this step captured.
+            captured: names of the layers for which this step collected statistics.
             left_out: fp32 [layers], number of steps so far in which the gradient of each layer was
-                left out. 0.0 if the direction leaves out no gradients. A later call reads the copy
-                of this tensor on the host, so that the host does not wait for the device.
+                not used. 0.0 if the update rule uses every gradient. The tensor is copied to the
+                host, and a later call reads the copy, so that the host does not wait for the
+                device.
         """
         for text, names in ((WITHOUT, without), (FROZEN, frozen)):
             before = self._rows.get(text, {})
@@ -77,8 +80,8 @@ class LayerWarner:
             if count and name not in self._warned:
                 self._warned.add(name)
                 logger.warning(
-                    f"ds_kfac: gradients of {name or '(model)'} were left out, {int(count)} so "
-                    "far: they have entries of 1e15 or more, which would stay in Adam's second "
-                    "moment for long. The layer's weights were not changed in these steps. To "
-                    'bound gradients, set "gradient_clipping" in the DeepSpeed config'
+                    f"ds_kfac: gradients of {name or '(model)'} were left out in {int(count)} "
+                    "steps so far, because they had entries of 1e15 or more, which would stay in "
+                    "Adam's second moment for long. These steps did not change the layer's weights."
+                    ' To bound gradients, set "gradient_clipping" in the DeepSpeed config'
                 )

@@ -1,2 +1,2 @@
-"""Processing of gradients, in groups of layers of one shape: rotation, moments, Newton-Schulz
+"""How gradients are processed, in groups of layers of one shape: rotation, moments, Newton-Schulz
 iteration, and the state that is kept between steps."""

@@ -1,6 +1,6 @@
 """Groups of layers of one shape. The layers of a group are stepped in one batch, because launching
-the kernels of one layer takes longer than its products. This module decides which layers form a
-group and in which order groups are stepped, and it owns the tensors that the layers of a group
+the kernels of a single layer takes longer than running them. This module decides which layers form
+a group and in which order groups are stepped, and it owns the tensors that the layers of a group
 share.
 
 Shape suffixes: O and I are the sides of a layer's matrix. nOI stands for [n, O, I], the matrices of
@@ -25,19 +25,20 @@ from ds_kfac.update.state import LayerState, Moments
 S = TypeVar("S", bound=Any)
 
 BATCHED_BYTES = 1 << 28
-"""Largest number of bytes of eigenvectors that a rank keeps in stacked tensors. A refresh briefly
-needs as much memory again, because new eigenvectors are copied into the stacks."""
+"""Largest number of bytes of eigenvectors that a rank keeps in stacked tensors. During a refresh,
+twice this memory is needed for a short time, because new eigenvectors are copied into the
+stacks."""
 
 
 def group_by_shape(
     layers: Sequence[LayerSpec], *, key: Callable[[LayerSpec], Hashable] | None
 ) -> tuple[tuple[LayerSpec, ...], ...]:
     """Divide layers into groups. A group consists of a single layer, or of several layers of one
-    shape. Pure.
+    shape. This is a pure function.
 
     Layers are grouped as long as the eigenvectors of all grouped layers fit into
-    :data:`BATCHED_BYTES`. The layers of the smallest shapes are grouped first, because they gain
-    most.
+    :data:`BATCHED_BYTES`. The layers of the smallest shapes are grouped first, because batches
+    speed them up most.
 
     Args:
         key: returns a key of a layer. Layers may be in one group only if their keys are equal.
@@ -76,7 +77,8 @@ def basis_bytes(layers: Sequence[LayerSpec]) -> int:
 def chunks(
     groups: Iterable[Sequence[LayerSpec]], *, batched: bool
 ) -> list[list[Sequence[LayerSpec]]]:
-    """Divide groups into chunks. All directions of a chunk are in memory at the same time. Pure.
+    """Divide groups into chunks. All directions of a chunk are in memory at the same time. This is
+    a pure function.
 
     A chunk has at most as many elements as :func:`chunk_budget` allows for its largest layer,
     unless it consists of a single group. Groups and chunks are in the order of :func:`in_order`.
@@ -94,7 +96,7 @@ def chunks(
 
 
 def in_order(groups: Iterable[S]) -> tuple[S, ...]:
-    """Sort groups into the order in which they are stepped. Pure.
+    """Sort groups into the order in which they are stepped. This is a pure function.
 
     The largest matrices come first, because at that time no results are in memory yet. Groups whose
     matrices have the same two sides, in either order, are next to each other.
@@ -125,7 +127,7 @@ class LayerGroup:
         maps: number of matrices of each layer. It is the number of groups of a grouped convolution,
             otherwise 1.
         n: number of matrices of all layers.
-        terms: fp32 [layers], number of loss terms of the last captured batch, see
+        terms: fp32 [layers], number of loss terms of the last batch that updated the factors, see
             :class:`LayerState`.
         moments: moments of all matrices, as tensors [n, O, I] and [n]; None: the update rule keeps
             no moments.
@@ -133,7 +135,8 @@ class LayerGroup:
             always None with a method that has no eigenbases. Layers of the group that have no basis
             yet are rotated by the identity.
         stays: whether eigenvectors must keep their addresses, because a recorded step reads them.
-            If True, even a layer that is alone gets a stack. Set this before the first refresh.
+            If True, even a layer that is alone in its group gets a stack. Set this before the first
+            refresh.
     """
 
     def __init__(
@@ -187,14 +190,14 @@ class LayerGroup:
 
     @property
     def prepared(self) -> list[bool]:
-        """Whether both sides of each layer have an eigenbasis or inverse."""
+        """For each layer, whether both sides have an eigenbasis or inverse."""
         return [A is not None and G is not None for A, G in self._sides]
 
     def state(self, index: int) -> LayerState:
         """Return the state that is kept for a layer.
 
-        The state consists of views, so it shows changes that later steps make in place. It may not
-        show decompositions of a later refresh, so call this again after a refresh.
+        The state consists of views, so it shows changes that later steps make in place. It may lack
+        the decompositions of a later refresh, so call this method again after a refresh.
         """
         return LayerState(
             self.terms[index], self.method, *self._sides[index], self._moments_of[index]
@@ -218,8 +221,8 @@ class LayerGroup:
 
     def leave_basis(self, index: int) -> None:
         """Remove a layer's eigenbasis, so that the layer is stepped without curvature from now on.
-        Its moments are rotated out of the eigenbasis. The result is approximate for a second
-        moment, because only its diagonal is kept."""
+        The layer's moments are rotated out of the eigenbasis. For a second moment the result is
+        approximate, because only the diagonal of a second moment is kept."""
         state = self.state(index)
         if state.basis is not None and state.moments is not None:
             _copy_(state.moments, state.moments.unrotated(state.basis))
@@ -338,9 +341,9 @@ def _copy_basis_(place: Eigenbasis, new: Eigenbasis | None) -> None:
     """Overwrite an eigenbasis.
 
     Args:
-        new: the new eigenbasis; None: the identity. An eigenbasis without vectors is the identity,
-            too. A loaded checkpoint may contain one, if the side was the identity when it was
-            saved.
+        new: the new eigenbasis; None: the identity. An eigenbasis without vectors also stands for
+            the identity. A checkpoint may contain such an eigenbasis, if the side was the identity
+            when the checkpoint was saved.
     """
     if new is place:
         return

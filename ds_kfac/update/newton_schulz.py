@@ -3,9 +3,9 @@ Muon.
 
 Note: Two forms of the iteration. Let m be the shorter and n the longer side of the matrix.
 
-- The standard form, for n < 1.75 m, multiplies the matrix in every step.
-- The Gram form, for wider matrices, iterates only the Gram matrix [m, m] and multiplies the matrix
-  by the result once. This is cheaper (gram-newton-schulz, Dao-AILab).
+- The standard form, for n < 1.75 m, multiplies the matrix itself by a polynomial in every step.
+- The Gram form, for wider matrices, iterates only the Gram matrix [m, m], and multiplies the matrix
+  by the result once at the end. This is cheaper (gram-newton-schulz, Dao-AILab).
 
 Note: Precision. In the Gram form, later steps never correct a rounding error. In 16 bits the Gram
 matrix is therefore computed again after :data:`RESTART` steps. Even then, bf16 is too coarse. In 16
@@ -13,8 +13,8 @@ bits we use fp16 for both forms, because a matrix of norm one needs no large exp
 rounds eight times finer than bf16 at the same speed.
 
 Note: Size. The orthogonal factor always has the same norm, however small the direction is. When
-gradients vanish, Adam's direction vanishes, too, and the layer must not keep moving along rounding
-errors and old moments. If the root mean square of Adam's direction is below :data:`FULL`, the step
+gradients vanish, so does Adam's direction, and the layer must not keep moving along rounding errors
+and old moments. If the root mean square of Adam's direction is below :data:`FULL`, the step
 therefore shrinks in proportion to it.
 
 Shape suffixes: O and I are the sides of a matrix, m is its shorter side, and n is its longer side.
@@ -84,7 +84,7 @@ def orthogonal_factors(
             scale = norm.clamp(min=SMALLEST).reciprocal()[:, None, None]
         else:
             column_norms = torch.linalg.vector_norm(direction, dim=-2)
-            # whitening[0] is 0 or 1, so the first norm is that of the columns whose s is above 0
+            # whitening[0] is 0 or 1, so the first norm is over the columns whose s is above 0
             norm, whitened_norm = torch.linalg.vector_norm(column_norms * whitening, dim=-1)
             scale = (whitening[1] / whitened_norm.clamp(min=SMALLEST)[:, None])[:, None, :]
         norms.append(norm)
@@ -158,8 +158,8 @@ def _gram_steps(r_mm: Tensor, rows: Sequence[tuple[float, float, float]]) -> Ten
 
 
 def _polynomial(r_mm: Tensor, row: tuple[float, float, float], out: Tensor | None = None) -> Tensor:
-    """Return a I + b r + c r^2. a I is added last, to the diagonal in place, because torch would
-    copy a matrix that it adds to a product."""
+    """Return a I + b r + c r^2. The term a I is added last, in place on the diagonal, because torch
+    would copy a matrix that it adds to a product."""
     a, b, c = row
     add_product = torch.addmm if r_mm.ndim == 2 else torch.baddbmm
     p_mm = add_product(r_mm, r_mm, r_mm, beta=b, alpha=c, out=out)

@@ -56,15 +56,15 @@ RECORDERS: dict[str, Recorder] = {"cuda": cuda_graph}
 
 
 class Recorded(Generic[T]):
-    """Executes a function, and replays it from a recording as soon as its calls repeat.
+    """Executes a function, and replays it from a recording once calls repeat the same work.
 
     A call repeats the last call if both have the same key. The key consists of the objects whose
     tensors the function uses, and of the values on which the function depends.
 
     Args:
         recorder: records a function.
-        warn: called with a text if the function cannot be recorded. In this case the function is
-            always executed normally.
+        warn: function that is called with a text if the function cannot be recorded. In this case
+            the function is always executed normally.
 
     Attributes:
         replays: number of calls that were replayed.
@@ -107,8 +107,8 @@ class Recorded(Generic[T]):
                 self._attempts_left = 0
                 why = (str(problem) or type(problem).__name__).splitlines()[0]
                 self.warn(
-                    "ds_kfac: a step cannot be recorded as a CUDA graph and is launched kernel by "
-                    f"kernel, which is slower: {why}"
+                    "ds_kfac: a step cannot be recorded as a CUDA graph, so its kernels are "
+                    f"launched one by one, which is slower: {why}"
                 )
                 return function()
         self._replay()

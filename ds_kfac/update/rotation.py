@@ -57,13 +57,13 @@ WHITEN_DAMPING = 0.01
 """Damping of A's eigenvalues for whitening, relative to their mean."""
 LEAST = 8.0
 """Smallest eigenvalue that is not considered a rounding error, in units of fp32's eps times the
-largest eigenvalue. An eigenvalue that should be zero may be up to 5 in these units, even if the
-factor is narrow, because of rounding in sums over rows and in their running average
+largest eigenvalue. Sums over rows and their running average are rounded. Therefore an eigenvalue
+that should be zero may be up to 5 in these units, even if the factor is narrow
 (docs/explanation/formulas.md)."""
 SEEN = 2.0**-10
 """Smallest mean square of the gradient along a null direction that is not considered a rounding
-error, relative to the mean over all directions. Gradients that are rounded to bf16 leave about
-2^-18 in place of a zero."""
+error, relative to the mean over all directions. If gradients are rounded to bf16, a mean square
+that should be zero is about 2^-18."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,8 @@ class Rotation:
 
     @cached_property
     def range_A(self) -> Tensor:
-        """1 in A's range, 0 in its null space, fp32 like ``values_A``."""
+        """Mask of A's range, fp32 in the shape of ``values_A``: 1 in the range, 0 in the null
+        space."""
         return range_mask(self.A, self.values_A)
 
     @cached_property
@@ -163,8 +164,8 @@ class Rotation:
         return range_mask(self.G, self.values_G)
 
     def rows_with_gradients(self, second_nOI: Tensor) -> Tensor:
-        """Return which rows of rotated gradients are more than rounding errors, as
-        :meth:`columns_with_gradients` does for columns. fp32 [n, O]."""
+        """Return which rows of rotated gradients are more than rounding errors, fp32 [n, O]. The
+        criteria are those of :meth:`columns_with_gradients`."""
         if not self.G:
             return self.range_G
         return _has_gradients(self.range_G, second_nOI.mean(dim=-1))
@@ -172,10 +173,11 @@ class Rotation:
     def columns_with_gradients(self, second_nOI: Tensor) -> Tensor:
         """Return which columns of rotated gradients are more than rounding errors.
 
-        These are the columns in A's range, and those in its null space that get gradients all the
-        same. If no input has a component along a null direction, a gradient's component along it is
-        only a rounding error, which Adam would scale up to a full step. But A may have missed
-        inputs of batches between its updates, and may have forgotten old ones.
+        These are the columns in A's range, and the columns in A's null space that nevertheless
+        receive gradients. If no input has a component along a null direction, the gradient's
+        component along this direction is only a rounding error, which Adam would scale up to a full
+        step. But A does not contain the inputs of batches between its updates, and old inputs fade
+        from it.
 
         Args:
             second_nOI: running mean of the squared rotated gradients.
@@ -187,8 +189,8 @@ class Rotation:
         return _has_gradients(self.range_A, second_nOI.mean(dim=-2))
 
     def layer_mean(self, x_n: Tensor) -> Tensor:
-        """Return [n], in which the entry of each matrix is the mean of ``x_n`` over all matrices of
-        its layer."""
+        """Return a tensor [n], in which the entry of each matrix is the mean of ``x_n`` over all
+        matrices of this matrix's layer."""
         return x_n if self.maps == 1 else repeated(x_n.view(-1, self.maps).mean(dim=1), self.maps)
 
     def rotate(self, x_nOI: Tensor, *, overwrite: bool = False) -> Tensor:
@@ -269,8 +271,8 @@ def range_mask(vectors: Sequence[Tensor], values: Tensor) -> Tensor:
 
 
 def _has_gradients(in_range: Tensor, energy: Tensor) -> Tensor:
-    """Return 1 for directions in the range, or whose mean squared gradient ``energy`` exceeds
-    :data:`SEEN` of the mean over all directions; else 0."""
+    """Return 1 for each direction that is in the range, or whose mean squared gradient ``energy``
+    exceeds :data:`SEEN` times the mean over all directions; 0 for all other directions."""
     seen = energy > SEEN * energy.mean(dim=-1, keepdim=True)
     return torch.where(seen, 1.0, in_range)
 

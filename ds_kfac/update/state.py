@@ -1,5 +1,5 @@
-"""The state that a gradient worker keeps for a layer between steps: eigenbases or inverses, and
-moments of the rotated gradient.
+"""The state that a gradient worker (a rank that preconditions the layer) keeps for a layer between
+steps: eigenbases or inverses, and moments of the rotated gradient.
 
 Shape suffixes: O and I are the sides of a layer's matrix. nOI stands for [n, O, I], n matrices of
 one shape.
@@ -68,8 +68,8 @@ class Moments:
 
 @dataclass(frozen=True)
 class CorrectedEigenvalues(Moments):
-    """Running average of EKFAC's eigenvalues, which replace beta alpha^T (George et al. 2018,
-    arXiv:1806.03884).
+    """Running average of EKFAC's eigenvalues (George et al. 2018, arXiv:1806.03884). They replace
+    beta alpha^T, the products of the eigenvalues of G and A.
 
     Attributes:
         second_OI: running average of the squared rotated gradient, called S below.
@@ -96,9 +96,10 @@ class CorrectedEigenvalues(Moments):
 
             S <- r S + (1 - r) terms rotated^2,   r = min(1 - 1/updates, decay)
 
-        The averaging window grows in the same way as the window of factors. A gradient that is much
-        larger than the average is scaled down before it enters S, to at most
-        :data:`ds_kfac.curvature.factor.SPIKE` times the average, like a batch that enters a factor.
+        As for factors, the averaging window grows with the number of updates, until r has reached
+        ``decay``. A gradient that is much larger than the average is scaled down before it enters
+        S, to at most :data:`ds_kfac.curvature.factor.SPIKE` times the average, like a batch that
+        enters a factor.
 
         Args:
             rotated_nOI: the rotated gradients. A large matrix is overwritten by the quotient.
@@ -106,9 +107,9 @@ class CorrectedEigenvalues(Moments):
                 a matrix for which ``terms_n`` times the squared norm is not finite.
             terms_n: factors that convert squared gradients to the units of the Fisher.
             damping: number that is added to all eigenvalues.
-            layer_mean: function that replaces the mean eigenvalue of each matrix [n] by the mean
-                over the matrix's layer. This mean is then the unit of ``damping``. None:
-                ``damping`` is in units of the Fisher.
+            layer_mean: function that gets the mean eigenvalue of each matrix, [n], and returns for
+                each matrix the mean over its layer, [n]. ``damping`` is then in units of this mean.
+                None: ``damping`` is in units of the Fisher.
 
         Returns three values: the quotient [n, O, I]; its inner product with ``rotated_nOI``, [n];
         and bool [n], whether the gradient was scaled down before it was averaged into S.
@@ -126,7 +127,7 @@ class CorrectedEigenvalues(Moments):
             numel = rotated_nOI.shape[-2] * rotated_nOI.shape[-1]
             new_mean = torch.where(usable, keep * old_mean + (1 - keep) * (size / numel), old_mean)
             units = layer_mean(new_mean)
-            # if S is 0, the gradient is 0, too, and any positive damping avoids 0 / 0
+            # if S is 0, so is the gradient, and any positive damping avoids 0 / 0
             damping = damping * units.masked_fill(units == 0, 1.0)[:, None, None]
         weight = ((1 - keep) * terms)[:, None, None]
         keep = torch.where(usable, keep, 1.0)[:, None, None]
@@ -144,8 +145,8 @@ class CorrectedEigenvalues(Moments):
         return quotient, torch.stack(dots).sum(dim=0), (over > 1) & usable
 
     def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> None:
-        """Rotate S into the new eigenbasis if the layer had none before (``old`` is None). The
-        result is approximate. If the layer had an eigenbasis, S does not change."""
+        """Rotate S into the new eigenbasis if the layer had no eigenbasis before (``old`` is None).
+        The result is approximate. If the layer had an eigenbasis, S does not change."""
         if old is None:
             change_basis_(self.second_OI, None, new.squared())
 
@@ -172,8 +173,8 @@ class AdamMoments(Moments):
     updates: Tensor
 
     def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> None:
-        """Rotate the first moment. The second moment is rotated only into the layer's first
-        eigenbasis, approximately. Later refreshes do not change it."""
+        """Rotate the first moment. The second moment is rotated, approximately, only into the
+        layer's first eigenbasis. Later refreshes do not change the second moment."""
         change_basis_(self.first_OI, old, new)
         if old is None:
             change_basis_(self.second_OI, None, new.squared())
@@ -192,12 +193,12 @@ class LayerState:
     (``groups.py``), or were read from a checkpoint.
 
     Attributes:
-        terms: fp32 scalar, number of loss terms of the last captured batch. A mean gradient times
-            the square root of this number has the size of a single term's gradient.
+        terms: fp32 scalar, number of loss terms of the last batch that updated the factors. A mean
+            gradient times the square root of this number has the size of a single term's gradient.
         method: how ``A`` and ``G`` were decomposed.
         A, G: eigenbases or damped inverses; None until the first refresh. Gradients are
             preconditioned once both exist.
-        moments: moments of the rotated gradient; None if the update rule keeps none.
+        moments: moments of the rotated gradient; None if the update rule keeps no moments.
     """
 
     terms: Tensor

@@ -3,8 +3,8 @@
 Each such attribute is read by one function of this file, and by no other file. The function's
 docstring says since which version the attribute exists, and what older versions have instead.
 "Since 0.18.9" means that 0.18.9 is the first version in :data:`TESTED` that has the attribute. "All
-versions" means that all of them have it. The self-test at attach checks where the installed version
-keeps gradients.
+versions" means that all versions in :data:`TESTED` have it. When K-FAC is attached, the self-test
+checks where the installed version keeps gradients.
 """
 
 import inspect
@@ -28,8 +28,8 @@ from packaging.version import Version
 from torch import Tensor
 
 OLDEST = "0.17"
-"""Oldest version that attach accepts. Older versions reduce gradients differently and are not
-tested."""
+"""Oldest version with which K-FAC can be attached. Older versions reduce gradients differently and
+are not tested."""
 TESTED = ("0.17.0", "0.17.6", "0.18.0", "0.18.9", "0.19.0", "0.19.4", "0.19.8")
 """Versions that ``make versions`` tests, oldest first."""
 
@@ -70,8 +70,8 @@ def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def restore(holder: Any, name: str, before: Any) -> None:
-    """Set an instance's attribute to ``before``. If ``before`` is None, delete the attribute,
-    because the instance had only its class's attribute."""
+    """Set an instance's attribute to ``before``. If ``before`` is None, delete the attribute of the
+    instance, which then has the attribute of its class again."""
     if before is None:
         delattr(holder, name)
     else:
@@ -115,7 +115,7 @@ def put_attribute(holder: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 def offload_faults(micro_batches: int) -> tuple[str, ...]:
-    """Return descriptions of the faults of ZeRO-1/2 with offload. 0.19.0 fixed them."""
+    """Return descriptions of the faults of ZeRO-1/2 with offload. 0.19.0 has fixed these faults."""
     if micro_batches < 3 or Version(deepspeed.__version__).release >= (0, 19):
         return ()
     return (
@@ -139,23 +139,23 @@ def accumulation_faults(optimizer: Any, micro_batches: int) -> tuple[str, ...]:
 
 
 def reduction_faults(optimizer: Any) -> tuple[str, ...]:
-    """Return descriptions of the faults with which ZeRO-1/2 does not average gradients over ranks.
-    Versions up to 0.19.4 have such faults, 0.19.8 does not. The function inspects DeepSpeed's
-    source."""
+    """Return descriptions of the faults because of which ZeRO-1/2 does not average gradients over
+    ranks. Versions up to 0.19.4 have such faults, 0.19.8 does not. The function inspects
+    DeepSpeed's source."""
     cls = type(optimizer)
     if optimizer.use_grad_accum_attribute and "grad_accum.to(" in inspect.getsource(
         cls.get_gradient_for_reduction
     ):
         return (
-            "ZeRO-1 of this DeepSpeed averages a copy of gradients that are accumulated in another "
-            "dtype than the model's, so each rank trains on its own: use deepspeed 0.19.8, or "
-            "leave data_types.grad_accum_dtype out",
+            "if gradients are accumulated in another dtype than the model's, ZeRO-1 of this "
+            "DeepSpeed averages only a copy of them, so each rank trains on its own: use deepspeed "
+            "0.19.8, or remove data_types.grad_accum_dtype",
         )
     drops = "device_name()" in inspect.getsource(stage_1_and_2.split_half_float_double)
     if drops and not optimizer.contiguous_gradients and get_accelerator().device_name() == "cpu":
         return (
             "on CPUs this DeepSpeed does not average gradients if contiguous_gradients is false: "
-            "use deepspeed 0.19.8, or set it to true",
+            "use deepspeed 0.19.8, or set contiguous_gradients to true",
         )
     return ()
 
@@ -178,8 +178,8 @@ def pipeline_faults(micro_batches: int) -> tuple[str, ...]:
     if micro_batches < 2 or Version(deepspeed.__version__).release >= (0, 19, 4):
         return ()
     return (
-        "before 0.19.4 stages do not average gradients over the micro-batches of a step: they sum "
-        "gradients, or divide twice; use deepspeed 0.19.4, or 1 micro-batch a step",
+        "before 0.19.4 pipeline stages do not average gradients over the micro-batches of a step, "
+        "but sum them, or divide the sum twice: use deepspeed 0.19.4, or 1 micro-batch a step",
     )
 
 
@@ -223,7 +223,7 @@ def computes_norms(engine: Any) -> bool:
 
 
 def sent_in(parameter: Any) -> torch.dtype:
-    """Return the dtype in which a parameter's gradient travels between ranks. With torch_autocast,
+    """Return the dtype in which a parameter's gradient is sent between ranks. With torch_autocast,
     which exists since 0.17.6, this dtype may differ from the parameter's."""
     module = sys.modules.get("deepspeed.runtime.torch_autocast")
     return parameter.dtype if module is None else module.get_comm_dtype(parameter)
@@ -315,7 +315,7 @@ optimizer steps. All versions."""
 
 
 class _Probe:
-    """Stand-in for an outer optimizer. Its only gradient has a single element, 1."""
+    """Stand-in for DeepSpeed's optimizer. Its only gradient has a single element, 1."""
 
     def __init__(self, optimizer: Any) -> None:
         held = SimpleNamespace(
@@ -335,9 +335,9 @@ def unscaling(optimizer: Any, *arguments: Any) -> Tensor | None:
     multiplies gradients: a scalar tensor on the device, or None if the method does not change
     gradients.
 
-    The factor is measured by calling the method with a gradient of 1. At stages 1 and 2 and for
-    FP16_Optimizer the first argument is a list of gradients; at stage 3 it is the number of a
-    sub-group. The last argument is always the norm.
+    The factor is measured by calling the method with a gradient of 1. The first argument is a list
+    of gradients (stages 1 and 2, FP16_Optimizer) or the number of a sub-group (stage 3). The last
+    argument is always the norm.
     """
     scale = getattr(optimizer, "loss_scale_config", None)
     scale = optimizer.loss_scale if scale is None else scale.cur_scale
@@ -415,13 +415,13 @@ def backup_optimizer(optimizer: Any) -> Any | None:
 
 @contextmanager
 def unchanged(optimizer: Any) -> Iterator[None]:
-    """Let an outer optimizer take a step with artificial gradients inside the ``with`` block, and
-    undo the step's effects afterwards.
+    """Let DeepSpeed's optimizer take a step with artificial gradients inside the ``with`` block,
+    and undo the effects of the step afterwards.
 
     Afterwards the optimizer's attributes and lists are what they were before. During the step,
-    parameters are not linked to optimizer states, because no states exist yet. Parameters of ZeRO-3
-    that the step gathered are released again, because while a parameter is gathered, DeepSpeed does
-    not notice that a module uses a parameter of another module.
+    parameters are not linked to optimizer states, because no states exist yet. ZeRO-3's parameters
+    that the step gathered are released again. If a parameter stayed gathered, DeepSpeed would not
+    notice that a module uses a parameter of another module.
     """
     link = "_lazy_init_hp_params_optimizer_state"
     scaler = "torch_autocast_gradscaler"
@@ -468,14 +468,14 @@ COMPACT = "_use_compact_grad_partition_buffer"
 
 
 def master_dtype(optimizer: Any) -> torch.dtype:
-    """Return the dtype of masters and their gradients with offload. Before 0.18.9 this is always
-    fp32."""
+    """Return the dtype that masters (the tensors that the inner optimizer steps) and their
+    gradients have with offload. Before 0.18.9 it is always fp32."""
     return getattr(optimizer, "master_weights_and_grads_dtype", torch.float32)
 
 
 def gradient_dtype(optimizer: Any) -> torch.dtype:
-    """Return the dtype of gradients without offload. This is ``data_types.grad_accum_dtype``, but
-    the parameters' dtype at stage 2 before 0.19.8."""
+    """Return the dtype of gradients without offload. This is ``data_types.grad_accum_dtype``,
+    except at stage 2 before 0.19.8, where it is the parameters' dtype."""
     halves = (
         getattr(optimizer, "partition_gradients", False) and optimizer.dtype is not torch.float32
     )
@@ -534,7 +534,7 @@ def states_are_linked(optimizer: Any) -> bool:
 
 def link_states(optimizer: Any) -> bool:
     """Link ZeRO-1/2's parameters to their optimizer states again, if DeepSpeed has already linked
-    them. Return whether it had. All versions."""
+    them. Return whether DeepSpeed had linked them. All versions."""
     if not optimizer._hp_optimizer_states_linked:
         return False
     optimizer._hp_optimizer_states_linked = False
@@ -544,7 +544,7 @@ def link_states(optimizer: Any) -> bool:
 
 def compact_buffer(optimizer: Any, group: int) -> Any:
     """Return an empty buffer of the kind in which ZeRO-1/2 accumulates a group's gradients since
-    0.19.8. Return None if it accumulates them in a list of tensors."""
+    0.19.8. Return None if ZeRO-1/2 accumulates gradients in a list of tensors instead."""
     if not getattr(optimizer, COMPACT, lambda group: False)(group):
         return None
     return optimizer._build_compact_grad_partition_buffer(group)
@@ -584,7 +584,7 @@ def flat_partition(optimizer: Any, group: int, gradients: list[Tensor]) -> list[
 def forget_gradients(optimizer: Any) -> None:
     """Drop the gradients that ZeRO-1/2 keeps outside of ``averaged_gradients`` (see
     :func:`flat_partition`), and reset its count of backward passes. The reset is needed with
-    offload, because otherwise DeepSpeed would add the next gradients to the dropped ones."""
+    offload, because otherwise DeepSpeed would add the next gradients to the dropped gradients."""
     for name in ("all_grad_tensors", "_offload_accumulated_param_ids"):
         getattr(optimizer, name, set()).clear()
     optimizer.micro_step_id = -1
@@ -603,8 +603,8 @@ def accumulated_on_host(optimizer: Any) -> bool:
     """Return whether ZeRO-1/2 with offload keeps gradients that no step has applied yet.
 
     Since 0.19.8, ``_offload_accumulated_param_ids`` is not empty in this case. In older versions
-    ``micro_step_id`` is at least 0: it counts backward passes since the last step, starting from
-    -1.
+    ``micro_step_id`` is at least 0 in this case, because it counts backward passes since the last
+    step, starting from -1.
     """
     reduced = getattr(optimizer, "_offload_accumulated_param_ids", None)
     return optimizer.micro_step_id >= 0 if reduced is None else bool(reduced)

@@ -1,15 +1,15 @@
 """Move gradients to the layers' gradient workers, and results back to the ranks that hold shards.
 
 ZeRO gives a rank shards of flattened parameters, and a shard is usually not a whole matrix. So the
-shards of a layer travel to its gradient workers, which assemble them into a matrix [O, I]. The
-results travel back to the ranks that hold the shards.
+shards of a layer are sent to its gradient workers (the ranks that precondition the layer), which
+assemble them into a matrix [O, I]. The results are sent back to the ranks that hold the shards.
 
 Note: Raw gradients. A gradient is *raw* if DeepSpeed will multiply it by the seam's factor (the
     unscaling and clipping of this step) only after K-FAC's step. In one step the gradients of some
-    parameter groups may be raw, while the gradients of other groups are not. All shards travel in
-    the same form. If :attr:`ShardLayout.sends_raw`, they travel raw, because 16 bits then hold them
-    exactly. Otherwise they travel multiplied by the factor. A result that overwrites a raw gradient
-    is divided by the factor first.
+    parameter groups may be raw, while the gradients of other groups are not. All shards are sent in
+    the same form. If :attr:`ShardLayout.sends_raw` is True, all shards are sent raw, because 16
+    bits then hold them exactly. Otherwise all are sent multiplied by the factor. A result that
+    overwrites a raw gradient is divided by the factor first.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -30,11 +30,12 @@ Span = tuple[int, int]
 
 
 class ExchangePlan:
-    """Plan of all transfers between the shards of a map and the gradient workers. Creating it needs
-    no communication.
+    """Plan of all transfers between shards (the entries of a :class:`ShardMap`) and gradient
+    workers. Creating it needs no communication.
 
     Args:
-        workers: layer name -> ranks of its gradient workers; one rank if gradients are partitioned.
+        workers: layer name -> ranks of the layer's gradient workers; a single rank if gradients are
+            partitioned.
 
     Attributes:
         of_layer: layer name -> indices of the layer's parameters in ``shards``.
@@ -124,7 +125,8 @@ class GradientExchange:
         owned: layers for which this rank is a gradient worker.
         params: layer name -> the layer's parameters.
         shards: index of a parameter -> the shards of the parameter on this rank.
-        sent: index of a parameter -> the spans of its result that this rank sends to other ranks.
+        sent: index of a parameter -> spans (first element, number of elements) of the parameter's
+            result that this rank sends to other ranks.
         gradients: shard on this rank -> view of the shard's gradient, which the result overwrites.
     """
 
@@ -170,7 +172,7 @@ class GradientExchange:
         return self._as_sent(self._shard_at[move.param, move.start])
 
     def _as_sent(self, shard: Shard) -> Tensor:
-        """Return a shard's gradient in the form in which it travels, see "Raw gradients" above."""
+        """Return a shard's gradient in the form in which it is sent, see "Raw gradients" above."""
         layout = self.layout
         gradient = self.gradients[shard]
         if layout.seam.factor is None:
@@ -226,7 +228,7 @@ class GradientExchange:
         """
         factor = self.layout.seam.factor
         all_raw = all(flat.is_raw for flat in flats)
-        # only one of a weight and its bias may be raw, if they are in two parameter groups
+        # if weight and bias are in two parameter groups, one of them may be raw and the other not
         weight, *bias = (
             scaled(flat.values, factor) if flat.is_raw and not all_raw else flat.values
             for flat in flats
@@ -245,8 +247,8 @@ class GradientExchange:
         """Take the results of layers, one matrix of the layer's shape for each layer.
 
         Elements that belong to shards on this rank are written to these shards. Elements for other
-        ranks are kept for :meth:`scatter_part`, in the dtype in which they travel. The result of a
-        parameter that was frozen after attach is replaced by zeros.
+        ranks are kept for :meth:`scatter_part`, in the dtype in which they are sent. If a parameter
+        was frozen after attach, its result is replaced by zeros.
         """
         shards: list[Shard] = []
         values: list[Tensor] = []
@@ -268,10 +270,12 @@ class GradientExchange:
         self._write(shards, values)
 
     def _is_rounded(self, layer: LayerSpec, param: int) -> bool:
-        """Return whether this rank must round a result to the dtype in which it travels.
+        """Return whether this rank must round its own result to the dtype in which results are
+        sent.
 
-        Other ranks receive the rounded result. If this rank did not round, too, replicas of a
-        weight would drift apart, and so would copies of a layer on different tensor-parallel ranks.
+        Other ranks receive the rounded result. If this rank used the unrounded result, the ranks'
+        replicas of a weight would drift apart, and so would the copies of a layer on different
+        tensor-parallel ranks.
         """
         is_replica = self.layout.replicated and param in self.sent
         is_copy = layer.copies > 1 and self.layout.world > 1
@@ -300,9 +304,9 @@ class GradientExchange:
         return together.flatten(1, -2)
 
     def _stays_in_place(self, layer: LayerSpec) -> bool:
-        """Return whether a layer's result simply overwrites its gradient. This is so if this rank
-        has the whole gradient in one shard, no other rank needs the result, and the result is
-        written unchanged."""
+        """Return whether a layer's result simply overwrites the layer's gradient. This is so if
+        this rank has the whole gradient in one shard, no other rank needs the result, and the
+        result need not be changed before it is written."""
         param, *bias = self.plan.of_layer[layer.name]
         shards = self.shards.get(param, [])
         if bias or len(shards) != 1 or shards[0].numel < self.layout.shards.numels[param]:
@@ -324,7 +328,8 @@ class GradientExchange:
         )
 
     def sent_off(self) -> None:
-        """Free the results for other ranks. Call this after they have been copied to a message."""
+        """Free the results for other ranks. Call this method after they were copied to a
+        message."""
         self._outbox.clear()
 
     def write(self, received: Arrivals, scales: Mapping[str, Tensor] | None = None) -> None:
@@ -359,7 +364,8 @@ class GradientExchange:
 
     def _write(self, shards: Sequence[Shard], values: list[Tensor]) -> None:
         """Write values to this rank's shards. Values for raw gradients are divided by the factor
-        first, because DeepSpeed will multiply them by it. May change the list ``values``."""
+        first, because DeepSpeed will multiply them by the factor. May change the list
+        ``values``."""
         if not shards:
             return
         for index, shard in enumerate(shards):
@@ -379,8 +385,8 @@ class GradientExchange:
 
 
 def scaled(x: Tensor, factor: Tensor | None) -> Tensor:
-    """Return x * factor in fp32. ``factor`` is given a dimension first, because in torch a tensor
-    without dimensions does not promote 16 bits to fp32."""
+    """Return x * factor in fp32. First a dimension is added to ``factor``, because in torch a
+    factor without dimensions does not promote a 16-bit x to fp32."""
     assert factor is not None
     return x * factor.view(1)
 

@@ -19,8 +19,8 @@ class Fault:
     Attributes:
         mode: class of the layouts that may have the fault.
         applies: function that returns whether a layout has the fault.
-        text: description of DeepSpeed's fault, a format string whose field ``layout`` is the
-            layout.
+        text: description of the fault, in which "it" is DeepSpeed; a format string with the field
+            ``layout``.
     """
 
     mode: type
@@ -33,8 +33,8 @@ def has_sparse_modules(engine: Any) -> bool:
 
 
 def schedules_a_replaced_adagrad(engine: Any) -> bool:
-    """Return whether the user's scheduler changes the learning rate of an Adagrad that ZeRO has
-    replaced by its own Adagrad."""
+    """Return whether the user's scheduler changes the learning rate of an Adagrad object with which
+    ZeRO does not step, because ZeRO has replaced it by its own Adagrad."""
     inner = engine.basic_optimizer
     scheduled = getattr(engine.lr_scheduler, "optimizer", None)
     return isinstance(inner, torch.optim.Adagrad) and scheduled is inner
@@ -62,26 +62,28 @@ FAULTS = (
     Fault(
         Half,
         lambda layout: deepspeed_versions.lacks_loss_scale(layout.optimizer),
-        "at stage 0 fp16 it divides gradients by a loss scale it never multiplied by (deepspeed PR "
-        "8393): steps of SGD, and the norm that clipping sees, are too small by this factor",
+        "at stage 0 in fp16 it divides gradients by a loss scale, but never multiplies the loss by "
+        "this scale (deepspeed PR 8393): steps of SGD, and the norm that clipping sees, are too "
+        "small by this factor",
     ),
     Fault(
         ZeroLayout,
         lambda layout: schedules_a_replaced_adagrad(layout.engine),
-        "it steps with an Adagrad of its own, whose lr your scheduler does not change: name a "
-        "scheduler in the config, or use ZeRO stage 0 or another optimizer",
+        "it steps with an Adagrad of its own, whose learning rate your scheduler does not change: "
+        "name a scheduler in the config, or use ZeRO stage 0 or another optimizer",
     ),
     Fault(
         ZeroLayout,
         lambda layout: deepspeed_versions.has_dynamic_scale(layout.optimizer),
-        "in a step in which the loss scale grows, it divides gradients by the new scale: they are "
-        "half as large, unless they are clipped",
+        "in a step in which the loss scale grows, it divides gradients by the new scale. So these "
+        "gradients are half as large as they should be, unless they are clipped",
     ),
     Fault(
         ZeroLayout,
         lambda layout: layout.grad_scaler and len(layout.groups) > 1,
         "with torch_autocast fp16, in a step in which the GradScaler's scale grows, it divides all "
-        "parameter groups but the first by the new scale: their gradients are half as large",
+        "parameter groups but the first by the new scale, so gradients of these groups are half "
+        "as large as they should be",
     ),
     Fault(
         ZeroLayout,
@@ -106,8 +108,8 @@ FAULTS = (
     Fault(
         Stage3,
         lambda layout: not layout.offloads,
-        "if a step does not use a parameter outside of K-FAC layers, it steps the parameter with "
-        "its last gradient again",
+        "if a parameter outside of K-FAC layers gets no gradient in a step, DeepSpeed steps it "
+        "with the last gradient again",
     ),
 )
 
@@ -146,7 +148,7 @@ of the faults of a layout of this class)."""
 
 
 def faults(layout: ShardLayout) -> Sequence[str]:
-    """Return descriptions of the faults of an engine's mode. In their sentences, "it" is
+    """Return descriptions of DeepSpeed's faults in an engine's mode. In these texts, "it" is
     DeepSpeed."""
     found = [
         fault.text.format(layout=layout)

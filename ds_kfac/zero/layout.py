@@ -1,6 +1,7 @@
-"""Interface of an engine mode. A mode knows where DeepSpeed keeps gradients when the inner
-optimizer is about to step (``seam.py``). This file also has the modes of stage 0, in which every
-rank holds every averaged gradient."""
+"""Interface of an engine mode (ZeRO stage and kind of optimizer). A mode knows where DeepSpeed
+keeps gradients when the inner optimizer, which DeepSpeed's optimizer wraps, is about to step
+(``seam.py``). This file also has the modes of stage 0, in which every rank holds every averaged
+gradient."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -25,7 +26,7 @@ KnownGradient = Callable[[nn.Parameter], Tensor]
 
 
 class ShardLayout(ABC):
-    """Locations of the gradients in one engine mode.
+    """Where the gradients are in one engine mode.
 
     DeepSpeed gives its inner optimizer *masters*. A master is a parameter itself, an fp32 copy of a
     parameter, or a flat tensor with many parameters. ``shards.py`` explains shards, parts and
@@ -76,7 +77,7 @@ class ShardLayout(ABC):
         # exception: it also divides by the number of sequence ranks.
         averages_sequence = engine.zero_optimization_stage() == 3 and engine.zero_reduce_scatter()
         summed = 1 if averages_sequence else engine.sequence_parallel_size
-        # for experts the number is the same, although fewer ranks have their gradients
+        # for experts the number is the same, although fewer ranks have gradients of an expert
         self.averaged_over = dist.get_world_size(engine.seq_data_parallel_group)
         self.divisor = self.averaged_over / summed
         self.groups = parameter_groups(self.optimizer)
@@ -134,13 +135,13 @@ class ShardLayout(ABC):
         return False
 
     def lacks(self, param: Any) -> bool:
-        """Return whether DeepSpeed will not step a parameter in this step because its gradient was
-        removed."""
+        """Return whether DeepSpeed will not step a parameter in this step, because the parameter's
+        gradient was removed."""
         return False
 
     sends_raw = False
-    """Whether gradients travel raw (see "Raw gradients" in ``exchange.py``). They then travel
-    without loss in the 16 bits to which they are already rounded."""
+    """Whether gradients are sent raw (see "Raw gradients" in ``exchange.py``). They are then sent
+    without loss, in the 16 bits to which they are already rounded."""
 
     def param_of(self, part: int) -> Any:
         """Return the parameter to which a part belongs. ``part`` is an index in :attr:`parts`."""
@@ -160,12 +161,12 @@ class ShardLayout(ABC):
     @cached_property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """dtype of the averaged gradients. Gradients also travel in this dtype, so they are not
-        rounded again."""
+        """The dtype of the averaged gradients. Gradients are also sent in this dtype, so they are
+        not rounded again."""
 
     @property
     def rounded_to(self) -> set[torch.dtype]:
-        """dtypes to which gradients may be rounded before they are stored. With torch_autocast,
+        """The dtypes to which gradients may be rounded before they are stored. With torch_autocast,
         ZeRO sends a Linear's gradient in 16 bits, even if the model runs that Linear in fp32."""
         dtypes = {
             self.dtype,
@@ -214,8 +215,8 @@ class ShardLayout(ABC):
         raise an error on every rank, because the optimizer has no states for the layers'
         parameters.
 
-        Without this, DeepSpeed would fail only on the ranks that hold a part of the parameter, and
-        the other ranks would wait forever.
+        DeepSpeed itself would fail only on the ranks that hold a part of the parameter, and the
+        other ranks would wait forever.
 
         Args:
             refuse: function that raises the error. It is called with the name of the optimizer

@@ -1,8 +1,9 @@
 """An engine's domains, and the layout of its gradients.
 
 A domain is a group of ranks together with the parameters whose gradients are averaged over these
-ranks. K-FAC treats the layers of a domain as if the domain were the whole job. Only kl-clip's sum
-and checkpoints span all domains. The table shows the domains of each kind of parallelism.
+ranks. K-FAC treats the layers of a domain as if the domain were the whole job. Only the sum for
+kl-clip and the checkpoints span all domains. The table shows the domains of each kind of
+parallelism.
 
     parallelism     group               domains of a rank           layers of other ranks
     none, Ulysses   sequence x data     one                         the same layers
@@ -97,7 +98,7 @@ def tensor_shard(engine: Any) -> tuple[int, int]:
 
 
 def domains(engine: Any, params: Sequence[nn.Parameter]) -> tuple[Domain, ...]:
-    """Return this rank's domains. The domain of dense layers is the first. ``params`` are the
+    """Return this rank's domains, with the domain of dense layers first. ``params`` are the
     optimizer's parameters."""
     trained = tuple(p for p in params if p.requires_grad)
     shard = tensor_shard(engine)
@@ -194,7 +195,7 @@ def shard_layout(
     if layout is None:
         raise ValueError(
             f"ds_kfac: DeepSpeed wrapped the optimizer in {wrapper.__module__}.{wrapper.__name__}, "
-            "which ds_kfac does not know; known: "
+            "which ds_kfac does not know. It knows: "
             f"{', '.join(known.__name__ for known in SHARD_LAYOUTS)} and bare torch optimizers at "
             "ZeRO stage 0"
         )

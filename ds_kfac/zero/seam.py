@@ -12,9 +12,9 @@ step begins with the outer step, and K-FAC runs in such a hook before the first 
     ZeRO 1, 2                   one for each group      group 0 unscaled and clipped, others raw
     ZeRO 3                      one for each sub-group  sub-group 0 the same, others raw
 
-DeepSpeed will still multiply raw gradients by :attr:`Seam.factor`, which unscales and clips them.
-DeepSpeed checks for overflow and computes norms before K-FAC runs, so it sees the same gradients as
-without K-FAC.
+"Raw" gradients are those that DeepSpeed will still multiply by :attr:`Seam.factor`, which unscales
+and clips them. DeepSpeed checks for overflow and computes norms before K-FAC runs, so it sees the
+same gradients as without K-FAC.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,8 +30,8 @@ from ds_kfac.zero.deepspeed_versions import replaced, wrap_attribute
 
 NO_HOOKS = (
     "ds_kfac: {name} cannot be hooked: K-FAC runs before an optimizer's step, from torch's "
-    "register_step_pre_hook. Let the class call torch.optim.Optimizer.__init__, or give DeepSpeed "
-    "the optimizer that it wraps"
+    "register_step_pre_hook. Let the class call torch.optim.Optimizer.__init__, or, if it wraps "
+    "another optimizer, pass that optimizer to DeepSpeed"
 )
 CLOSURE = (
     "ds_kfac: the optimizer's step got an argument. K-FAC works with gradients that were computed "
@@ -45,9 +45,9 @@ BYPASSED = (
 )
 
 OUTSIDE_INFERENCE = torch.inference_mode(False)
-"""Decorator for functions that run outside of inference mode, even if a program calls
-``engine.step()`` in inference mode. Hooks of later passes change tensors that a step has created,
-and torch forbids changing tensors that were created in inference mode."""
+"""Decorator for functions that must run outside of inference mode, even if a program calls
+``engine.step()`` in inference mode. The hooks of later passes change tensors that a step has
+created, and torch forbids changing tensors that were created in inference mode."""
 
 
 class State(Enum):
@@ -100,8 +100,8 @@ class Seam:
         inverse: 1 / factor. A result that DeepSpeed will multiply by ``factor`` is multiplied by
             ``inverse`` first. If ``factor`` is 0, for example because DeepSpeed clips by an
             infinite norm, ``inverse`` is 0, so that no weight changes.
-        prepared: number of masters, from the first on, whose gradients DeepSpeed has already
-            multiplied by ``factor``.
+        prepared: number of masters (tensors that the inner optimizer steps), counted from the
+            first, whose gradients DeepSpeed has already multiplied by ``factor``.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -123,8 +123,8 @@ class Seam:
         self._steps: Any = None
         self._state = State.CLOSED
         self._installed = ExitStack()  # removes hooks and wrappers
-        # depth of nested inner steps, because torch runs the hooks in the step of a class and again
-        # in the step of its base class
+        # depth of nested inner steps: torch runs the hooks in the step of a class, and again if
+        # that step calls the step of the base class
         self._depth = 0
 
     def open(self, steps: Steps) -> None:
@@ -268,8 +268,8 @@ class Seam:
     @property
     def _needs_factor(self) -> bool:
         """Whether K-FAC needs the factor even if DeepSpeed has already multiplied all gradients by
-        it. A proof of rows needs the factor, and so does the self-test, which runs before
-        :meth:`open`."""
+        it. This is so in a step that compares gradients with captured rows, and in the self-test,
+        which runs before :meth:`open`."""
         return self._steps is None or self._steps.proves
 
     def _watch_factor(self, installed: ExitStack) -> None:

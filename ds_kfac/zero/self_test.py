@@ -1,12 +1,12 @@
 """Test at attach whether the installed DeepSpeed keeps gradients where ds_kfac reads and writes
-them. If it does not, attach raises an error, so that no job trains with wrong gradients.
+them. If the test fails, attach raises an error, so that no job trains with wrong gradients.
 
 DeepSpeed's code fills its gradient buffers with known values. Then the outer optimizer takes two
 steps, in which the inner optimizer only records the gradients that it is given. The first step runs
-without K-FAC. In the second step, the gradients are sent to the layers' workers, which check them
-and send each value back with a small constant added. In the second record, the gradients of K-FAC's
-parameters must be larger by this constant, and all other gradients must be the same as in the first
-record.
+without K-FAC. In the second step, the gradients are sent to the layers' gradient workers, which
+check them and send each value back with a small constant added. In the second record, the gradients
+of K-FAC's parameters must be larger by this constant, and all other gradients must be the same as
+in the first record.
 """
 
 import zlib
@@ -22,13 +22,13 @@ from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
 
 MODULUS = 113
-"""Period of the known values, a prime. If values arrive at a wrong offset, every element differs
-from the right one, unless the offset is a multiple of 113. Twice a number of 1 .. 113, plus up to
-3, is exact in bf16."""
+"""Period of the known values, a prime number. If values arrive at a wrong offset, every element
+differs from the right one, unless the offset is wrong by a multiple of 113. All values of the test
+are exact in bf16: they are 2 x (1 .. 113), plus up to 3."""
 ADDED = 2.0
 FRACTION = 2.0**-4
-"""Fraction that is added, too, if gradients are kept in fp32. Rounding to 16 bits would remove it,
-so the test notices such rounding."""
+"""Fraction that is also added to the values if gradients are kept in fp32. Rounding to 16 bits
+would remove the fraction, so the test notices such rounding."""
 TOLERANCE = 1e-4
 """Absolute tolerance for known values that have been multiplied by the loss scale, divided by the
 loss scale, and clipped. It is much smaller than the rounding error of bf16."""
@@ -38,8 +38,8 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
     """Run the test that this module describes. Collective; changes nothing.
 
     Raises:
-        RuntimeError: on every rank, if the test failed on some rank. The message says what failed
-            where.
+        RuntimeError: on every rank, if the test failed on some rank. The message says what failed,
+            and on which ranks.
     """
     layout = exchange.layout
     headline = (
@@ -85,7 +85,8 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
             factor = 1.0 if layout.seam.factor is None else layout.seam.factor.cpu()
             if len(before) != len(after):
                 problems.append(
-                    f"DeepSpeed stepped {len(before)} tensors, but {len(after)} with K-FAC"
+                    f"DeepSpeed stepped {len(before)} tensors without K-FAC, but {len(after)} with "
+                    "K-FAC"
                 )
             for group, (noted, with_exchange) in enumerate(zip(before, after, strict=False)):
                 plain = noted.cpu() / factor
@@ -97,7 +98,8 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
                     with_exchange.cpu() / factor, expected, rtol=0, atol=TOLERANCE
                 ):
                     problems.append(
-                        f"DeepSpeed would not step with the gradients written to group {group}"
+                        "DeepSpeed would not step with the gradients that K-FAC wrote to parameter "
+                        f"group {group}"
                     )
     finally:
         layout.end()

@@ -1,6 +1,7 @@
 """Plans for moving gradients. A plan knows which rank holds which elements, which layer the
-elements belong to, and which elements travel to the layer's worker and back. Making plans needs no
-communication, and every rank makes the same plans. ``comm/message.py`` executes them.
+elements belong to, and which elements are sent to the layer's gradient workers (the ranks that
+precondition the layer) and back. Making plans needs no communication, and every rank makes the same
+plans. ``comm/message.py`` executes them.
 
     part    one of several equal parts of a flattened parameter. A stack of experts that is one
             parameter has a part for each expert; a large head may be cut into parts
@@ -25,8 +26,8 @@ elements."""
 
 @dataclass(frozen=True, order=True)
 class Shard:
-    """Elements start .. start + numel of the gradient of a flattened parameter, or of a part of a
-    parameter. ``rank`` holds them.
+    """Elements start .. start + numel - 1 of the gradient of a flattened parameter, or of a part of
+    a parameter, all held by ``rank``.
 
     Attributes:
         param: index of the parameter or part in :attr:`ShardMap.numels`.
@@ -154,7 +155,7 @@ def partition_chunks(numel: int, param: int, group: int, offset: int, world: int
 
 
 def parameter_names(layers: Sequence[LayerSpec]) -> list[str]:
-    """Return the names of the layers' parameters, each once."""
+    """Return the names of the layers' parameters. A parameter of several layers is listed once."""
     return list(dict.fromkeys(name for layer in layers for name in layer.parameters))
 
 
@@ -183,8 +184,12 @@ def held_by_layer(layers: Sequence[LayerSpec], shards: ShardMap) -> Mapping[str,
 
 
 def plan_gather(shards: ShardMap, workers: Mapping[int, Sequence[int]]) -> RelayoutPlan:
-    """Return the moves of partitioned gradients to their workers. Each parameter or part moves to
-    its first worker. ``workers`` is a mapping ``Shard.param`` -> ranks."""
+    """Return the moves of partitioned gradients to their gradient workers. The gradient of each
+    parameter or part moves to the first of its workers.
+
+    Args:
+        workers: ``Shard.param`` -> ranks of the gradient workers.
+    """
     in_place = {
         (shard.param, shard.start)
         for shard in shards.shards
@@ -199,7 +204,7 @@ def plan_gather(shards: ShardMap, workers: Mapping[int, Sequence[int]]) -> Relay
 
 
 def plan_scatter(shards: ShardMap, workers: Mapping[int, Sequence[int]]) -> RelayoutPlan:
-    """Return the moves of results from their workers to every rank that holds a shard. For
+    """Return the moves of results from gradient workers to all ranks that hold the shards. For
     partitioned gradients these are the moves of :func:`plan_gather` in the opposite direction."""
     moves = []
     for shard in shards.shards:
@@ -210,9 +215,9 @@ def plan_scatter(shards: ShardMap, workers: Mapping[int, Sequence[int]]) -> Rela
 
 
 def worker_that_sends_to(workers: Sequence[int], rank: int, world: int) -> int:
-    """Return the worker from which ``rank`` receives a result. All ranks are divided into groups of
-    consecutive ranks with one worker each, and this is the worker of the rank's group. It may be
-    the rank itself."""
+    """Return the gradient worker from which ``rank`` receives a result. All ranks are divided into
+    groups of consecutive ranks, with one worker in each group. The result is the worker in the
+    group of ``rank``, which may be ``rank`` itself."""
     return workers[rank // (world // len(workers))]
 
 

@@ -1,16 +1,16 @@
-"""The engine modes in which masters are flat and a rank steps only its part of the parameters. ZeRO
-steps the masters one after the other.
+"""The engine modes in which masters (the tensors that the inner optimizer steps) are flat, and a
+rank steps only its part of the parameters. ZeRO steps the masters one after the other.
 
 With ZeRO-1/2 and BF16_Optimizer, every parameter group is one flat buffer that is cut into equal
 slices, and a rank steps its slice. With ZeRO-3, every parameter is cut into ``world`` equal chunks,
 of which the last may be padded. A master consists of this rank's chunks of the parameters of one
 sub-group.
 
-When ZeRO steps its first master, the gradients of the other masters are still raw. Without offload
-they are in lists of tensors, which DeepSpeed will concatenate to the flat gradient. With offload
-they are in the masters' ``grad``. In a list, an fp16 gradient is replaced by an fp32 tensor before
-a result is written, because the result may be out of fp16's range. DeepSpeed's concatenation
-promotes dtypes, so the result stays in fp32.
+When ZeRO steps its first master, the gradients of the other masters are still raw, that is, not yet
+unscaled and clipped. Without offload they are in lists of tensors, which DeepSpeed will concatenate
+to the flat gradient. With offload they are in the masters' ``grad``. In a list, an fp16 gradient is
+replaced by an fp32 tensor before a result is written, because the result may be out of fp16's
+range. DeepSpeed's concatenation promotes dtypes, so the result stays in fp32.
 """
 
 from abc import abstractmethod
@@ -121,8 +121,8 @@ class ZeroLayout(ShardLayout):
 
         Without offload, raise RuntimeError if there was no backward pass since the last step.
         Without this error, ranks without layers would wait for the other ranks. With offload, zero
-        the buffers of parameters that had no gradient in this step. DeepSpeed leaves K-FAC's last
-        result there, which K-FAC would precondition again.
+        the buffers of parameters that had no gradient in this step. These buffers still contain
+        K-FAC's result of an earlier step, which K-FAC would otherwise precondition again.
         """
         if not self.offloads:
             if all(own is None for own in self.optimizer.averaged_gradients.values()):
@@ -207,9 +207,9 @@ class Stage12(ZeroLayout):
         super().begin()
 
     def end(self) -> None:
-        """Link parameters to their optimizer states again after the first step, because DeepSpeed
-        links them when only the first group has been stepped and the other groups have no states
-        yet."""
+        """Link parameters to their optimizer states again after the first step. DeepSpeed links
+        them too early, when only the first group has been stepped and the other groups have no
+        states yet."""
         self._linked = self._linked or deepspeed_versions.link_states(self.optimizer)
 
     def _entry(self, shard: Shard) -> tuple[list[Tensor], int, int]:
@@ -322,8 +322,8 @@ class Stage3(ZeroLayout):
             self._chunks = [gradients[group][place] for group, place in self._places]
 
     def end(self) -> None:
-        """Zero the gradients. If the next step does not use a parameter, DeepSpeed would otherwise
-        step the parameter with its old gradient."""
+        """Zero the gradients. Otherwise, if the next step does not use a parameter, DeepSpeed would
+        step this parameter with its old gradient."""
         while self._chunks:
             self._chunks.pop().zero_()
 

@@ -32,8 +32,8 @@ class WeightRescaling:
         layers: the layers to which the layout's parts belong, in the order of the parts.
 
     Attributes:
-        weights: indices of the layout's parts that are rescaled. If the list is empty, do not call
-            the object.
+        weights: indices of the layout's parts that are rescaled. If there are none, the object must
+            not be called.
     """
 
     def __init__(self, layout: ShardLayout, layers: Sequence[LayerSpec]) -> None:

@@ -6,11 +6,12 @@
                      U = m^ / (sqrt(v / (1 - b2^k)) + eps), with Nesterov's m^ and step number k;
                          U is set to 0 in the null spaces of A and G
     _orthogonalize   X = (the orthogonal factor of U S) S,  S = diag(alpha / mean alpha + c)^-p
-    _finish          U <- size sqrt(max(O, I)) X / |X|, and back: Q_G U Q_A^T
+    _finish          U <- SIZE sqrt(max(O, I)) X / |X|, rotated back: Q_G U Q_A^T
     optimizer.py     W <- W - lr (Q_G U Q_A^T + weight_decay W)
 
-with p = ``adam.whiten`` and c = 0.01. Layers of one shape form a group and are stepped in one
-batch. As many groups are processed together as fit into memory, see :func:`chunks`.
+where alpha are the eigenvalues of A, p = ``adam.whiten`` and c = 0.01. Layers of one shape form a
+group and are stepped in one batch. As many groups are processed together as fit into memory, see
+:func:`chunks`.
 
 Sources: the second moment is SOAP's (Vyas et al. 2024, arXiv:2409.11321), but the eigenbasis is
 K-FAC's instead of Shampoo's. Taking the orthogonal factor comes from Muon (Jordan et al. 2024),
@@ -202,7 +203,8 @@ class AdamDirection(Direction):
         used = torch.cat([step.used for step in self.steps])
         squared = torch.cat([step.squared for step in self.steps])
         if factor_is_zero is not None:
-            # counted like gradients that are not finite (in a recorded step the flag is fp32)
+            # this step counts like one whose gradients are not finite (in a recorded step the flag
+            # is fp32)
             largest = largest.masked_fill(factor_is_zero.bool(), torch.nan)
         finite = largest < INFINITY
         left_out = finite & (largest >= LARGEST)
@@ -227,9 +229,9 @@ class AdamDirection(Direction):
         """Set moments to zero after a program has removed states from ``optimizer.state``, as
         torch's Adam would.
 
-        The moments of the layers whose weight's state was removed are set to zero. If DeepSpeed
-        steps flat parameters in place of the model's, no state belongs to a single layer, and the
-        moments of all layers are set to zero.
+        If the state of a layer's weight was removed, the layer's moments are set to zero. If
+        DeepSpeed steps flat parameters in place of the model's parameters, no state belongs to a
+        single layer, so the moments of all layers are set to zero.
 
         Args:
             taken_away: parameters whose state was removed.
@@ -320,8 +322,8 @@ class AdamDirection(Direction):
             step.sizes = [norms[index] for index in indices]
 
     def _whitening(self, step: GroupStep) -> Tensor | None:
-        """Return S of a group's maps, which does not depend on whether rows are rotated. Return
-        None if the group has no eigenbases or does not rotate."""
+        """Return the whitening S of a group's maps. S is the same whether or not rows are rotated.
+        Return None if the group has no eigenbases, or if gradients are not rotated."""
         rotation = step.group.rotation
         if rotation is None or not self.config.adam.rotate:
             return None
@@ -357,7 +359,8 @@ class AdamDirection(Direction):
         step.squared = length.square_().masked_fill_(~used, 0.0).view(-1, step.maps).sum(dim=1)
 
     def _scale_blocks(self, step: GroupStep) -> None:
-        """Scale each block of a fused weight's rows to the norm of the block's step."""
+        """Scale each block of rows of a fused weight to the norm that the step of this block must
+        have."""
         blocks = row_blocks(step.x_nOI, step.blocks)
         # [blocks, layers]
         norm = torch.stack([torch.linalg.vector_norm(rows, dim=(-3, -2, -1)) for rows in blocks])

@@ -25,7 +25,7 @@ class KFACAdamWFacts(RuleFacts):
     #   2  Adam reads the rotated gradient and writes a direction
     #   1  the second moment is averaged over rows, to find null directions
     #   4  Adam reads and writes both moments
-    #   6  the direction is scaled before its iteration, after it, and to its size
+    #   6  the direction is scaled before the iteration, after the iteration, and to its final size
     #   4  the gradient is copied to its fixed place, and the result is copied from there
     passes = 20
 

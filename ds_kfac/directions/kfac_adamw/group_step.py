@@ -37,7 +37,7 @@ def keeps_direction(options: AdamConfig, layer: LayerSpec) -> str | None:
     if pattern is not None:
         return f"kfac.adam.except_layers {pattern!r}"
     if layer.makes_words and "except_layers" not in options.model_fields_set:
-        return "it has the shape of an embedding: the head"
+        return "it has the shape of an embedding, so it is taken for the head"
     return None
 
 
@@ -46,8 +46,8 @@ def step_norm(layer: LayerSpec, rows: int | None = None) -> float:
     side of the matrix that is orthogonalized.
 
     This matrix is the layer's matrix, the matrix of one group of a layer in groups, or a block of
-    the layer's rows. The squared norms of all tensor-parallel shards of a layer add up to the
-    squared norm of the undivided layer.
+    the layer's rows. The squared step norms of all tensor-parallel shards of a layer add up to the
+    squared step norm of the undivided layer.
 
     Args:
         rows: number of the block's rows in this shard; None: the matrix has no blocks.
@@ -97,10 +97,10 @@ class GroupStep:
             of the rotated weight.
         normalized: whether each map is scaled to the norm ``target``. If False, ``target`` is a
             factor by which the map is multiplied.
-        target: fp32 [layers x maps], norm of each map's result, or factor; see ``normalized``.
-        full: fp32 [layers x maps]. If ``normalized``, FULL times the root of a map's number of
-            elements: if the norm of Adam's direction is smaller, the result shrinks in proportion.
-            Otherwise 1.
+        target: fp32 [layers x maps], norm or factor for each map, see ``normalized``.
+        full: fp32 [layers x maps]. If ``normalized``, FULL times the square root of a map's number
+            of elements. If the norm of Adam's direction is smaller than this, the result shrinks in
+            proportion. If not ``normalized``, 1.
         block_target, block_full: ``target`` and ``full`` of each of ``blocks``, fp32 [blocks, 1].
         x_nOI: fp32 [n, O, I], intermediate result that becomes the direction.
         columns: fp32 [n, I], 0 for columns of the direction that are only rounding errors, else 1,

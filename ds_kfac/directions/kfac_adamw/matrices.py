@@ -35,9 +35,9 @@ def other_matrices(model: nn.Module, scan: Scan) -> set[str]:
 def biases_of(matrices: Collection[str], names: Collection[str]) -> set[str]:
     """Return the names of the biases that belong to matrices.
 
-    They are parameters of the matrices' modules whose names begin with "bias", such as those of a
-    GRU, and parameters whose name is a matrix's name with "_bias" appended. The module of a
-    parametrized weight is the one that it was registered on.
+    They are parameters whose names begin with "bias" in the modules of the matrices, such as the
+    biases of a GRU, and parameters whose name is a matrix's name with "_bias" appended. The module
+    of a parametrized weight is the one that it was registered on.
 
     Args:
         names: names of all parameters of the model.
@@ -69,8 +69,8 @@ def embeddings(model: nn.Module) -> set[nn.Parameter]:
 
 
 def is_matrix(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter has the shape of a matrix: at least two sides above 1, and several
-    outputs."""
+    """Return whether a parameter has the shape of a matrix: at least two dimensions are larger than
+    1, and there are several outputs."""
     return _long_sides(parameter) > 1 and parameter_shape(parameter)[0] > 1
 
 
@@ -81,10 +81,10 @@ def _long_sides(parameter: nn.Parameter) -> int:
 def _is_matrix_of(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
     """Return whether a module's own parameter is a matrix.
 
-    A parameter that has three or more sides, and a side of 1 before the last one, is usually made
-    to be broadcast, so it is not a matrix. The kernel of a linear layer or of a convolution is an
-    exception. It may have sides of 1, for example in a 1x1 convolution, or a first side of 1 along
-    which it is modulated for each example.
+    A parameter that has three or more dimensions, one of which (other than the last) has size 1, is
+    usually made to be broadcast, so it is not a matrix. The kernel of a linear layer or of a
+    convolution is an exception. It may have dimensions of size 1, for example in a 1x1 convolution,
+    or a first dimension of size 1 along which it is modulated for each example.
     """
     # The parameter is not compared with module.weight, because TorchScript modules do not offer
     # parameters by name.

@@ -40,27 +40,28 @@ MATRIX = "kfac_matrix"
 AdamW steps them at lr."""
 OWN = ("adam_lr", "torch_adam")
 """Parameters of the optimizer that AdamW does not have. adam_lr: the learning rate of embeddings,
-norms and biases, from which that of heads is derived (``direction.py``). A schedule multiplies lr
-and adam_lr by the same factor. torch_adam: whether torch's AdamW steps the parameters that K-FAC
-does not step."""
+norms and biases, from which the learning rate of heads is derived (``direction.py``). A schedule
+multiplies lr and adam_lr by the same factor. torch_adam: whether torch's AdamW steps the parameters
+that K-FAC does not step."""
 ADAM_RATIO = 8.0
 """adam_lr / lr if the user does not set adam_lr."""
 PARAMS: dict[str, Any] = {name: value for name, value in DEFAULTS.items() if name not in OWN}
-"""Parameters of the optimizer that AdamW has, too, and their defaults."""
+"""Parameters of the optimizer that AdamW also has -> their defaults."""
 PARAMS["betas"] = tuple(PARAMS["betas"])
 
 GROWS = (
-    f"{NAME}: a DeepSpeed engine steps this optimizer already, so no group can be added; add "
-    "groups before deepspeed.initialize"
+    f"{NAME}: a DeepSpeed engine already uses this optimizer, so no parameter group can be added; "
+    "add parameter groups before deepspeed.initialize"
 )
 APART = (
-    "KFACAdamW has split a parameter group in several: layers, other matrices, other parameters. "
-    "They no longer share one {key}: the values in optimizer.param_groups are {values}. If this "
-    "is not intended, set {key} in every group, not only in the first (docs/howto/troubleshoot.md)"
+    "KFACAdamW has split a parameter group in several: K-FAC layers, other matrices, other "
+    "parameters. These groups no longer have the same {key}: the values in optimizer.param_groups "
+    "are {values}. If you do not intend this, set {key} in every group, not only in the first "
+    "(docs/howto/troubleshoot.md)"
 )
 DETACHED = (
-    "KFACAdamW: K-FAC was detached from this engine, so nothing computes directions for its "
-    "layers; build an engine with another optimizer to train on without it"
+    "KFACAdamW: K-FAC was detached from this engine, so nothing computes steps for the K-FAC "
+    "layers. To continue without K-FAC, build an engine with another optimizer"
 )
 
 
@@ -68,7 +69,7 @@ class LayerSlice(NamedTuple):
     """A part of a parameter that belongs to one layer.
 
     Attributes:
-        start: first element.
+        start: index of the first element.
         numel: number of elements.
         layer: index of the layer in :attr:`KFACAdamWStep.used`.
     """
@@ -82,9 +83,10 @@ def no_state(key: str) -> NoReturn:
     """Raise ValueError. Called when DeepSpeed or the user reads or writes an optimizer state of a
     parameter of a K-FAC layer."""
     raise ValueError(
-        f"{NAME}: this parameter has no {key!r} in the optimizer, because a K-FAC layer's moments "
-        "are in its eigenbasis, on the layer's gradient worker alone. Checkpoints contain them. "
-        f'Read or write states only of parameters in groups whose "{FLAG}" is not true. To restart '
+        f"{NAME}: this parameter has no {key!r} in the optimizer, because it belongs to a K-FAC "
+        "layer. K-FAC keeps the layer's moments in the layer's eigenbasis, only on the rank that "
+        "preconditions the layer, and saves them in checkpoints. Read or write states only of "
+        f'parameters in groups whose "{FLAG}" is not true. To restart '
         "with moments of zero, remove the state: optimizer.state.clear(), or "
         "optimizer.state.pop(parameter)"
     )
@@ -105,7 +107,7 @@ class NoStates(dict[str, Any]):
 
 
 def without_step_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an optimizer's bound ``step`` as its class defines it, without running step hooks.
+    """Return a version of an optimizer's bound method ``step`` that does not run step hooks.
 
     torch adds hooks to the ``step`` of every class that was instantiated. If a class calls the
     ``step`` of its base class and both classes were instantiated, the hooks would run twice.
@@ -128,8 +130,8 @@ def part_of(parameter: Tensor, start: int, numel: int) -> Tensor:
 
 
 class KFACAdamWStep:
-    """Mixin of the three classes below. It adds the steps of K-FAC's layers to the Adam from which
-    a class is derived.
+    """Mixin of the three classes below. It adds the steps of K-FAC's layers to the Adam that is the
+    other base of such a class.
 
     Attributes:
         slices: parameter -> parts of the parameter that belong to layers. The parameter may be a
@@ -140,8 +142,8 @@ class KFACAdamWStep:
             step.
         adam_ratio: adam_lr / lr. Parameter groups have no value of their own for adam_lr, because
             many of DeepSpeed's schedulers set a single learning rate for all groups.
-        marked: parameters that had a :class:`NoStates` after the last step. Empty after a state was
-            loaded.
+        marked: parameters that had a :class:`NoStates` entry in ``state`` after the last step.
+            Empty if a state has been loaded since.
         users: the user's optimizer, whose parameter groups are not split; None if there is none.
     """
 
@@ -281,8 +283,8 @@ class KFACAdamWStep:
         made.
 
         Raises:
-            RuntimeError: the group was added after the split. Its matrices would be stepped at
-                adam_lr, too, and its gradients would not be clipped.
+            RuntimeError: the group was added after the split. Even its matrices would be stepped at
+                adam_lr, and its gradients would not be clipped.
         """
         if FLAG not in param_group:
             raise RuntimeError(GROWS)
@@ -297,7 +299,8 @@ class KFACAdamWStep:
         """
         saved = super().state_dict()  # type: ignore[misc]
         steps = (state["step"] for state in saved["state"].values() if "step" in state)
-        # DeepSpeed may read one parameter's step for all groups, so it must be the right number
+        # DeepSpeed may read the step number of one parameter for all groups, so all parameters must
+        # have the right number
         step = next(steps, torch.zeros((), dtype=torch.float32, device="cpu"))
         for group, packed in zip(self.param_groups, saved["param_groups"], strict=True):
             if group.get(FLAG):
@@ -425,8 +428,9 @@ def checked_group(group: Mapping[str, Any]) -> dict[str, Any]:
     for key in OWN:
         if key in group:
             raise ValueError(
-                f"{NAME}: {key} in a parameter group: set it for the whole optimizer; a group can "
-                f"set only {', '.join(PARAMS)}, and the group's lr scales adam_lr, too"
+                f"{NAME}: a parameter group cannot set {key}: set {key} for the whole optimizer. A "
+                f"group can set only {', '.join(PARAMS)}. The group's adam_lr is scaled in "
+                "proportion to the group's lr"
             )
     others = {key: value for key, value in group.items() if key not in PARAMS}
     values = {key: value for key, value in group.items() if key in PARAMS}

@@ -62,8 +62,8 @@ class KFACAdamWRule(UpdateRule):
     def check(self, config: KFACConfig) -> None:
         if not config.adam.rotate and config.factor.fisher is not None:
             raise ValueError(
-                "kfac.adam.rotate false keeps no factors, so kfac.factor.fisher "
-                f'"{config.factor.fisher}" would have no effect; remove it'
+                "with kfac.adam.rotate false there are no factors, so kfac.factor.fisher "
+                f'"{config.factor.fisher}" would have no effect; remove this key'
             )
 
     def scanned(self, config: KFACConfig) -> LayerChoice:
@@ -78,8 +78,8 @@ class KFACAdamWRule(UpdateRule):
     ) -> None:
         if not config.enabled:
             raise ValueError(
-                f'the optimizer {NAME} needs K-FAC, but "kfac" says "enabled": false; to train '
-                'without K-FAC, use "AdamW"'
+                f'the optimizer {NAME} needs K-FAC, but the "kfac" block has "enabled": false; '
+                'to train without K-FAC, use "AdamW"'
             )
         config, _ = self.resolved(config)
         put_into(arguments, self.scanned(config), self.optimizer_params(ds_config), ds_config)
@@ -100,9 +100,9 @@ class KFACAdamWRule(UpdateRule):
                     continue
                 name = next(name for name, p in named.items() if p is parameter)
                 raise ValueError(
-                    f"KFACAdamW: {name} is {'' if preconditioned else 'not '}preconditioned, but "
-                    "is in the wrong parameter group for that; the model or kfac.layers changed "
-                    "between ds_kfac.initialize and attach"
+                    f"KFACAdamW: {name} is {'' if preconditioned else 'not '}preconditioned, so it "
+                    "is in the wrong parameter group: the model or kfac.layers has changed between "
+                    "ds_kfac.initialize and attach"
                 )
         for layer in layers:
             weight_group, *other_groups = [
@@ -114,9 +114,9 @@ class KFACAdamWRule(UpdateRule):
                         continue
                     raise ValueError(
                         f"KFACAdamW: {layer.weight} and its bias are in parameter groups of "
-                        f"different {key}, {weight_group[key]} and {group[key]}, but they are "
-                        "stepped as one matrix, with one pair of moments; give both groups the "
-                        "same betas and eps, or exclude the layer (kfac.layers.exclude)"
+                        f"different {key}, {weight_group[key]} and {group[key]}, but weight and "
+                        "bias are stepped as one matrix, with one pair of moments; give both "
+                        "groups the same betas and eps, or exclude the layer (kfac.layers.exclude)"
                     )
 
     def release(self, optimizer: Any) -> None:

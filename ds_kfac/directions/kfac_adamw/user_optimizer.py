@@ -1,8 +1,8 @@
 """KFACAdamW as the user selects it: in the config's "optimizer" block, or as an object.
 
 DeepSpeed gets another optimizer instead (``optimizer.py``), which is built before the engine. Each
-of the user's parameter groups is split into several groups of this optimizer. The model's layers
-decide which parameters are preconditioned and form a group of their own.
+of the user's parameter groups is split into several groups of this optimizer. A scan of the model
+decides which parameters are preconditioned. These form a group of their own.
 """
 
 import gc
@@ -41,8 +41,8 @@ def split_groups(
     - other kinds of parameters, such as biases, norms and embeddings;
     - matrices that are in no layer, and their biases, marked by :data:`MATRIX`.
 
-    A group is left out if none of its parameters has elements, because DeepSpeed drops such
-    parameters and fails if a group has no other parameters.
+    A group is left out if all of its parameters are empty, because DeepSpeed drops empty parameters
+    and fails if a group has no other parameters.
 
     Args:
         model_parameters: parameters or parameter groups, as for ``deepspeed.initialize``; None: all
@@ -114,9 +114,9 @@ HIDDEN = ("params", FLAG, MATRIX)
 class Group(dict[str, Any]):
     """A parameter group of the user's optimizer.
 
-    As soon as an engine steps the group, its values are those of the groups that were split from
-    it. ``__getitem__``, ``__setitem__``, ``__delitem__``, ``__iter__`` and ``__len__`` look up
-    these groups, and all other methods of a dict use these five methods.
+    As soon as an engine steps the group, its values are read from, and written to, the groups that
+    were split from it. ``__getitem__``, ``__setitem__``, ``__delitem__``, ``__iter__`` and
+    ``__len__`` look up these groups, and all other methods of a dict use these five methods.
 
     The class also makes it possible to recognize the groups in another optimizer. For example,
     Accelerate with offload makes an optimizer from the groups of the user's optimizer.
@@ -146,8 +146,8 @@ class Group(dict[str, Any]):
         """
         if self.taken[1] and key in HIDDEN:
             raise ValueError(
-                f'{NAME}: "{key}" of a parameter group cannot change: a DeepSpeed engine steps the '
-                "group already"
+                f'{NAME}: "{key}" of a parameter group cannot change any more, because a DeepSpeed '
+                "engine already uses the group"
             )
         return self._parts()
 
@@ -218,13 +218,13 @@ class KFACAdamW(torch.optim.Optimizer):
     Args:
         params: parameters or parameter groups, as for torch's AdamW.
         lr: learning rate of the layers' matrices. AdamW's learning rate is a good first choice.
-            Matrices that are in no K-FAC layer have this learning rate, too.
+            Matrices that are in no K-FAC layer also have this learning rate.
         adam_lr: learning rate of embeddings, norms and biases, from which the learning rate of
-            heads is derived (``direction.py``); None: 8 lr. A schedule multiplies lr and adam_lr by
-            the same factor.
+            heads is derived (``direction.py``); None: 8 times lr. A schedule multiplies lr and
+            adam_lr by the same factor.
         betas, eps, weight_decay: as for torch's AdamW.
-        torch_adam: whether torch's AdamW steps all other parameters. Use it on a machine on which
-            DeepSpeed's Adam would have to be compiled.
+        torch_adam: whether torch's AdamW, and not DeepSpeed's, steps the parameters outside of
+            K-FAC layers. Set it on a machine on which DeepSpeed's Adam would have to be compiled.
 
     Raises:
         ValueError: an argument has a wrong value.
@@ -273,15 +273,15 @@ class KFACAdamW(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the values of the parameter groups. A state of this optimizer has no moments,
-        because these are in the engine's checkpoint.
+        because moments are in the engine's checkpoint.
 
         Raises:
             ValueError: the state has moments, or its groups do not fit this optimizer's groups.
         """
         if state_dict["state"]:
             raise ValueError(
-                f"{NAME}: the state has moments, so another optimizer saved it: load them by "
-                "engine.load_checkpoint"
+                f"{NAME}: the state dict has moments, so another optimizer saved it; load moments "
+                "with engine.load_checkpoint"
             )
         groups = self.param_groups
         super().load_state_dict(state_dict)  # checks the state and replaces the groups by new ones
@@ -294,8 +294,8 @@ class KFACAdamW(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> NoReturn:
         raise RuntimeError(
-            "KFACAdamW: only a DeepSpeed engine can step it: pass it to ds_kfac.initialize, or "
-            "train with DeepSpeed (ZeRO stage 0 is enough)"
+            "KFACAdamW: only a DeepSpeed engine can step this optimizer: pass the optimizer to "
+            "ds_kfac.initialize, or let your framework use DeepSpeed (ZeRO stage 0 is enough)"
         )
 
 
@@ -357,7 +357,8 @@ def _offloaded(ds_config: Mapping[str, Any]) -> bool:
     if ratio < 1:
         raise ValueError(
             f"zero_optimization.offload_optimizer.ratio {ratio}: {NAME} cannot be offloaded in "
-            "part, because DeepSpeed steps the rest with an AdamW of its own; leave ratio out"
+            "part, because DeepSpeed would step the part that is not offloaded with its own AdamW; "
+            "remove ratio"
         )
     return offload.get("device") in ("cpu", "nvme") or bool(zero.get("cpu_offload"))
 
@@ -387,8 +388,8 @@ def put_into(
     keep_frozen = not (stage or any(in_16_bits))
     if params is not None and arguments.get("optimizer") is not None:
         raise ValueError(
-            f'optimizer.type "{NAME}" in the DeepSpeed config, and an optimizer= argument: choose '
-            "one of the two"
+            f'the DeepSpeed config has optimizer.type "{NAME}", and there is also an optimizer= '
+            "argument: remove one of the two"
         )
     model = arguments["model"]
     parameters = arguments.get("model_parameters")
@@ -420,8 +421,9 @@ def put_into(
         # function, DeepSpeed calls the function late enough.
         if is_object:
             raise ValueError(
-                f"expert_parallel replaces layers after the {NAME} object was made: name the "
-                f'optimizer in the DeepSpeed config instead, "optimizer": {{"type": "{NAME}", ..}}'
+                f"expert_parallel replaces layers after your {NAME} object was made: pass no "
+                "optimizer object, and set "
+                f'"optimizer": {{"type": "{NAME}", ..}} in the DeepSpeed config'
             )
         if parameters is None:
             parameters = model.parameters()
