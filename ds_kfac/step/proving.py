@@ -113,8 +113,8 @@ class Proving:
         return proof if proof.layers else None
 
     def frozen(self, layer: LayerSpec) -> bool:
-        """Whether the layer's weight was frozen after attach. If so, hooks no longer see the
-        layer's rows, although its bias may have a gradient."""
+        """Whether the layer's weight was frozen after attach. Hooks then see no rows of the layer.
+        Its bias may still have a gradient, but there are no rows to compare this gradient with."""
         return not self._parameters[layer.weight].requires_grad
 
     def hooked(self, layer: LayerSpec) -> bool:
