@@ -558,8 +558,9 @@ def _attributes_in(node: ast.AST, code: Code, sources: Mapping[str, set[str]]) -
 
 @cache
 def _look_ups(kind: Any) -> frozenset[tuple[str, int]]:
-    """Return the look-ups in a class's code: ("NAME" or "CHILD.NAME", number of dimensions that the
-    index removes).
+    """Return the look-ups in a class's code. A look-up is a pair: the attribute that is indexed,
+    "NAME" for ``self.NAME`` or "CHILD.NAME" for ``self.CHILD.NAME``, and the number of dimensions
+    that the index removes.
 
     In a stack of matrices, one removed dimension leaves a matrix, and two leave a row. Weights of
     children count only in code that ``forward`` runs: other methods, such as one that prunes a
