@@ -93,14 +93,14 @@ class Capture:
     Attributes:
         sums: factor key -> the step's sum so far. A factor without rows so far has no sum.
         keys: key of a factor that is summed in this step -> stride n: one row in n is taken.
-        passes: this rank's number of own backward passes in the step.
+        passes: number of the engine's own backward passes on this rank in the step.
         terms: sum of R_p over the passes that :attr:`passes` counts.
         current: the running backward pass.
         forward: the model's last forward pass, or a substitute for calls outside of forward passes.
         pending: calls whose gradient will be requested from autograd.
         proof: checks whether the captured rows make up the gradients (``proof.py``); None in steps
             without this check.
-        uses: records where weights are used; None in steps without this check.
+        uses: records which lines of code use a weight; None in steps without a proof.
         failed: layer -> error that a hook raised. No more rows of such a layer are captured.
         counted: number of calls in this step whose gradient arrived in one of the engine's own
             passes.
