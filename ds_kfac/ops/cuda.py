@@ -186,8 +186,8 @@ class CudaOps:
                 raise NotMadeFor(f"{op}: expected sides up to {MAX_DIM}, got {dim}")
             if start < 0 or dim < 0 or start + packed_numel(dim) > flat.numel():
                 raise ValueError(
-                    f"{op}: a packed triangle of side {dim} that starts at element {start} does not "
-                    f"fit into {flat.numel()} elements"
+                    f"{op}: a packed triangle of side {dim} that starts at element {start} does "
+                    f"not fit into {flat.numel()} elements"
                 )
 
 

@@ -280,8 +280,8 @@ class KFACAdamW(torch.optim.Optimizer):
         """
         if state_dict["state"]:
             raise ValueError(
-                f"{NAME}: the state dict has moments, which {NAME} never puts into a state dict, so "
-                f"another optimizer saved it. To load {NAME}'s moments, use engine.load_checkpoint"
+                f"{NAME}: the state dict has moments, which {NAME} never puts into a state dict, "
+                f"so another optimizer saved it. To load {NAME}'s moments, use engine.load_checkpoint"
             )
         groups = self.param_groups
         super().load_state_dict(state_dict)  # checks the state and replaces the groups by new ones
