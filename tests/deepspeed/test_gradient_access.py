@@ -1,7 +1,4 @@
-"""DeepSpeed's own doors to gradients and states give and take the same with K-FAC as without; what
-DeepSpeed handed out is filled, never replaced."""
-
-from collections.abc import Mapping
+"""DeepSpeed's own doors to gradients and states give and take the same with K-FAC as without."""
 
 import pytest
 import torch
@@ -36,69 +33,6 @@ OFF = {"kfac": {"enabled": False}}
 def attach(engine) -> None:
     with chosen(KFAC) as config:
         ds_kfac.attach(engine, config)
-
-
-def objects(thing, where: str, depth: int = 5) -> dict[str, object]:
-    """Every container, tensor and number that is reached through attributes, keys and places, by
-    its way there."""
-    if isinstance(thing, Mapping):
-        inside = {f"{where}[{index}]": value for index, value in enumerate(thing.values())}
-    elif isinstance(thing, (list, tuple)):
-        inside = {f"{where}[{index}]": value for index, value in enumerate(thing)}
-    else:
-        inside = {f"{where}.{name}": value for name, value in vars(thing).items()}
-    found: dict[str, object] = {}
-    for way, value in inside.items():
-        if isinstance(value, (bool, int, float)):
-            found[way] = value
-        elif isinstance(value, torch.Tensor):
-            found[way] = value
-            if value.is_leaf and value.grad is not None:
-                found[f"{way}.grad"] = value.grad
-        elif isinstance(value, (dict, list, tuple, set)):
-            found[way] = value
-            if depth and not isinstance(value, set) and len(value) < 200:
-                found |= objects(value, way, depth - 1)
-    return found
-
-
-def handed_out(engine) -> dict[str, object]:
-    found = objects(engine.optimizer, "optimizer") | objects(engine.basic_optimizer, "inner")
-    found |= objects(engine, "engine", 2) | objects(engine.engine_timers, "engine_timers")
-    for name, param in engine.module.named_parameters():
-        found |= objects(param, name)
-        if param.grad is not None:
-            found[f"{name}.grad"] = param.grad
-        mapping = getattr(param, "_hp_mapping", None)
-        if mapping is not None:
-            found |= objects(mapping, f"{name}._hp_mapping")
-    return found
-
-
-def is_same(one: object, other: object) -> bool:
-    return one is other or (isinstance(one, (int, float)) and one == other)
-
-
-@pytest.mark.ranks(2)
-def test_nothing_that_deepspeed_handed_out_is_replaced_nor_a_counter_or_loss_scale_changed():
-    for name in (*MODES, "z1-fp16", "z3-sub_groups", "z2-autocast_float16"):
-        engine = build(BY_NAME[name], 1, **OFF)
-        for steps in (0,) if "autocast" in name else (0, 2):
-            with patched(BY_NAME[name]):
-                train(engine, 1, steps=steps)
-            before = handed_out(engine)
-            assert len(before) > 30, name
-            attach(engine)
-            during = handed_out(engine)
-            engine.kfac.detach()
-            after = handed_out(engine)
-            for now in (during, after):
-                replaced = [
-                    way for way, thing in before.items() if not is_same(now.get(way), thing)
-                ]
-                assert not replaced, (name, steps, replaced)
-            assert not after.keys() - before.keys(), (name, steps)
-        engine.destroy()
 
 
 def gradients(engine, accumulation: int, step: int) -> dict[str, torch.Tensor | None]:
@@ -156,6 +90,9 @@ def test_gradients_are_got_and_set_as_without_kfac():
                     trained = [weights(engine) for engine in engines]
                     names = [n for n in trained[0] if value == 0.0 or n.startswith("norm")]
                     exact(*({n: own[n] for n in names} for own in trained), what=case)
+        assert plain.skipped_steps == ours.skipped_steps, name
+        scales = [getattr(engine.optimizer, "loss_scale", 1.0) for engine in engines]
+        assert scales[0] == scales[1], name
         plain.destroy()
         ours.destroy()
 

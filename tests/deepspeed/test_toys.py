@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from ds_kfac.config.keys import parse
-from ds_kfac.directions.base import UpdateRule
 from ds_kfac.step import proving
 from tests.close import close, exact
 from tests.deepspeed.features import InFront, with_rule
@@ -72,8 +71,3 @@ def test_a_rule_that_needs_a_basis_refuses_a_method_that_keeps_none():
     for rule, name in ((ToyRule(), "ToySGD"), (InFront(), "InFront")):
         with pytest.raises(ValueError, match=f'no eigenbasis, in which {name} steps; use "eigen"'):
             rule.resolved(parse({"preconditioner": {"method": "inverse"}}))
-
-
-def test_a_rule_says_which_method_it_lacks():
-    with pytest.raises(TypeError, match="direction"):
-        type("Half", (UpdateRule,), {"claims": ToyRule.claims})()
