@@ -406,25 +406,10 @@ class Divided(Program):
                 engine.step()
 
 
+KINDS = [Reversible, Meta, SecondOrder, Weighed, Offloaded, BothWays, OneRow, Sharp, FrozenPlain]
+KINDS += [Whole, Tiled, Turned, Towers]
 PROGRAMS: dict[str, Callable[[], Program]] = {
-    **{
-        kind.__name__: kind
-        for kind in (
-            Reversible,
-            Meta,
-            SecondOrder,
-            Weighed,
-            Offloaded,
-            BothWays,
-            OneRow,
-            Sharp,
-            FrozenPlain,
-            Whole,
-            Tiled,
-            Turned,
-            Towers,
-        )
-    },
+    **{kind.__name__: kind for kind in KINDS},
     "a task of each micro-batch": partial(Heads, tasks=lambda step, micro, rank: (micro,)),
     "a task of each rank": partial(Heads, tasks=lambda step, micro, rank: (rank,)),
     "a task of each step": partial(Heads, tasks=lambda step, *_: (step % 2,) if step else (0, 1)),

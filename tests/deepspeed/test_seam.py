@@ -52,28 +52,35 @@ def changed(engine) -> set[str]:
     return found
 
 
-def hooks_of(engine) -> int:
-    modules = engine.module.modules()
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules)
-
-
 ATTACHED = {"forward", "backward", "save_checkpoint", "load_checkpoint", "destroy", "kfac"}
 ATTACHED |= {"optimizer.step", "step hooks"}
 WITHOUT = {"load_checkpoint"}
 """Of an engine without K-FAC, which may be given KFACAdamW's checkpoint."""
 
 
-@pytest.mark.ranks(1)
+def said_by(action) -> str:
+    """What DeepSpeed's logger and we ourselves write meanwhile."""
+    with heard("INFO") as lines:
+        action()
+    return "\n".join(line for line in lines if "ds_kfac" in line)
+
+
+ALREADY = "ds_kfac: attached already: this call of ds_kfac.attach changes nothing"
+
+
+@pytest.mark.ranks(2)
 def test_every_door_attaches_once_and_detach_leaves_nothing_behind():
     original = deepspeed.initialize
     plain = start(original)
     assert changed(plain) == WITHOUT
-    hooks_without = hooks_of(plain)
+    hooks_without = held(plain.module)["hooks"]
     train(plain, 1)
     engine = start(kfac=BLOCK)
     assert changed(engine) == ATTACHED
-    hooks = hooks_of(engine)
-    assert ds_kfac.attach(engine) is engine.kfac and hooks_of(engine) == hooks
+    hooks = held(engine.module)["hooks"]
+    for again in (lambda: ds_kfac.attach(engine), lambda: ds_kfac.attach(engine, BLOCK)):
+        assert said_by(again) == ("" if dist.get_rank() else ALREADY)
+    assert ds_kfac.attach(engine) is engine.kfac and held(engine.module)["hooks"] == hooks
     assert "another config" in error_of(lambda: ds_kfac.attach(engine, {"damping": {"value": 3.0}}))
     train(engine, 1, steps=2)
     assert engine.kfac.metrics.counts["steps"] == 2
@@ -81,7 +88,7 @@ def test_every_door_attaches_once_and_detach_leaves_nothing_behind():
     assert said.startswith("<ds_kfac.Attachment: ") and "ZeRO stage" in said
     attachment.detach()
     attachment.detach()
-    assert changed(engine) == set() and hooks_of(engine) == hooks_without
+    assert changed(engine) == set() and held(engine.module)["hooks"] == hooks_without
     assert repr(attachment) == said.replace(">", ", detached>")
 
     engine = start(kfac=BLOCK)
@@ -128,13 +135,6 @@ def test_enable_makes_deepspeeds_door_ours_until_disable():
 NOT_NAMED = "this engine trains without K-FAC: the DeepSpeed config names it nowhere"
 
 
-def said_by(action) -> str:
-    """What DeepSpeed's logger and we ourselves write meanwhile."""
-    with heard("INFO") as lines:
-        action()
-    return "\n".join(line for line in lines if "ds_kfac" in line)
-
-
 @pytest.mark.ranks(2)
 def test_a_block_without_effect_is_said_once():
     """By rank 0."""
@@ -159,15 +159,6 @@ def test_a_block_without_effect_is_said_once():
     assert "trains without" not in started(deepspeed.initialize), "as others have it"
     ds_kfac.engine.entry._unattached = "as in a program whose first engine this is"
     assert started(deepspeed.initialize).count(NOT_NAMED) == first
-
-
-@pytest.mark.ranks(2)
-def test_a_second_attach_says_that_there_is_nothing_to_do():
-    engine = build(BY_NAME["z2"], 1)
-    line = "ds_kfac: attached already: this call of ds_kfac.attach changes nothing"
-    for given in ((), (engine.config["kfac"],)):
-        text = said_by(lambda: ds_kfac.attach(engine, *given))  # noqa: B023
-        assert text == (line if dist.get_rank() == 0 else "")
 
 
 @pytest.mark.ranks(1)
