@@ -29,7 +29,7 @@ from ds_kfac.step import proving
 from ds_kfac.step.counters import FAILURES, counters, health
 from tests.close import close, near
 from tests.deepspeed import expert_runs
-from tests.deepspeed.modes import BY_NAME, Mode
+from tests.deepspeed.modes import BY_NAME, KFAC, Mode
 from tests.deepspeed.runs import build, train, weights
 from tests.deepspeed.said import heard
 from tests.models import FEATURES, make_net
@@ -347,6 +347,10 @@ def test_the_logs_say_how_far_a_step_goes_and_how_spread_curvature_is():
         assert before.keys() == after.keys() - MEASURED and after["steps"] == 3, name
         if name == "adam-z2":
             deepspeed.comm.log_summary(show_straggler=True)
+        if name == "z2":  # the KL divergence of a clipped step is half of what the clip allows
+            assert after["nu"] < 1
+            kl_clip = KFAC["preconditioner"]["kl_clip"]
+            close(after["kl"], kl_clip / 2, sums=100, dtype=torch.float32)
         logged = {**engine.kfac.log_line(), **engine.kfac.log_constants()}
         assert {f"kfac/{key}" for key in after} >= {"kfac/steps", *logged}
         assert (logged["kfac/stepped"], logged["kfac/curved"]) == (1.0, 1.0)

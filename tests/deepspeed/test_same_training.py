@@ -1,9 +1,11 @@
 """Forms of one training that give the same weights: compiled, with other defaults of torch, other
 orders of dtypes, sparse gradients, other backends of operations, or rescaled by a known factor."""
 
+import ast
 import contextlib
 import tempfile
 from functools import cache
+from pathlib import Path
 from unittest.mock import patch
 
 import deepspeed
@@ -109,6 +111,31 @@ def test_compiled_training_is_the_same_in_the_graphs_of_the_plain_engine(name, b
             assert history[2][key] <= plain[2][key], (key, history, plain)
     assert name == "z3" or (plain[2]["graphs"], plain[2]["breaks"]) == (1, 0)
     assert history[STEPS]["graphs"] == history[STEPS + 1]["graphs"], "evaluation is compiled once"
+
+
+def left_to_defaults(source: str) -> list[str]:
+    """Calls that leave the dtype or the device of a new tensor to torch's defaults."""
+    floating = {"zeros", "ones", "empty", "full", "eye", "rand", "randn", "linspace"}
+    others = {"tensor", "as_tensor", "arange", "randint", "tril_indices", "triu_indices"}
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch."):
+            name, keys = node.func.attr, {keyword.arg for keyword in node.keywords}
+            makes = name in floating | others and None not in keys
+            if makes and not (
+                keys & {"device", "pin_memory"} and (keys & {"dtype"} or name in others)
+            ):
+                found.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def test_every_new_tensor_says_its_dtype_and_its_device():
+    assert len(left_to_defaults("torch.zeros(3, dtype=x)\ntorch.tensor(1.0)")) == 2
+    folder = Path(ds_kfac.__file__).parent
+    # a page to read, and examples of other people's models
+    apart = {folder / "reference.py", folder / "estimate/models.py"}
+    files = {path: left_to_defaults(path.read_text()) for path in {*folder.rglob("*.py")} - apart}
+    assert not {path: lines for path, lines in files.items() if lines}
 
 
 @contextlib.contextmanager
