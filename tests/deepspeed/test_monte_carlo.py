@@ -1,11 +1,9 @@
-"""Monte-Carlo Fisher in an engine: Newton's step where the Fisher is exact, training untouched,
-errors."""
+"""Monte-Carlo Fisher in an engine: training untouched, what is sampled, errors."""
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.model.sampled_loss import mean_of_terms
 from tests.close import close, exact
@@ -14,7 +12,8 @@ from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.parallel import shared_folder
 from tests.deepspeed.runs import build, micro_batches, patched, train, weights
 from tests.deepspeed.said import error_of
-from tests.models import Net, cross_entropy, make_net
+from tests.deepspeed.test_calls import Called
+from tests.models import cross_entropy, make_net
 from tests.ranks import of_ranks
 
 pytestmark = pytest.mark.ranks(1)
@@ -57,22 +56,7 @@ def test_sampling_changes_factors_and_nothing_else(name):
     assert not any(torch.equal(sampled_G[key], G) for key, G in plain_G.items())
 
 
-class Checkpointed(Net):
-    use_reentrant = False
-
-    def forward(self, x, y):
-        def inner(x):
-            return self.middle(self.norm(self.silu(self.first(x))))
-
-        z = checkpoint(inner, x.requires_grad_(), use_reentrant=self.use_reentrant)
-        return cross_entropy(self.head(torch.tanh(z)), y)
-
-
-class Reentrant(Checkpointed):
-    use_reentrant = True
-
-
-def attempt(model=Net, prediction="head", *, plain=False, by_hand=False, mode="z2") -> str:
+def attempt(prediction="head", *, checkpointed="", plain=False, by_hand=False, mode="z2") -> str:
     """Train a step; return the error, or the number of updates.
 
     Args:
@@ -82,7 +66,9 @@ def attempt(model=Net, prediction="head", *, plain=False, by_hand=False, mode="z
 
     def action() -> None:
         kfac = {"factor": {**FACTOR, "prediction": prediction}}
-        engine = build(BY_NAME[mode], model=make_net(model), kfac=kfac)
+        model = make_net(Called)
+        model.checkpointed = checkpointed
+        engine = build(BY_NAME[mode], model=model, kfac=kfac)
         ((x, y),) = micro_batches(0, 1)
         loss = engine(x, y)
         if by_hand:
@@ -95,8 +81,8 @@ def attempt(model=Net, prediction="head", *, plain=False, by_hand=False, mode="z
 
 
 def test_what_cannot_be_sampled_is_said():
-    assert attempt(Checkpointed) == attempt(by_hand=True) == "1 updates"
-    assert "use torch's with use_reentrant=False" in attempt(Reentrant)
+    assert attempt(checkpointed="non-reentrant") == attempt(by_hand=True) == "1 updates"
+    assert "use torch's with use_reentrant=False" in attempt(checkpointed="reentrant")
     named = "name the module that computes it in kfac.factor.prediction"
     assert named in attempt(prediction=None)
     assert "the model has no module 'haed'" in attempt(prediction="haed")

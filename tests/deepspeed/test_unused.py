@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Iterator
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from tests.close import near
 from tests.deepspeed.features import merged
 from tests.deepspeed.modes import BY_NAME, KFAC, MICRO_ROWS, Mode
 from tests.deepspeed.parallel import shared_folder
-from tests.deepspeed.runs import build, expected, patched, train, weights
+from tests.deepspeed.runs import build, expected, patched, train, used, weights
 from tests.models import FEATURES, Net, make_batch, make_net
 from tests.ranks import call_on_ranks, of_ranks
 from tests.spread import difference, within
@@ -137,15 +136,6 @@ def test_a_frozen_parameter_is_not_moved_whenever_it_was_frozen():
 # what is unfrozen later
 
 
-def parameters_of(engine) -> dict[str, torch.Tensor]:
-    """Those that the model computes with, whole."""
-    found = {}
-    for name, p in engine.module.named_parameters():
-        with deepspeed.zero.GatheredParameters([p], enabled=hasattr(p, "ds_tensor")):
-            found[name] = p.detach().clone()
-    return found
-
-
 THAWED = [  # stage, what is frozen at first, 16 bits
     (0, "norm", False),
     (0, "first", False),
@@ -176,9 +166,9 @@ def test_what_is_unfrozen_later_is_trained_where_adamw_trains_it():
         for step in range(3):
             if step == 1:
                 engine.module.requires_grad_(True)
-            before = parameters_of(engine)
+            before = used(engine)
             train(engine, 1, steps=1, first=step)
-            moved = {n for n, p in parameters_of(engine).items() if not torch.equal(p, before[n])}
+            moved = {n for n, p in used(engine).items() if not torch.equal(p, before[n])}
             wanted = frozen.keys() if step > 0 and stage == 0 and not half else set()
             assert moved & frozen.keys() == wanted, (stage, first, half, kind, step)
         engine.destroy()
