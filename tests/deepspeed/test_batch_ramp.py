@@ -3,7 +3,6 @@ hand."""
 
 import copy
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from tests.close import close, near
 from tests.deepspeed.modes import BY_NAME, LR, MICRO_ROWS
 from tests.deepspeed.parallel import shared_folder
 from tests.deepspeed.runs import build, micro_batches, patched, weights
+from tests.models import make_net
 from tests.ranks import of_ranks
 
 FIRST = 2 * MICRO_ROWS  # samples of a step of 2 ranks
@@ -127,40 +127,28 @@ def test_a_ramp_goes_on_to_the_bit_and_ranks_agree(name):
     assert (batches[0], batches[4], batches[-1]) == (1, 2, 4)
 
 
-def engine_of(
-    scheduler=None, *, first=4, micro=4, managed=True, lr: float | torch.Tensor = 0.5
-) -> SimpleNamespace:
-    """What a ramp uses of an engine: DeepSpeed's order of things in a step, without a model."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
-    engine = SimpleNamespace(
-        optimizer=optimizer,
-        lr_scheduler=scheduler and scheduler(optimizer),
-        global_samples=0,
-        micro_steps=0,
-        dp_world_size=1,
-        global_rank=0,
-        batch=first,
-        _is_gradient_accumulation_boundary=None,
-        train_micro_batch_size_per_gpu=lambda: micro,
-        managed_gradient_accumulation=lambda: managed,
-    )
-    engine.train_batch_size = lambda: engine.batch
-    engine.gradient_accumulation_steps = lambda: engine.batch // micro
-    engine.set_train_batch_size = lambda batch: setattr(engine, "batch", batch)
-    return engine
+def engine_of(scheduler=None, *, accumulation=1, micro=MICRO_ROWS, lr=0.5, **config):
+    """An engine on one rank."""
+    model = make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    given = {"optimizer": optimizer, "model_parameters": None}
+    if scheduler:
+        given["lr_scheduler"] = scheduler(optimizer)
+    config |= {"optimizer": None, "train_micro_batch_size_per_gpu": micro}
+    return build(BY_NAME["z0-noclip"], accumulation, model=model, given=given, **config)
 
 
-def stepped(engine, *args) -> float:
-    """The micro-batches of a step; the rate after it."""
-    while True:
-        ends = (engine.micro_steps + 1) % engine.gradient_accumulation_steps() == 0
-        if ends:
-            engine.optimizer.step()
-            engine.lr_scheduler.step(*args)
-            engine.global_samples += engine.batch
-        engine.micro_steps += 1
-        if ends:
-            return float(engine.optimizer.param_groups[0]["lr"])
+def take_micro_batch(engine, **metrics) -> None:
+    engine.backward(loss_of(engine, *parts(engine.micro_steps, 1)[0]))
+    engine.step(lr_kwargs=metrics or None)
+
+
+def stepped(engine, **metrics) -> float:
+    """Take the micro-batches of a step; return the rate after it."""
+    before = engine.global_steps
+    while engine.global_steps == before:
+        take_micro_batch(engine, **metrics)
+    return float(engine.optimizer.param_groups[0]["lr"])
 
 
 def set_rate(engine, rate: float) -> None:
@@ -188,21 +176,23 @@ def refusal(engine, **arguments) -> str:
     return str(error.value)
 
 
+@pytest.mark.ranks(1)
 def test_what_it_cannot_do_is_an_error_with_a_remedy():
-    assert "largest is 4, but the batch is 4" in refusal(engine_of(), largest=4, at=[4])
-    assert "give at" in refusal(engine_of(), largest=16)
+    engine, middle = engine_of(), engine_of(accumulation=2)
+    assert "largest is 4, but the batch is 4" in refusal(engine, largest=4, at=[4])
+    assert "give at" in refusal(engine, largest=16)
     for at in ([8, 4], [4, 8, 16]):
         words = f"at has to be 1 to 2 ascending numbers of samples (16 at most), got {at}"
-        assert words in refusal(engine_of(), largest=16, at=at)
-    unmanaged, middle, twice = engine_of(managed=False), engine_of(first=8), engine_of()
+        assert words in refusal(engine, largest=16, at=at)
+    unmanaged = engine_of(managed_gradient_accumulation=False)
     assert "the caller decides where a step ends" in refusal(unmanaged, largest=16, at=[4])
-    middle.micro_steps = 1
+    take_micro_batch(middle)
     assert "in the middle of a step" in refusal(middle, largest=16, at=[4])
-    ds_kfac.BatchRamp(twice, largest=16, at=[4])
-    assert "has a ramp" in refusal(twice, largest=16, at=[4])
-    twice._is_gradient_accumulation_boundary = True
+    ds_kfac.BatchRamp(engine, largest=16, at=[4])
+    assert "has a ramp" in refusal(engine, largest=16, at=[4])
+    engine.set_gradient_accumulation_boundary(True)
     with pytest.raises(RuntimeError, match="train without a ramp"):
-        stepped(twice)
+        stepped(engine)
 
 
 SIZES = [1, 2, 4, 4, 4, 4]
@@ -211,16 +201,17 @@ the count is odd."""
 GROWTH, SEEN = [size**0.5 for size in SIZES], [1, 2, 4, 8, 12, 16]
 
 
-def rates_of(engine, steps: int = 6, hand=lambda step, rate: None, metrics=()) -> list[float]:
+def rates_of(engine, steps: int = 6, hand=lambda step, rate: None, **metrics) -> list[float]:
     """Rates after each step; ``hand`` gives those that a user sets then, or None."""
     found = []
     for step in range(steps):
-        found.append(stepped(engine, *metrics))
+        found.append(stepped(engine, **metrics))
         if (rate := hand(step, found[-1])) is not None:
             set_rate(engine, rate)
     return found
 
 
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize(
     ("scheduler", "at", "hand", "wanted"),
     [
@@ -245,8 +236,8 @@ def test_rates_grow_with_the_batch(scheduler, at, hand, wanted, as_tensor):
     def by_hand(step: int, rate: float) -> float | None:
         return hand.get(step) if isinstance(hand, dict) else hand * rate
 
-    metrics = (1.0,) if scheduler is plateau else ()
-    close(rates_of(engine, len(wanted), by_hand, metrics), wanted, sums=STEPS_OF_RATES)
+    metrics = {"metrics": 1.0} if scheduler is plateau else {}
+    close(rates_of(engine, len(wanted), by_hand, **metrics), wanted, sums=STEPS_OF_RATES)
     assert (ramp.batch == 16) == (at != [1000])
 
 
@@ -258,6 +249,7 @@ def saved_ramp():
     return engine, ramp, copy.deepcopy(ramp.state_dict())
 
 
+@pytest.mark.ranks(1)
 def test_states_load_from_and_into_engines_without_a_ramp():
     engine, _, state = saved_ramp()
     plain = engine_of(exponential)
@@ -280,9 +272,10 @@ def test_states_load_from_and_into_engines_without_a_ramp():
     close(rates_of(other, 2), [0.2, 0.2], sums=STEPS_OF_RATES)
 
 
+@pytest.mark.ranks(1)
 def test_a_state_of_another_first_batch_loads_unless_its_batch_cannot_be_had():
     engine, ramp, state = saved_ramp()
-    other, odd = engine_of(exponential, first=8), engine_of(exponential, first=12, micro=12)
+    other, odd = engine_of(exponential, accumulation=2), engine_of(exponential, micro=12)
     loaded = ds_kfac.BatchRamp(other, largest=16, at=[1000])
     other.micro_steps = 3  # in the middle of a step
     loaded.load_state_dict(copy.deepcopy(state))
@@ -290,4 +283,4 @@ def test_a_state_of_another_first_batch_loads_unless_its_batch_cannot_be_had():
     close(stepped(other), stepped(engine), sums=STEPS_OF_RATES)
     with pytest.raises(ValueError, match="batch is 16 samples, which is no multiple of 12"):
         ds_kfac.BatchRamp(odd, largest=24, at=[1000]).load_state_dict(state)
-    assert odd.lr_scheduler.last_epoch == 0 and odd.batch == 12
+    assert odd.lr_scheduler.last_epoch == 0 and odd.train_batch_size() == 12

@@ -71,12 +71,9 @@ STEPS = [
     Mode("Adam z0", 0, **ADAM),
     Mode("Adam z3 bf16, biases", 3, **HALF, **ADAM),
     Mode("all workers z0", 0, kfac=WORKERS),
-    Mode("gradient z3 bf16", 3, **HALF),
     Mode("Adam z3 bf16, large", 3, **HALF, **ADAM),
-    Mode("Adam z2, large, both sides", 2, **{**ADAM, "kfac": BOTH}),
+    Mode("Adam z2, batched, both sides", 2, **{**ADAM, "kfac": BOTH}),
     Mode("gradient z3 bf16, large, A", 3, **HALF, kfac=NO_G),
-    Mode("Adam z2, batched", 2, **ADAM),
-    Mode("gradient z3 bf16, batched", 3, **HALF),
     Mode(
         "gradient z2, batched, corrected", 2, kfac={"preconditioner": {"eigenvalues": "corrected"}}
     ),
@@ -245,10 +242,9 @@ def test_what_waits_for_the_device_is_seen():
     }
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("name", "blocks"), ASKED_CASES)
-def test_an_ordinary_step_neither_waits_for_the_device_nor_sends_it_numbers(name, blocks, world):
+def test_an_ordinary_step_neither_waits_for_the_device_nor_sends_it_numbers(name, blocks):
     mode = BY_NAME[name]
     engine = build(mode, kfac=merged(KFAC, mode.kfac, INTERVALS, blocks))
     with patched(mode):

@@ -82,7 +82,6 @@ def compiled(
 @pytest.mark.parametrize(
     ("name", "backend", "world"),
     [
-        ("z0", "aot_eager", 1),
         ("z2-bf16", "aot_eager", 1),
         ("adam-z2", "aot_eager", 1),
         ("z3", "aot_eager", 2),

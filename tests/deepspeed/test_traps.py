@@ -41,7 +41,8 @@ def snapshot(kfac) -> dict[str, torch.Tensor]:
 @pytest.mark.ranks(2)
 def test_a_skipped_step_leaves_everything_as_it_was():
     names = ("z1-fp16", "z2-fp16", "z2-fp16-offload", "z3-fp16", "z0-fp16", "z0-fp16-fused")
-    for name in (*names, "z1-bf16-accum32", "adam-z2-fp16"):
+    # torch_autocast, in which GradScaler skips, is global to a process
+    for name in (*names, "z1-bf16-accum32", "adam-z2-fp16", "z0-autocast_float16"):
         mode = BY_NAME[name]
         scale = {"fp16": {"enabled": True, "initial_scale_power": 8}}
         engine = build(mode, 1, **(scale if mode.dtype == "fp16" else {}))
@@ -58,19 +59,6 @@ def test_a_skipped_step_leaves_everything_as_it_was():
         assert kfac.metrics.counts["skipped_steps"] == 2, name
         assert kfac.metrics.counts["factor_updates"] == kfac.steps == 5, name
         assert all(weight.isfinite().all() for weight in weights(engine).values()), name
-
-
-@pytest.mark.ranks(2)
-def test_a_step_that_gradscaler_skips_is_dropped():
-    """It starts at a scale that overflows fp16, and skips by itself until it fits."""
-    engine = build(BY_NAME["z0-autocast_float16"], 1)
-    kfac = engine.kfac.preconditioner
-    kfac.layout.grad_scaler._init_scale = 2.0**40
-    before, trained = snapshot(kfac), weights(engine)
-    train(engine, 1, steps=1)
-    exact(snapshot(kfac), before)
-    exact(weights(engine), trained)
-    assert dict(kfac.metrics.counts) == {"skipped_steps": 1}
 
 
 # norms, precision of what is written back
@@ -267,9 +255,7 @@ def with_spikes(name: str, clip: float, spikes: dict[int, float]):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("clip", [CLIP, 0.0])
-@pytest.mark.parametrize(
-    "name", ["adam-z0", "adam-z3", "adam-z1-bf16-accum32", "adam-z2-bf16", "z0", "z3"]
-)
+@pytest.mark.parametrize("name", ["adam-z0", "adam-z1-bf16-accum32", "adam-z2-bf16", "z3"])
 def test_training_survives_a_huge_gradient_with_and_without_clipping(name, clip):
     plain, usual, nothing = with_spikes(name, clip, {})
     assert not plain.kfac.counters()["left_out_gradients"] and not nothing
