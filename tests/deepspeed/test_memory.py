@@ -78,7 +78,7 @@ STEPS = [
         "gradient z2, batched, corrected", 2, kfac={"preconditioner": {"eigenvalues": "corrected"}}
     ),
 ]
-SIDES = [96 + 2 * index for index in range(41)]
+SIDES = [96 + 2 * index for index in range(25)]
 """Of layers of which none is like another: what a single layer's products copy is little, and none
 are batched."""
 BATCHED = 8
