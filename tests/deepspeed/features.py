@@ -655,10 +655,10 @@ SMALL = {"plan": {"BUCKET_BYTES": 512}}
 messages."""
 ALL_WORKERS = {"assignment": {"gradient_worker_fraction": 1.0}}
 CASES |= {
-    "rows-one": some_rows("z2", 1, OWN, worlds=(2, 4)),
+    "rows-one": some_rows("z2", 1, OWN),
     "rows-one-workers": some_rows("z0", 1, OWN, ALL_WORKERS, worlds=(2,)),
     "rows-one-small": some_rows("z2", 1, OWN, SMALL, worlds=(2,)),
-    "rows-one-adam": some_rows("z3", 1, 4 * OWN, changes=ADAM, accumulation=4),
+    "rows-one-adam": some_rows("z3", 1, 4 * OWN, changes=ADAM, accumulation=4, worlds=(2,)),
     "rows-two": some_rows("z0 z3", 2, 2 * OWN),
     "rows-two-accumulated": some_rows("z2", 2, 5 * OWN, accumulation=4),
     "rows-two-corrected": some_rows("z2", 2, 2 * OWN, CORRECTED),
@@ -667,7 +667,9 @@ CASES |= {
     "rows-four-small": some_rows("z2", 4, "all", SMALL),
     "rows-strided": some_rows("z2", 1, OWN // 3, stride=3, worlds=(1, 2)),
     "rows-strided-adam": some_rows("z0", 1, OWN // 5, stride=6, changes=ADAM, worlds=(2,)),
-    "rows-strided-accumulated": some_rows("z3", 1, 4 * OWN // 7, stride=8, accumulation=4),
+    "rows-strided-accumulated": some_rows(
+        "z3", 1, 4 * OWN // 7, stride=8, accumulation=4, worlds=(2,)
+    ),
     "rows-strided-corrected": some_rows("z1", 1, OWN // 3, CORRECTED, stride=3, worlds=(2,)),
     "rows-strided-small": some_rows("z2", 1, OWN // 2, SMALL, stride=2, worlds=(2,)),
 }
