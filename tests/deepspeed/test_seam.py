@@ -370,22 +370,6 @@ def test_a_fault_on_one_rank_is_an_error_on_all():
     assert f"rank 1: DeepSpeed {LOST}" in said and f"rank 0: DeepSpeed {LOST}" not in said, said
 
 
-OFTEN = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 2}}
-
-
-def engine_of(name: str = "z2", **options):
-    return build(BY_NAME[name], 1, **{"kfac": OFTEN, **options})
-
-
-def trained(name: str, steps: int = 4, **options) -> dict:
-    """Weights after steps of an engine that is alone."""
-    engine = engine_of(name, **options)
-    train(engine, 1, steps=steps)
-    found = weights(engine)
-    engine.destroy()
-    return found
-
-
 def leave_twice(engine, signal) -> None:
     engine.destroy()
     engine.destroy()
@@ -410,12 +394,12 @@ def leave_alone(engine, signal) -> None:
 
 @pytest.mark.ranks(2)
 def test_destroy_gives_everything_back(tmp_path):
-    plain = engine_of(kfac={"enabled": False})
+    plain = build(BY_NAME["z2"], kfac=OFF)
     before = held(plain.module)
     # ZeRO's own hooks keep an engine that nobody destroys
     ways = [("z2", leave) for leave in (leave_twice, leave_detached, leave_alone)]
     for name, leave in (*ways, ("z0", None), ("adam-z3", leave_twice), ("adam-z3", leave_twice)):
-        engine = engine_of(name, model=make_net())
+        engine = build(BY_NAME[name], model=make_net())
         train(engine, 1, steps=3)
         model, during = engine.module, held(engine.module)
         assert during["groups"] == before["groups"] + 1 and during["hooks"] > before["hooks"]
@@ -429,10 +413,10 @@ def test_destroy_gives_everything_back(tmp_path):
 
 @pytest.mark.ranks(2)
 def test_an_engine_can_be_detached_after_the_jobs_groups_and_has_their_timeout(tmp_path):
-    hooks = held(engine_of(kfac={"enabled": False}).module)["hooks"]
+    hooks = held(build(BY_NAME["z2"], kfac=OFF).module)["hooks"]
     # as init_distributed(timeout=...) does
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1234), dist.group.WORLD)
-    engine = engine_of()
+    engine = build(BY_NAME["z2"])
     group = engine.kfac.preconditioner.channel.group
     options = group._get_backend(torch.device("cpu")).options
     assert options._timeout == timedelta(seconds=1234)
@@ -448,7 +432,7 @@ def test_an_engine_can_be_detached_after_the_jobs_groups_and_has_their_timeout(t
 def test_a_models_callbacks_find_its_newer_engine_when_an_older_one_goes():
     """Of two Trainers, of which the first one's engine goes when the second has one."""
     model = make_net()
-    older, newer = (engine_of(model=model) for _ in range(2))
+    older, newer = (build(BY_NAME["z2"], model=model) for _ in range(2))
     older.destroy()
     assert attached(model) is newer.kfac
     newer.destroy()
@@ -459,9 +443,13 @@ def test_a_models_callbacks_find_its_newer_engine_when_an_older_one_goes():
 def test_engines_that_nobody_destroys_share_one_group_and_train_as_if_alone():
     """As those of several Trainers in one process; ZeRO's are never collected."""
     for name in ("z0", "adam-z2", "z3"):
-        expected, before, engines = trained(name), held()["groups"], []
+        alone, engines = build(BY_NAME[name]), []
+        train(alone, 1, steps=4)
+        expected = weights(alone)
+        alone.destroy()
+        before = held()["groups"]
         for _ in range(4):
-            engines.append(engine_of(name))
+            engines.append(build(BY_NAME[name]))
             assert held()["groups"] == before + 1
         for step in range(4):  # one after another at each step, in one group
             for engine in engines:
@@ -477,7 +465,7 @@ def test_engines_that_nobody_destroys_share_one_group_and_train_as_if_alone():
         # by an engine whose batch was too large, as with the Trainer's auto_find_batch_size
         left = make_net()
         sum(parameter.sum() for parameter in left.parameters()).backward()
-        later = engine_of(name, model=left)
+        later = build(BY_NAME[name], model=left)
         train(later, 1, steps=4)
         exact(weights(later), expected, what=name)
         for engine in (*engines, later) if dist.get_rank() else (later,):
@@ -506,7 +494,7 @@ class Wrapper(torch.optim.Optimizer):
 def test_an_optimizer_that_calls_no_initialiser_of_torchs_is_stepped_and_warns_when_it_loads():
     model = make_net()
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}, "kfac": OFTEN}
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}, "kfac": BLOCK}
     config["zero_allow_untested_optimizer"] = True
     optimizer = Wrapper(torch.optim.SGD(model.parameters(), lr=0.1))
     optimizer.model = model  # as LOMO has it
