@@ -61,7 +61,6 @@ LONGEST = (
     "deepspeed/test_memory.py",
     "integrations/test_startup.py",
     "deepspeed/test_autoep.py",
-    "deepspeed/test_spikes.py",
     "deepspeed/test_seam.py",
     "benchmarks/test_gpu_script.py",
     "campaign/test_processors.py",

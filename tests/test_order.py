@@ -31,7 +31,7 @@ def test_every_case_runs_on_one_rank_and_on_two_or_on_four():
 
 def test_long_files_begin_and_tests_of_one_process_end():
     assert len({*LONGEST}) == len(LONGEST) and all((TESTS / name).is_file() for name in LONGEST)
-    several = "deepspeed/test_lifecycle.py"
+    several = "deepspeed/test_kfac_adamw.py"
     items = []
     for name in ("test_close.py", several, *LONGEST[::-1]):
         marks = {"distributed": True} if name == several else {}

@@ -18,7 +18,7 @@ MODES = "deepspeed/test_modes.py::test_engine_mode_matches_reference"
 ADAM_MODES = "deepspeed/test_modes.py::test_kfac_adamw_matches_reference"
 AUTOCAST = "deepspeed/test_modes.py::test_autocast_matches_reference"
 FEATURES = "deepspeed/test_features.py::test_every_feature_matches_reference"
-STYLES = "deepspeed/test_traps.py::test_every_way_to_run_a_model_trains_like_the_reference"
+STYLES = "deepspeed/test_calls.py::test_every_way_to_run_a_model_trains_like_the_reference"
 FROZEN = "deepspeed/test_unused.py::test_a_frozen_parameter_is_not_moved_whenever_it_was_frozen"
 REFUSED = "deepspeed/test_seam.py::test_refusals_say_what_to_change"
 COMBINATIONS = "zero/test_refusals.py::test_a_combination_is_refused_with_a_remedy"
@@ -63,25 +63,24 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "ZeRO options": (MODES, ADAM_MODES),
         "precision": (MODES, AUTOCAST),
         "several dtypes in a model": (
-            "deepspeed/test_dtypes.py::test_it_does_not_matter_of_which_dtype_the_first_layer_is",
-            "deepspeed/test_dtypes.py::test_results_of_a_float64_model_are_not_rounded_to_16_bits",
+            "deepspeed/test_same_training.py::test_it_does_not_matter_of_which_dtype_the_first_layer_is",
+            "deepspeed/test_same_training.py::test_results_of_a_float64_model_are_not_rounded_to_16_bits",
         ),
         "accumulation, clipping": (MODES, ADAM_MODES),
         "activation checkpointing": (STYLES,),
-        "frozen parameters": (
-            FROZEN,
-            "deepspeed/test_traps.py::test_frozen_and_tied_parameters_are_left_alone_in_every_stage",
-        ),
+        "frozen parameters": (FROZEN,),
         "sparse gradients of an `nn.Embedding`": (
-            "deepspeed/test_sparse_gradients.py"
+            "deepspeed/test_same_training.py"
             "::test_a_sparse_gradient_trains_as_the_dense_one_and_is_not_clipped",
         ),
         "`loss.backward()`": (STYLES,),
         "`engine.compile`": (
-            "deepspeed/test_compile.py"
+            "deepspeed/test_same_training.py"
             "::test_compiled_training_is_the_same_in_the_graphs_of_the_plain_engine",
         ),
-        "torch defaults": ("deepspeed/test_defaults.py::test_a_program_s_defaults_change_nothing",),
+        "torch defaults": (
+            "deepspeed/test_same_training.py::test_a_program_s_defaults_change_nothing",
+        ),
         "optimizer": (MODES, ADAM_MODES, REFUSED),
         "preconditioning": (
             MODES,

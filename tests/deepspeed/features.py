@@ -19,11 +19,9 @@ from torch.nn import functional as F
 from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.curvature import eigen
 from ds_kfac.curvature.methods import METHODS
-from ds_kfac.directions import step_tensors
 from ds_kfac.directions.table import DIRECTIONS
-from ds_kfac.update.groups import evenly_spaced
-from ds_kfac.zero import exchange
-from tests.choices import HALF
+from ds_kfac.model.convolutions import phase
+from tests.choices import HALF, STAGGERED
 from tests.deepspeed.modes import BY_NAME, KFAC, LR, OPTIMIZERS, Mode
 from tests.deepspeed.runs import build, expected, patched, weights
 from tests.deepspeed.toy_method import ROOT
@@ -31,6 +29,7 @@ from tests.deepspeed.toys import ToyRule, ToySGD
 from tests.models import (
     CLASSES,
     FEATURES,
+    TOKENS,
     Net,
     TokenNet,
     TwinNet,
@@ -39,7 +38,7 @@ from tests.models import (
     make_net,
     make_tokens,
 )
-from tests.oracle import ReferenceKFAC, _seen
+from tests.oracle import ReferenceKFAC, _eigh, _seen
 from tests.oracle_images import ImageKFAC
 from tests.spread import difference
 
@@ -47,13 +46,14 @@ ROWS = 4
 
 
 class FusedNet(TokenNet):
-    """Matrices of several maps, six of one shape; their outputs can be cut in many ways."""
+    """Matrices of several maps. Six have one shape and no bias, and their gradients lie at equal
+    distances; their outputs can be cut in many ways."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.rms = nn.Linear(7, 12), nn.RMSNorm(12)
         self.down = nn.Linear(12, 7, bias=False)
-        self.twins = nn.ModuleList([nn.Linear(12, 12) for _ in range(6)])
+        self.twins = nn.ModuleList([nn.Linear(12, 12, bias=False) for _ in range(6)])
 
     def forward(self, tokens, labels, attention_mask=None):
         x = self.embedding(tokens)
@@ -117,28 +117,6 @@ class TiledLossNet(Net):
 
         weights = [self.head.weight, self.head.bias]
         return TiledFusedLogitsLoss.apply(loss, self, z, y, None, 2, weights, "mean")
-
-
-class SpacedNet(nn.Module):
-    """Layers of one shape whose gradients lie at equal distances, with a fused matrix, whose parts
-    lie apart in a batch of them; and some with a bias, which are copied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(FEATURES, 12)
-        self.fused = nn.ModuleList(nn.Linear(12, 36, bias=False) for _ in range(3))
-        self.out = nn.ModuleList(nn.Linear(12, 12, bias=False) for _ in range(3))
-        self.biased = nn.ModuleList(nn.Linear(12, 12) for _ in range(2))
-        self.head = nn.Linear(12, CLASSES)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        for fused, out in zip(self.fused, self.out, strict=True):
-            q, k, v = fused(x).chunk(3, dim=-1)
-            x = x + out(torch.tanh(q * k) + v)
-        for layer in self.biased:
-            x = x + layer(x)
-        return cross_entropy(self.head(x), y)
 
 
 IMAGE_CLASSES = 3
@@ -207,6 +185,7 @@ class Feature:
         known: the block of the oracle, if not the engine's.
         around: a context of both runs.
         optimizer: of which the engine gets an object.
+        recorded: what an engine has chosen before a step, which ``before_step`` gets, too.
         check: asserts something of the engine in the end.
     """
 
@@ -223,6 +202,7 @@ class Feature:
     accumulation: int = 2
     oracle: type[ReferenceKFAC] = ReferenceKFAC
     before_step: Callable | None = None
+    recorded: Callable | None = None
     known: dict | None = None
     around: Callable = contextlib.nullcontext
     optimizer: type[torch.optim.Optimizer] | None = None
@@ -302,11 +282,14 @@ def whole_model(feature: Feature) -> type[nn.Module]:
     return TokenNet if feature.items else feature.model
 
 
-def train(engine, feature: Feature) -> None:
+def train(engine, feature: Feature) -> list:
+    """Train, and return what was recorded before each step."""
+    history = []
     world, rank = dist.get_world_size(), dist.get_rank()
     dtype = engine.get_data_types()[0]
     for step in range(feature.steps):
         batch = feature.batch(step, world * feature.accumulation * ROWS)
+        history.append(feature.recorded(engine) if feature.recorded else None)
         for micro in range(feature.accumulation):
             first = (rank * feature.accumulation + micro) * ROWS
             own = {k: None if t is None else t[first : first + ROWS] for k, t in batch.items()}
@@ -318,6 +301,7 @@ def train(engine, feature: Feature) -> None:
             else:
                 engine.backward(engine(**own))
             engine.step()
+    return history
 
 
 def compared(name: str, mode_name: str) -> tuple[float, float]:
@@ -337,7 +321,7 @@ def compared(name: str, mode_name: str) -> tuple[float, float]:
             engine.kfac.sampler = lambda logits, reached, generator: drawn(
                 logits, reached.any(-1).long() - 1
             )
-        train(engine, feature)
+        history = train(engine, feature)
         final = weights(engine)
         for parameter, value in final.items():
             first = value.clone()
@@ -349,6 +333,9 @@ def compared(name: str, mode_name: str) -> tuple[float, float]:
         engine.destroy()
         if dist.get_rank():
             return 0.0, 1.0
+        before_step = feature.before_step
+        if feature.recorded:
+            before_step = lambda kfac, step: feature.before_step(kfac, step, history[step])  # noqa: E731
         found = expected(
             mode,
             feature.accumulation,
@@ -358,7 +345,7 @@ def compared(name: str, mode_name: str) -> tuple[float, float]:
             model=whole_model(feature),
             losses=losses_of(name, world),
             kind=feature.oracle,
-            before_step=feature.before_step,
+            before_step=before_step,
             kfac_config=feature.known or mode.kfac,
         )
     return difference(final, found.weights, initial), found.bound + feature.wire
@@ -375,32 +362,6 @@ def worker(pairs: list[tuple[str, str]]) -> dict[tuple[str, str], tuple[float, f
 def batched(engine) -> None:
     groups = engine.kfac.preconditioner.direction.layer_groups
     assert max(len(group.layers) for group in groups) > 1
-
-
-VIEWS: list[int] = []
-"""How many matrices each view of gradients at equal distances has."""
-
-
-@contextmanager
-def counted_views():
-    def view(parts):
-        x = evenly_spaced(parts)
-        if x is not None:
-            VIEWS.append(len(x))
-        return x
-
-    with (
-        patch.object(step_tensors, "evenly_spaced", view),
-        patch.object(exchange, "evenly_spaced", view),
-    ):
-        yield
-
-
-def steps_in_place(engine) -> None:
-    """Gradients are read without a copy, results written over them: at stage 0 each parameter has
-    one of its own."""
-    assert (3 in VIEWS) == (engine.zero_optimization_stage() > 0), VIEWS
-    VIEWS.clear()
 
 
 def shares_inputs(engine) -> None:
@@ -509,26 +470,12 @@ CASES: dict[str, Feature] = {
     "adam-blocks": Feature(BLOCKS, changes=ADAM),
     "adam-activations_only": Feature(NO_G, changes=ADAM),
     "adam-maps": Feature(model=FusedNet, changes=FUSED),
-    "batched-adam-maps": Feature(BATCHED, FusedNet, FUSED, check=batched),
+    "batched-adam-maps": Feature(
+        BATCHED, FusedNet, FUSED, modes=("z0", "z1", "z2", "z2-not_contiguous", "z3"), check=batched
+    ),
     "tiled_loss": tiled_loss(),
     "tiled_loss-adam": tiled_loss(**ADAM),
-    "in_place": Feature(
-        BATCHED,
-        SpacedNet,
-        {"adam": True, "orthogonal": True},
-        modes=("z0", "z1", "z2", "z2-not_contiguous", "z3"),
-        worlds=(1,),
-        around=counted_views,
-        check=steps_in_place,
-    ),
-    "in_place-corrected": Feature(
-        merged(BATCHED, CORRECTED),
-        SpacedNet,
-        modes=("z2",),
-        worlds=(1,),
-        around=counted_views,
-        check=steps_in_place,
-    ),
+    "batched-corrected-maps": Feature(merged(BATCHED, CORRECTED), FusedNet, modes=("z2",)),
 }
 
 CONVOLUTIONS = ["Conv2d", "ConvTranspose2d"]
@@ -655,6 +602,153 @@ CASES["scheduled"] = Feature(
     before_step=settings_by_hand,
     check=follows_its_schedules,
 )
+
+# factors from the rows of some ranks, or from some rows of one
+
+
+def plan_of(engine):
+    return engine.kfac.preconditioner.plan
+
+
+def with_those_rows(kfac: ReferenceKFAC, step: int, plan) -> None:
+    """The oracle takes the rows of the ranks and places that contribute."""
+
+    def only(layer: str, side: str) -> Tensor:
+        key = f"{layer}/{side}"
+        ranks = plan.contributors.of(key, plan.assignment.eigen_workers[key], step)
+        here = torch.isin(kfac.ranks, torch.tensor(list(ranks)))
+        # [N, T], of its call
+        row = (kfac.places % ROWS)[:, None] * TOKENS + torch.arange(TOKENS)
+        every = plan.contributors.strides.get(key, 1)
+        taken = row % every == phase(step, every)
+        return (here[:, None] & taken).flatten() * (every * plan.assignment.world / len(ranks))
+
+    kfac.only = only
+
+
+def contribute(count: int, stride: int, engine) -> None:
+    """Once the rows are known, so many ranks contribute, each one of ``stride`` rows."""
+    plan, keys = plan_of(engine), engine.kfac.preconditioner.curvature.specs
+    world = dist.get_world_size()
+    counts = {plan.contributors.counts.get(key, world) for key in keys}
+    assert counts == {min(count, world)}
+    assert set(plan.contributors.strides.values()) == ({stride} if stride > 1 else set())
+
+
+def some_rows(modes: str, count: int, rows: int | str, *blocks: dict, stride: int = 1, **options):
+    return Feature(
+        merged({"factor": {"rows": rows}}, *blocks),
+        Net,
+        steps=6,
+        modes=tuple(modes.split()),
+        recorded=plan_of,
+        before_step=with_those_rows,
+        check=partial(contribute, count, stride),
+        **{"accumulation": 1, "worlds": (4,), **options},
+    )
+
+
+OWN = TOKENS * ROWS
+"""Rows of a micro-batch."""
+SMALL = {"plan": {"BUCKET_BYTES": 512}}
+"""Too small for all sums: the first batch comes from the eigen workers alone, later ones in several
+messages."""
+ALL_WORKERS = {"assignment": {"gradient_worker_fraction": 1.0}}
+CASES |= {
+    "rows-one": some_rows("z2", 1, OWN),
+    "rows-one-workers": some_rows("z0", 1, OWN, ALL_WORKERS, worlds=(2,)),
+    "rows-one-small": some_rows("z2", 1, OWN, SMALL, worlds=(2,)),
+    "rows-one-adam": some_rows("z3", 1, 4 * OWN, changes=ADAM, accumulation=4, worlds=(2,)),
+    "rows-two": some_rows("z0 z3", 2, 2 * OWN),
+    "rows-two-accumulated": some_rows("z2", 2, 5 * OWN, accumulation=4),
+    "rows-two-corrected": some_rows("z2", 2, 2 * OWN, CORRECTED),
+    "rows-two-inverse": some_rows("z1", 2, 2 * OWN, {"preconditioner": {"method": "inverse"}}),
+    "rows-two-small": some_rows("z3", 2, 2 * OWN, SMALL),
+    "rows-four-small": some_rows("z2", 4, "all", SMALL),
+    "rows-strided": some_rows("z2", 1, OWN // 3, stride=3, worlds=(1, 2)),
+    "rows-strided-adam": some_rows("z0", 1, OWN // 5, stride=6, changes=ADAM, worlds=(2,)),
+    "rows-strided-accumulated": some_rows(
+        "z3", 1, 4 * OWN // 7, stride=8, accumulation=4, worlds=(2,)
+    ),
+    "rows-strided-corrected": some_rows("z1", 1, OWN // 3, CORRECTED, stride=3, worlds=(2,)),
+    "rows-strided-small": some_rows("z2", 1, OWN // 2, SMALL, stride=2, worlds=(2,)),
+}
+
+# factors that are captured and refreshed one by one; whose turn it is, is tested in tests/schedule
+
+
+class Timed(ReferenceKFAC):
+    """Factors are due as an engine has them: {key: weight of the past} to capture, and keys to
+    refresh."""
+
+    captures: dict[str, float] = {}
+    refreshes: frozenset[str] = frozenset()
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.counts: dict[str, int] = {}
+
+    def update(self) -> None:
+        for name, layer in self.layers.items():
+            layer.damping, batch = self.damping, layer.batch()
+            layer.factors = layer.factors or [torch.zeros_like(part) for part in batch]
+            layer.bases = layer.bases or [
+                (torch.ones(len(part)), torch.eye(len(part))) for part in batch
+            ]
+            for index, key in enumerate((f"{name}/A", f"{name}/G")):
+                if key in self.captures:
+                    self.counts[key] = self.counts.get(key, 0) + 1
+                    r = min(1 - 1 / self.counts[key], self.captures[key])
+                    layer.factors[index] = r * layer.factors[index] + (1 - r) * batch[index]
+                if key in self.refreshes:
+                    layer.bases[index] = _eigh(layer.factors[index], layer.blocks[index])
+            layer.use.pairs.clear()
+        self.passes.clear()
+        self.steps += 1
+
+
+def due_in(engine) -> tuple[dict[str, float], frozenset[str]]:
+    kfac = engine.kfac.preconditioner
+    decay, clocks = kfac.config.factor.decay.at(kfac.steps), kfac.curvature.timetable.clocks
+    captures = {key: decay ** clocks[key].interval for key in kfac.due.capture}
+    return captures, frozenset(kfac.due.refresh)
+
+
+def as_due(kfac: Timed, step: int, due) -> None:
+    kfac.captures, kfac.refreshes = due
+
+
+def skips_captures(adaptive: bool, engine) -> None:
+    assert (engine.kfac.counters()["captures_skipped"] > 0) == adaptive
+
+
+SPREAD, ADAPTIVE = {"plan": STAGGERED}, {"adaptive": 0.9}  # such batches differ by more than 0.1
+ONE_BY_ONE = {
+    "factor": {"rows": "all", "update_interval": 2, "decay": 0.8},
+    "eigenbasis": {"refresh_interval": 4},
+    "burn_in": {"steps": 0},
+}
+OFFLOADED = {**SPREAD, **ADAPTIVE, "offload": {"device": "cpu"}}
+INVERSES = merged(
+    OFFLOADED, {"preconditioner": {"method": "inverse", "kl_clip": 5e-4}}, DAMPINGS["relative"]
+)
+for name, names, blocks in (
+    ("staggered", "z0 z2 z3", SPREAD),
+    ("adaptive", "z0 z2 z3", ADAPTIVE),
+    ("staggered-adaptive-offload", "z0 z3", OFFLOADED),
+    ("staggered-adaptive-inverse", "z2 z3", INVERSES),
+):
+    CASES[name] = Feature(
+        merged(ONE_BY_ONE, blocks),
+        Net,
+        steps=14,
+        accumulation=1,
+        modes=tuple(names.split()),
+        oracle=Timed,
+        recorded=due_in,
+        before_step=as_due,
+        check=partial(skips_captures, "adaptive" in name),
+    )
 
 # KFACAdamW's refreshes as on a GPU, from the last eigenbasis
 

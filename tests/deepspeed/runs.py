@@ -173,6 +173,15 @@ def weights(engine) -> dict[str, torch.Tensor]:
     return {name: masters.get(id(p), p.detach()).float().clone().cpu() for name, p in named.items()}
 
 
+def used(engine) -> dict[str, torch.Tensor]:
+    """The parameters that the model computes with, whole, on every rank."""
+    found = {}
+    for name, p in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([p], enabled=hasattr(p, "ds_tensor")):
+            found[name] = p.detach().clone()
+    return found
+
+
 @cache
 def unscaled() -> bool:
     """Whether stage 0 in fp16 divides by a loss scale it never multiplied by (deepspeed PR 8393):

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from tests import spread
 from tests.deepspeed.modes import Mode
 from tests.deepspeed.runs import build
-from tests.models import CLASSES, FEATURES, cross_entropy, make_batch, make_net
+from tests.deepspeed.test_numpy import Mlp
+from tests.models import CLASSES, cross_entropy, make_batch, make_net
 from tests.ranks import of_ranks
 from tests.spread import Variation, difference
 
@@ -24,16 +25,6 @@ KFAC = {
     "burn_in": {"steps": 0},
     "preconditioner": {"eigenvalues": "corrected"},
 }
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle = nn.Linear(FEATURES, 11), nn.Linear(11, 7, bias=False)
-        self.head = nn.Linear(7, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.middle(torch.tanh(self.first(x)))))
 
 
 class Cnn(nn.Module):

@@ -28,7 +28,6 @@ from tests.covering import some
 from tests.deepspeed.features import merged
 from tests.deepspeed.modes import FP32_ACCUM, OFFLOAD, Mode
 from tests.deepspeed.runs import build
-from tests.ranks import of_ranks
 
 pytestmark = pytest.mark.ranks
 GPT_2 = GPTConfig(width=32, blocks=2, heads=2, context=16)
@@ -96,16 +95,11 @@ CASES = {
     2: {
         "1 worker, bf16 wire": case(0, "fp32", workers(0.5), WIRE),
         "2 workers": case(0, "fp32", workers(1.0)),
-        "2 workers, inverse": case(0, "fp32", workers(1.0), INVERSE),
-        "stage 1, bf16 wire": case(1, "fp32", WIRE),
         "stage 2": case(2),
-        "stage 3": case(3),
-        **{f"stage {stage}, bf16": case(stage, "bf16") for stage in (0, 1, 2, 3)},
-        "experts, KFACAdamW, stage 2": case(2, "fp32", NO_G, adam=True, model="experts"),
-        "lying experts, KFACAdamW, stage 3": case(
-            3, "bf16", NO_G, adam=True, model="lying experts"
-        ),
-        "experts, stage 2, bf16": case(2, "bf16", model="experts"),
+        "stage 3, bf16": case(3, "bf16"),
+        "stage 0, bf16": case(0, "bf16"),
+        "experts, KFACAdamW": case(2, "fp32", NO_G, adam=True, model="experts"),
+        "lying experts, KFACAdamW": case(3, "bf16", NO_G, adam=True, model="lying experts"),
         "lying experts, stage 0": case(0, model="lying experts"),
         "corrected": case(0, "fp32", {"preconditioner": {"eigenvalues": "corrected"}}),
         "adaptive": case(2, "fp32", {"adaptive": 1e-9}),
@@ -116,40 +110,20 @@ CASES = {
     },
     4: {
         "1 worker": case(0, "fp32", workers(0.25)),
-        "1 worker, inverse": case(0, "fp32", workers(0.25), INVERSE),
         "2 workers, bf16 wire": case(0, "fp32", workers(0.5), WIRE),
         "4 workers": case(0, "fp32", workers(1.0)),
-        "4 workers, bf16 wire": case(0, "fp32", workers(1.0), WIRE),
         "4 workers, inverse": case(0, "fp32", workers(1.0), INVERSE),
-        "stage 1": case(1),
-        "stage 2, bf16 wire": case(2, "fp32", WIRE),
+        "stage 1": case(1, zero={"round_robin_gradients": True}),
         "stage 3, bf16 wire": case(3, "fp32", WIRE),
         "KFACAdamW, clipped": case(2, adam=True),
         "KFACAdamW, stage 0": case(0, "fp32", workers(0.5), adam=True),
-        "round robin": case(1, zero={"round_robin_gradients": True}),
         "inverse, tikhonov, bf16 wire": case(0, "fp32", TIKHONOV, WIRE),
-        "inverse, stage 2": case(2, "fp32", INVERSE),
         "inverse, no G, blocks": case(0, "fp32", INVERSE, BLOCKS, NO_G),
-        "every layer type": case(3, "fp32", EVERY_TYPE),
     },
 }
 
 
-NAMES = (
-    "all_to_all_single",
-    "all_reduce",
-    "broadcast",
-    "all_gather_into_tensor",
-    "reduce_scatter_tensor",
-    "all_gather",
-    "all_gather_object",
-    "barrier",
-    "reduce",
-    "gather",
-    "scatter",
-    "send",
-    "recv",
-)
+NAMES = ("all_to_all_single", "all_reduce", "broadcast", "all_gather", "all_gather_object", "send")
 
 
 @contextmanager
@@ -192,22 +166,6 @@ def exchanges(row: str) -> list[int]:
     refreshes them, as the page says."""
     counts = re.search(rf"^\| {row}.* \| (\d) / (\d) / (\d) \|", PAGE.read_text(), re.MULTILINE)
     return [int(count) for count in counts.groups()]
-
-
-def elements_elsewhere(engine) -> int:
-    """ZeRO-1/2, from DeepSpeed's own numbers alone: gradient elements of layers that do not lie on
-    their owner."""
-    optimizer, kfac = engine.optimizer, engine.kfac.preconditioner
-    names = {id(p): n for n, p in engine.module.named_parameters()}
-    workers = kfac.plan.assignment.workers
-    owners = {name: workers[layer.name][0] for layer in kfac.layers for name in layer.parameters}
-    elsewhere = 0
-    for params, size in zip(optimizer.bit16_groups, optimizer.partition_size, strict=True):
-        ranks = torch.arange(sum(p.numel() for p in params)) // size
-        for p, where in zip(params, ranks.split([p.numel() for p in params]), strict=True):
-            if names[id(p)] in owners:
-                elsewhere += int((where != owners[names[id(p)]]).sum())
-    return elsewhere
 
 
 def make_engine(mode: Mode):
@@ -289,8 +247,6 @@ def test_bytes_calls_memory_and_shards_are_those_of_an_engine(name, world):
             assert since(before, traffic(channel)) == planned(estimate, rank), kinds[step]
     if world == 4 and name in ROWS_OF_PAGE:
         assert [all_to_alls[step] for step in STEPS.values()] == exchanges(ROWS_OF_PAGE[name])
-    if mode.stage in (1, 2) and mode.dtype == "fp32" and not mode.zero:
-        assert kfac.exchange.plan.gather.total_numel == elements_elsewhere(engine)
     memory = {kind: int(nbytes[rank]) for kind, nbytes in found.memory.items()}
     factors = kfac.curvature.factors.values()
     of_factors = sum(own.packed_P.nbytes + own.updates.nbytes for own in factors)
@@ -313,30 +269,13 @@ def test_bytes_calls_memory_and_shards_are_those_of_an_engine(name, world):
     assert places(kfac.layout) == places(found)
 
 
-GPT_12 = GPTConfig(width=64, blocks=12, heads=2, context=16)
-
-
-@pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 2), (2, 2), (3, 2), (0, 4), (3, 4)])
-def test_ranks_hold_equal_parts_of_the_state_and_most_gradients_stay(stage, world):
-    torch.manual_seed(0)
-    engine = build(case(stage, "fp32", workers(1 / world)), model=GPT(GPT_12))
-    run(engine)
-    kfac = engine.kfac.preconditioner
-    state = nbytes_of(kfac)[0]
-    assert kfac.owned and state <= 1.15 / world * sum(of_ranks(state))
-    moved, gradient = kfac.exchange.plan.gather.total_numel, sum(x.numel for x in kfac.layers)
-    assert stage not in (1, 2) or moved < 0.05 * gradient
-
-
 PERIOD, SETTLED = 4, 8
 """Refreshes spread over so many steps, from the first one on; steps until they go round."""
 SPREAD = {
+    "stage 0, inverse": case(0, "fp32", workers(1.0), INVERSE),
     "stage 0": case(0, "fp32", workers(0.5)),
-    "stage 0, all workers": case(0, "fp32", workers(1.0)),
-    "stage 1": case(1),
     "stage 2": case(2, "fp32", WIRE),
     "stage 3": case(3),
-    "stage 0, inverse": case(0, "fp32", workers(1.0), INVERSE),
 }
 ROWS_OF_SPREAD = [(name, world) for world in (2, 4) for name in some(SPREAD, world)]
 

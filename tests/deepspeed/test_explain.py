@@ -1,6 +1,7 @@
 """What ``engine.kfac.explain`` says of a layer, against what a run did to it; one rank alone may
 ask."""
 
+import tempfile
 from functools import partial
 from unittest.mock import patch
 
@@ -103,6 +104,12 @@ def break_hook(engine) -> None:
     kfac.capture.fail(layer, TypeError("no matrix"))
 
 
+def load(engine) -> None:
+    folder = tempfile.mkdtemp()
+    engine.save_checkpoint(folder, tag="tag")
+    engine.load_checkpoint(folder, tag="tag")
+
+
 def few_rows(least: int) -> dict:
     return {"factor": {**KFAC["factor"], "rows": least}}
 
@@ -156,6 +163,17 @@ SAYS = {
     "not finite": (
         {"layer": "head", "event": spoil, "after": 1},
         [f"1 updates; last batch: step 1, 12 rows, not finite, {LEFT} 0"],
+    ),
+    "a checkpoint": (
+        {"event": load, "after": 2, "steps": 0},
+        [
+            "state: basis of a checkpoint",
+            "2 updates, none since this process started or loaded",
+        ],
+    ),
+    "a checkpoint, refreshed": (
+        {"event": load, "after": 2},
+        ["state: basis of step 2", "3 updates; last batch: step 2, 12 rows"],
     ),
     "kept": (
         {"event": fail, "after": 2},
@@ -217,19 +235,3 @@ def test_layers_that_are_trained_in_other_steps_than_those_of_their_updates_are_
     (said,) = messages
     frozen = "frozen at the last 5 updates, so their factors stay as they are: layers.1. If two "
     assert frozen in said
-
-
-@pytest.mark.ranks(1)
-def test_a_basis_of_a_checkpoint_is_one_until_the_next_refresh(tmp_path):
-    engine = build(BY_NAME["z2"], 1)
-    train(engine, 1, 2)
-    engine.save_checkpoint(str(tmp_path), tag="tag")
-    engine = build(BY_NAME["z2"], 1)
-    engine.load_checkpoint(str(tmp_path), tag="tag")
-    loaded = engine.kfac.explain("middle")
-    assert "state: basis of a checkpoint" in loaded
-    assert "2 updates, none since this process started or loaded" in loaded
-    train(engine, 1, 1, first=2)
-    stepped = engine.kfac.explain("middle")
-    assert "state: basis of step 2" in stepped
-    assert "3 updates; last batch: step 2, 12 rows" in stepped

@@ -1,127 +1,364 @@
-"""The optimizer KFACAdamW as a user meets it: config, norms and clipping, schedules, memory, loss
-scales, detaching."""
+"""KFACAdamW as a user meets it: named in the config, as an object that trains as the config's does,
+its groups, schedules, loss scales and moments."""
 
+import contextlib
 import copy
+import io
+import pickle
 from unittest.mock import patch
 
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import ds_kfac
-from benchmarks.held import nbytes_of
-from ds_kfac.directions.kfac_adamw import group_step
-from tests.close import close
-from tests.deepspeed.modes import BY_NAME
-from tests.deepspeed.runs import build, micro_batches, patched, train, weights
+from ds_kfac.checkpoint.files import CheckpointError
+from ds_kfac.directions.table import rule_in
+from tests.close import close, exact, near
+from tests.deepspeed.modes import BY_NAME, LR
+from tests.deepspeed.runs import build, parameter_groups, patched, train, weights
 from tests.deepspeed.said import error_of, heard
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch, make_net
-from tests.ranks import of_ranks
 
-pytestmark = pytest.mark.ranks(1)
-PLAIN = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
-OURS = {"type": "KFACAdamW", "params": {"lr": 0.01, "torch_adam": True}}
-
-
-def config(stage: int = 2, optimizer: dict = OURS, params=None, **changes) -> dict:
-    optimizer = copy.deepcopy(optimizer)
-    optimizer["params"] |= params or {}
-    return {
-        "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {"stage": stage},
-        "optimizer": optimizer,
-        "steps_per_print": None,
-        **changes,
-    }
+pytestmark = pytest.mark.distributed
+OPTIONS = {"lr": LR, "adam_lr": LR / 4, "betas": (0.8, 0.9), "eps": 0.01, "weight_decay": 0.1}
+OPTIONS["torch_adam"] = True
+DEFAULTS = {"lr": 0.01, "torch_adam": True}
 
 
-def start(settings: dict, model=None, **given):
-    engine, *_ = ds_kfac.initialize(model=model or make_net(), config=settings, **given)
+def engine_of(
+    stage: int,
+    way: str = "named",
+    schedules=None,
+    *,
+    initialize=ds_kfac.initialize,
+    options=OPTIONS,
+    groups=lambda model: parameter_groups(model, "decay"),
+    model=None,
+    **more,
+):
+    """An engine, which also has the user's optimizer if there is one.
+
+    Args:
+        way: the optimizer is "named" in the config, an "object", or a function, "made late".
+        schedules: makes a scheduler of an optimizer.
+        options: of the optimizer.
+        groups: makes its parameter groups of the model.
+        more: of the config.
+    """
+    model, given = model or make_net(), {}
+    config = {**BY_NAME[f"adam-z{stage}"].config(1, dist.get_world_size()), **more}
+    del config["optimizer"]
+    if way == "object":
+        given["optimizer"] = ds_kfac.KFACAdamW(groups(model), **options)
+        if schedules:
+            given["lr_scheduler"] = schedules(given["optimizer"])
+    else:
+        given["model_parameters"] = groups(model)
+        if way == "made late":
+            given["optimizer"] = lambda groups: ds_kfac.KFACAdamW(groups, **options)
+        else:
+            params = {k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}
+            config["optimizer"] = {"type": "KFACAdamW", "params": params}
+        if schedules:
+            given["lr_scheduler"] = schedules
+    engine, *_ = initialize(model=model, config=config, **given)
+    engine.given = given.get("optimizer")
     return engine
 
 
-def start_plain(settings: dict):
-    """Without K-FAC."""
-    settings = {key: value for key, value in settings.items() if key != "kfac"}
-    return deepspeed.initialize(model=make_net(), config=settings)[0]
+def all_parameters(model) -> list:
+    return list(model.parameters())
 
 
-PARTLY = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
-CONTRADICTIONS = {
-    'did you mean "KFACAdamW"?': config(optimizer={"type": "KfacAdam", "params": {"lr": 0.01}}),
-    'use "AdamW" to train without it': config(kfac={"enabled": False}),
-    "cannot be offloaded in part": config(zero_optimization=PARTLY),
-    "kfac.adam.rotate false keeps no factors": config(
-        kfac={"adam": {"rotate": False}, "factor": {"fisher": "empirical"}}
-    ),
-}
+def by_default(stage: int, way: str = "named", schedules=None, *, params=None, **more):
+    """An engine with the defaults of KFACAdamW and of K-FAC."""
+    options, kfac = DEFAULTS | (params or {}), more.pop("kfac", {})
+    return engine_of(
+        stage, way, schedules, options=options, groups=all_parameters, kfac=kfac, **more
+    )
 
 
-@pytest.mark.parametrize("words", CONTRADICTIONS)
-def test_contradictions_are_said_before_an_engine_is_built(words):
-    assert words in error_of(lambda: start(CONTRADICTIONS[words]))
+def rates(optimizer) -> list[float]:
+    return [group["lr"] for group in optimizer.param_groups]
 
 
-def test_two_optimizers_are_a_contradiction():
-    model = make_net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    assert "choose one" in error_of(lambda: start(config(), model, optimizer=optimizer))
+def schedule(step: int) -> float:
+    return (step + 1) / 4  # the first step's rate is not lr
+
+
+def scheduled(optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, schedule)
+
+
+def listed(optimizer) -> LambdaLR:
+    """A scheduler with something of its own for each of the user's two groups."""
+    assert len(optimizer.param_groups) == 2, f"{len(optimizer.param_groups)} groups"
+    return LambdaLR(optimizer, [schedule, lambda step: 1 / (step + 2)])
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_norm_schedule_and_memory_are_those_of_adamw(stage):
-    warmup = {"warmup_max_lr": 0.01, "warmup_num_steps": 4, "warmup_type": "linear"}
-    schedule = {"scheduler": {"type": "WarmupLR", "params": warmup}}
-    norms, rates, elements = [], [], []
-    for optimizer, make in ((PLAIN, start_plain), (OURS, start)):
-        engine = make(config(stage, optimizer, gradient_clipping=0.05, **schedule))
-        rates.append([])
-        for step in range(3):
-            for x, y in micro_batches(step, 1):
-                engine.backward(engine(x, y))
-            engine.step()
-            if not step:  # of the same gradient; that it is the raw one's norm holds for all
-                norms.append(float(engine.get_global_grad_norm() or 0.0))
-            rates[-1].append({group["lr"] for group in engine.optimizer.param_groups})
-        states = engine.basic_optimizer.state.values()
-        moments = sum(t.numel() for state in states for t in state.values() if t.numel() > 1)
-        elements.append(sum(of_ranks(moments)) / (1 if stage else 2))
-    numel = sum(p.numel() for p in make_net().parameters())
-    close(norms[1], norms[0], sums=numel, dtype=torch.float32)
-    assert len(engine.optimizer.param_groups) == 2 and rates[0] == rates[1]
-    assert len(set().union(*rates[0])) == 3, "the schedule changes them"
-    kfac = engine.kfac.preconditioner
-    held = sum(of_ranks(nbytes_of(kfac)[1] / 4 - len(kfac.owned)))
-    padding = 2 * 4 * 3  # of flat groups
-    assert elements[0] >= 2 * numel >= elements[1] + held - padding
-    assert " in eigenbases and " in engine.kfac.report
+def test_the_object_trains_as_the_config_does(tmp_path):
+    """Also where it is saved and loaded."""
+    for stage in (0, 2, 3):
+        named = engine_of(stage, "named", scheduled)
+        train(named, 1, steps=4)
+        expected = weights(named)
+        assert set(named.get_lr()) == {schedule(4) * LR}
+        engine = engine_of(stage, "object", scheduled, initialize=deepspeed.initialize)
+        train(engine, 1, steps=2)
+        engine.save_checkpoint(f"{tmp_path}/{stage}", tag="tag")
+        train(engine, 1, steps=2, first=2)
+        exact(weights(engine), expected, what=f"stage {stage}")
+        assert rates(engine.given) == [schedule(4) * LR] * 2
+        resumed = engine_of(stage, "object", scheduled)
+        resumed.load_checkpoint(f"{tmp_path}/{stage}", tag="tag")
+        assert rates(resumed.given) == [schedule(2) * LR] * 2
+        train(resumed, 1, steps=2, first=2)
+        exact(weights(resumed), expected, what=f"stage {stage}")
 
 
-def test_the_name_alone_attaches_kfac_and_detaching_stops_training():
-    engine = start(config())
-    assert [layer.name for layer in engine.kfac.preconditioner.layers] == [
-        "first",
-        "middle",
-        "head",
-    ]
-    assert [bool(group.get("kfac")) for group in engine.optimizer.param_groups] == [True, False]
+@pytest.mark.ranks(2)
+def test_callables_and_lists_see_the_groups_of_the_user():
+    """Not the four that DeepSpeed steps: their errors said that two of something are too few."""
+    warmup = {"warmup_min_lr": [0.0, 0.01], "warmup_max_lr": [0.05, 0.02], "warmup_num_steps": 8}
+    warmup = {"type": "WarmupLR", "params": {**warmup, "warmup_type": "linear"}}
+    for stage in (2, 3):
+        made_before = engine_of(stage, "object", listed)
+        train(made_before, 1, steps=3)
+        for way, initialize in (
+            ("named", ds_kfac.initialize),
+            ("made late", ds_kfac.initialize),
+            ("made late", deepspeed.initialize),
+        ):
+            engine = engine_of(stage, way, listed, initialize=initialize)
+            train(engine, 1, steps=3)
+            exact(weights(engine), weights(made_before), what=f"{way} {stage}")
+            assert rates(engine.basic_optimizer) == rates(made_before.basic_optimizer)
+        for way in ("named", "made late"):
+            engine = engine_of(stage, way, scheduler=warmup)
+            train(engine, 1, steps=3)
+            first, other = 0.05 * 2 / 8, 0.01 + 0.01 * 2 / 8
+            close(rates(engine.basic_optimizer), [first, other, other], sums=4, what=way)
+            assert type(engine.lr_scheduler).__name__ == "WarmupLR"
+        model, config = make_net(), BY_NAME[f"z{stage}"].config(1, 2)
+        del config["optimizer"]
+        engine, *_ = ds_kfac.initialize(
+            model=model,
+            model_parameters=parameter_groups(model, "decay"),
+            optimizer=lambda groups: torch.optim.SGD(groups, lr=LR),
+            config=config,
+        )
+        assert hasattr(engine, "kfac") and rates(engine.basic_optimizer) == [LR, LR]
+
+
+@pytest.mark.ranks(2)
+def test_a_schedule_of_other_groups_is_not_taken_by_place(tmp_path):
+    engine = engine_of(2, "named", scheduled)
+    # of the groups that are stepped, as it once was
+    engine.lr_scheduler = LambdaLR(engine.basic_optimizer, schedule)
+    train(engine, 1, steps=3)
+    engine.save_checkpoint(str(tmp_path), tag="tag")
+    fresh = engine_of(2, "named", scheduled)
+    with pytest.raises(CheckpointError, match="has rates of 3 parameter groups, here it has 2"):
+        fresh.load_checkpoint(str(tmp_path), tag="tag")
+    fresh = engine_of(2, "named", scheduled)
+    fresh.load_checkpoint(str(tmp_path), tag="tag", load_lr_scheduler_states=False)
+    exact(weights(fresh), weights(engine))
+    assert fresh.kfac.preconditioner.steps == 3
+
+
+# what is done to its groups
+
+NEW = {"lr": 0.7 * LR, "weight_decay": 0.3}
+"""Of the second group, whose parameters are of layers and of a norm."""
+
+
+def load(optimizer, saved: dict) -> None:
+    saved["param_groups"][1] |= NEW
+    optimizer.load_state_dict(saved)
+
+
+def one_by_one(optimizer) -> None:
+    for key, value in NEW.items():
+        optimizer.param_groups[1][key] = value
+
+
+def anew(optimizer) -> None:
+    for key, value in NEW.items():
+        optimizer.param_groups[1].pop(key)
+        optimizer.param_groups[1].setdefault(key, value)
+
+
+WAYS = {
+    "items": one_by_one,
+    "update": lambda optimizer: optimizer.param_groups[1].update(NEW),
+    "|=": lambda optimizer: optimizer.param_groups[1].__ior__(NEW),
+    "pop and setdefault": anew,
+    "load_state_dict": lambda optimizer: load(optimizer, optimizer.state_dict()),
+    "load a copy's": lambda optimizer: load(optimizer, copy.deepcopy(optimizer).state_dict()),
+}
+
+
+@pytest.mark.ranks(1)
+def test_a_group_is_what_deepspeed_steps_however_it_is_changed():
+    for stage in (0, 2, 3):
+        changed_inside = engine_of(stage, "object")
+        for group in changed_inside.basic_optimizer.param_groups[1:]:
+            group.update(NEW)
+        train(changed_inside, 1, steps=3)
+        # what a group passes on is no matter of the stage
+        for way, change in list(WAYS.items())[:: 1 + stage]:
+            engine = engine_of(stage, "object")
+            group = engine.given.param_groups[1]
+            change(engine.given)
+            assert engine.given.param_groups[1] is group
+            views = (group, dict(group), group.copy(), group | {})
+            assert all(NEW.items() <= view.items() for view in views), way
+            assert len(group) == len(list(group)) == len({**group})
+            parts = [NEW.items() <= part.items() for part in engine.basic_optimizer.param_groups]
+            assert parts == [False, True, True], way
+            train(engine, 1, steps=3)
+            exact(weights(engine), weights(changed_inside), what=f"{way} {stage}")
+
+
+@pytest.mark.ranks(1)
+def test_what_a_group_in_an_engine_cannot_take_is_said():
+    engine = engine_of(0, "object")
+    optimizer, inner = engine.given, engine.basic_optimizer
+    group, state = optimizer.param_groups[0], {**optimizer.state_dict(), "state": {0: {"step": 1}}}
+    fixed, before = '"params" of a parameter group cannot change', "before deepspeed.initialize"
+    for change, text in (
+        (lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]}), before),
+        (lambda: inner.add_param_group({"params": [torch.ones(2)]}), before),
+        (lambda: group.update(params=[]), fixed),
+        (group.clear, fixed),
+        (lambda: group.update(adam_lr=0.1), "adam_lr in a parameter group: set it for the whole"),
+        (lambda: optimizer.load_state_dict(state), "load them by engine.load_checkpoint"),
+    ):
+        assert text in error_of(change), text
+    train(engine, 1, steps=1)
+
+
+def test_before_an_engine_it_is_an_optimizer_like_others_that_nothing_but_deepspeed_steps():
+    layer = nn.Linear(3, 2)
+    optimizer = ds_kfac.KFACAdamW([layer.weight], 0.1, betas=(0, 0.9))
+    optimizer.add_param_group({"params": [layer.bias], "lr": 0.2, "name": "bias"})
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert copied.state_dict() == optimizer.state_dict()
+        copied.param_groups[1].update(lr=0.3)
+        other = ds_kfac.KFACAdamW([{"params": [layer.weight]}, {"params": [layer.bias]}])
+        other.load_state_dict(copied.state_dict())
+        assert rates(other) == [0.1, 0.3] and other.param_groups[1]["name"] == "bias"
+        copied.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    assert optimizer.param_groups[1]["lr"] == 0.2 and "lr" in optimizer.param_groups[0] | {}
+    assert list(map(type, optimizer.param_groups[0]["betas"])) == [float, float]
+    with pytest.raises(RuntimeError, match="only a DeepSpeed engine can step it"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="KFACAdamW: lr: got 0; must be above 0 if adam_lr"):
+        ds_kfac.KFACAdamW([layer.weight], 0, adam_lr=0.1)
+    with pytest.raises(ValueError, match=r"in a parameter group, betas: got .0.9, 1.; must be two"):
+        optimizer.add_param_group({"params": [torch.ones(2)], "betas": [0.9, 1]})
+
+
+def test_an_optimizer_made_of_its_groups_is_recognised():
+    """Accelerate replaces it by DeepSpeed's CPU Adam where the optimizer is offloaded."""
+    optimizer = ds_kfac.KFACAdamW(nn.Linear(3, 2).parameters(), 0.1)
+    other = torch.optim.AdamW(optimizer.param_groups)
+    assert rule_in({}, optimizer).optimizer_type == rule_in({}, other).optimizer_type == "KFACAdamW"
+    assert rule_in({}, torch.optim.AdamW(nn.Linear(3, 2).parameters())).optimizer_type is None
+
+
+@pytest.mark.ranks(1)
+def test_betas_and_eps_of_a_bias_alone_are_refused_unless_they_are_used():
+    """They were ignored: a layer's weight and bias have one pair of moments."""
+    for stage, way in ((0, "named"), (2, "object"), (3, "named")):
+
+        def with_biases(exclude=(), **change):
+            """An engine whose biases are in a group of their own, with ``change``."""
+
+            def groups(model) -> list[dict]:
+                matrices, biases = parameter_groups(model, "decay")
+                return [matrices, {**biases, **change}]
+
+            kfac = {"layers": {"exclude": list(exclude)}}
+            options = {**OPTIONS, "adam_lr": LR}
+            return engine_of(stage, way, options=options, groups=groups, kfac=kfac)  # noqa: B023
+
+        for case, value in (("betas", (0.5, 0.9)), ("eps", 1e-3)):
+            said = error_of(lambda: with_biases(**{case: value}))  # noqa: B023
+            text = f"first.weight and its bias are in parameter groups of different {case}"
+            assert text in said, (stage, way, said)
+        with_biases(weight_decay=0.3, lr=LR / 2)
+        engine = with_biases(["first", "head"], betas=(0.0, 0.0), eps=0.0, weight_decay=0.0)
+        before = weights(engine)["head.bias"]
+        train(engine, 1, steps=1)
+        moved = (weights(engine)["head.bias"] - before).abs()
+        rounding = 8 * torch.finfo(torch.float32).eps
+        near(moved, torch.full_like(moved, LR), rounding, "the sign's step, from a weight near 1")
+
+
+# an object that whoever makes the engine does not pass on, as transformers' Trainer
+
+TRAINS_WITH = {"type": "AdamW", "params": {"lr": LR, "torch_adam": True}}
+
+
+@pytest.mark.parametrize("initialize", [deepspeed.initialize, ds_kfac.initialize])
+@pytest.mark.ranks(1)
+def test_an_object_that_is_not_passed_on_is_an_error(initialize):
+    def said(model, passed=None, **more) -> str:
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_force_ds_cpu_optimizer": False, **more}
+        given = {"model": model, "optimizer": passed, "config": config}
+        if passed is None:
+            given["model_parameters"] = model.parameters()
+        with contextlib.redirect_stderr(io.StringIO()) as printed:
+            error = error_of(lambda: initialize(**given)[0].destroy())
+        return error or printed.getvalue()
+
+    def check_silent(*given, **more) -> None:
+        text = said(*given, **more)
+        assert "KFACAdamW was made" not in text and "Error" not in text, text
+
+    for kind, more in (
+        (None, {"optimizer": TRAINS_WITH}),
+        (torch.optim.AdamW, {}),
+        (None, {"optimizer": TRAINS_WITH, "kfac": {}}),
+    ):
+        model = make_net()
+        kept = ds_kfac.KFACAdamW(model.parameters(), LR)
+        optimizer = kind(model.parameters(), LR) if kind else None
+        text, count = said(model, optimizer, **more), len([*model.parameters()])
+        made = f"ValueError: ds_kfac: a KFACAdamW was made for {count} of the parameters"
+        assert text.startswith(made), text
+        assert "optimizer_cls_and_kwargs=" in text and '{"lr": 1e-3}' in text, text
+        scheduler = LambdaLR(kept, schedule)  # they hold each other
+        del kept, scheduler
+        check_silent(model, optimizer, **more)
+    model = make_net()
+    kept = ds_kfac.KFACAdamW(model.parameters(), LR)
+    text = said(model, optimizer={"type": "KFACAdamW", "params": DEFAULTS})
+    assert "this engine trains with the learning rates of the config" in text
+    model = make_net()
+    kept = ds_kfac.KFACAdamW(model.parameters(), LR)
+    check_silent(make_net(), optimizer=TRAINS_WITH)  # another model
+    check_silent(model, kept)  # it is passed on
+    check_silent(model, optimizer=TRAINS_WITH)  # and stepped no more
+    frozen = make_net().requires_grad_(False)
+    kept = ds_kfac.KFACAdamW(frozen.parameters(), LR)
+    check_silent(frozen)  # is not trained
+
+
+# what is done in a run
+
+
+@pytest.mark.ranks(1)
+def test_detaching_stops_training():
+    engine = by_default(2)
     engine.kfac.detach()
     assert "K-FAC was detached" in error_of(lambda: train(engine, 1, steps=1))
-
-
-def test_the_report_says_what_has_no_effect_and_what_steps_a_layer():
-    kfac = {"damping": {"value": 2.0}, "adam": {"except_layers": ["head", "fc"]}}
-    report = start(config(kfac=kfac)).kfac.report
-    assert "without effect with KFACAdamW: kfac.damping.value" in report
-    assert "kfac.adam.except_layers 'fc': no layer's name ends with it" in report
-    assert "2 layers orthogonalized at lr, 1 along Adam's direction at " in report
-    rows = {line.split()[0]: line for line in report.splitlines() if line.startswith("  ")}
-    assert rows["first"].endswith("orthogonalized")
-    assert rows["head"].endswith("Adam's direction: kfac.adam.except_layers 'head'")
-    other = start(config(optimizer=PLAIN, kfac={"adam": {"whiten": 0.2}})).kfac.report
-    assert "without effect with AdamW: kfac.adam.whiten" in other
 
 
 def sizes_and_scales(name: str, clip: float, window: int, parts: list[float]) -> tuple[list, list]:
@@ -154,6 +391,7 @@ def sizes_and_scales(name: str, clip: float, window: int, parts: list[float]) ->
     return sizes, scales
 
 
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("name", ["adam-z0-fp16", "adam-z2-fp16", "adam-z3-fp16"])
 def test_a_step_is_as_long_where_the_loss_scale_grows(name):
     """ZeRO 1 and 2 double the scale before they divide by it, so that the gradients of that step
@@ -169,21 +407,6 @@ def test_a_step_is_as_long_where_the_loss_scale_grows(name):
 
 
 @pytest.mark.ranks(2)
-def test_without_rotation_it_is_adamw():
-    """Nothing rotated, no momentum, every layer along Adam's direction at lr."""
-    finals = []
-    for optimizer, make in ((PLAIN, start_plain), (OURS, start)):
-        params = {"betas": [0.0, 0.9], **({"adam_lr": 0.01} if optimizer is OURS else {})}
-        kfac = {"adam": {"rotate": False, "except_layers": [".*"]}}
-        with patch.object(group_step, "BASE", 1):
-            engine = make(config(2, optimizer, params, gradient_clipping=0.1, kfac=kfac))
-        train(engine, 1, steps=5)
-        finals.append(weights(engine))
-    # five steps of weights of up to 0.3
-    close(finals[1], finals[0], sums=5 * 10, scale=0.3, dtype=torch.float32)
-
-
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("types", [["Linear"], ["Linear", "LayerNorm"]])
 @pytest.mark.parametrize("stage", [0, 2])
 def test_what_has_no_rate_stands_still_and_does_not_decay(stage, types):
@@ -191,9 +414,9 @@ def test_what_has_no_rate_stands_still_and_does_not_decay(stage, types):
     zero."""
     params = {"adam_lr": 0, "betas": [0, 0.9], "weight_decay": 0.1}
     factor = {"update_interval": 1, "fisher": "empirical"}
-    settings = config(stage, params=params, kfac={"layers": {"types": types}, "factor": factor})
-    rates = [1.0, 0.0, 1.0, 1.0]
-    engine = start(settings, lr_scheduler=lambda made: LambdaLR(made, rates.__getitem__))
+    rates, kfac = [1.0, 0.0, 1.0, 1.0], {"layers": {"types": types}, "factor": factor}
+    schedules = lambda made: LambdaLR(made, rates.__getitem__)  # noqa: E731
+    engine = by_default(stage, "named", schedules, params=params, kfac=kfac)
     for step in range(3):
         before = weights(engine)
         train(engine, 1, steps=1, first=step)
@@ -204,15 +427,13 @@ def test_what_has_no_rate_stands_still_and_does_not_decay(stage, types):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("stage", "as_object"), [(0, False), (2, False), (3, False), (2, True)])
-def test_matrices_in_no_layer_and_their_biases_have_lr_and_all_else_adam_lr(stage, as_object):
-    params = {"lr": 0.01, "weight_decay": 0.0, "eps": 1e-12, "torch_adam": True}
-    settings = config(stage, params=params, kfac={"layers": {"exclude": ["^middle", "^first"]}})
-    model, given = make_net(), {}
-    if as_object:
-        del settings["optimizer"]
-        given = {"optimizer": ds_kfac.KFACAdamW(model.parameters(), **params)}
-    engine = start(settings, model, **given)
+@pytest.mark.parametrize(("stage", "way"), [(0, "named"), (2, "object"), (3, "named")])
+def test_matrices_in_no_layer_and_their_biases_have_lr_and_all_else_adam_lr(stage, way):
+    params, kfac = (
+        {"weight_decay": 0.0, "eps": 1e-12},
+        {"layers": {"exclude": ["^middle", "^first"]}},
+    )
+    engine = by_default(stage, way, params=params, kfac=kfac)
     before = weights(engine)
     train(engine, 1, steps=1)
     after = weights(engine)
@@ -232,24 +453,26 @@ def test_matrices_in_no_layer_and_their_biases_have_lr_and_all_else_adam_lr(stag
     close(rates, [head, 8.0], sums=1, dtype=torch.float64)
 
 
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_parameters_without_elements_may_be_all_that_is_in_no_layer(stage):
     model = torch.nn.Sequential(torch.nn.Linear(FEATURES, CLASSES))
     model.register_parameter("none", torch.nn.Parameter(torch.zeros(0)))
-    engine = start(config(stage), model)
+    engine = by_default(stage, model=model)
     before, (x, y) = weights(engine)["0.weight"], make_batch(0, 4)
     engine.backward(cross_entropy(engine(x), y))
     engine.step()
     assert not torch.equal(weights(engine)["0.weight"], before)
 
 
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize(
     ("key", "groups"),
     [("lr", slice(0)), ("lr", slice(2)), ("lr", slice(1)), ("weight_decay", slice(1))],
 )
 def test_a_rate_that_is_set_for_a_part_of_a_group_alone_is_told_once(stage, key, groups):
-    engine = start(config(stage, kfac={"report": "none"}))
+    engine = by_default(stage, kfac={"report": "none"})
     with heard() as said:
         train(engine, 1, steps=1)
         for group in engine.optimizer.param_groups[groups]:
@@ -269,7 +492,7 @@ def updates_of(engine) -> dict[str, float]:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_moments_that_a_program_takes_from_the_optimizers_state_begin_at_zero(stage):
     """Those of the layer, or of all where DeepSpeed's parameters are flat."""
-    engine = start(config(stage))
+    engine = by_default(stage)
     optimizer, middle = engine.optimizer, engine.module.middle.weight
 
     def updates(action=lambda: None) -> dict[str, float]:
@@ -290,8 +513,9 @@ def test_moments_that_a_program_takes_from_the_optimizers_state_begin_at_zero(st
             assert count == (of_middle if name == "middle" else others), name
 
 
+@pytest.mark.ranks(1)
 def test_loaded_moments_of_a_layer_without_a_step_stay_where_anothers_are_taken_away():
-    engine = start(config(0))
+    engine = by_default(0)
     train(engine, 1, steps=4)
     engine.optimizer.load_state_dict(engine.optimizer.state_dict())
     hook = engine.module.first.register_forward_hook(lambda module, inputs, output: output.detach())

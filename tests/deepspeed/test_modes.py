@@ -69,9 +69,9 @@ def test_engine_mode_matches_reference(case, world):
     ((mode.name, accumulation), world, dtype)
     for dtype in DTYPES
     for world in (1, 2, 4)
-    for mode in AUTOCAST
-    if mode.name.endswith(f"_{dtype}") and (mode.stage or world < 4)
-    for accumulation in (1, 4)
+    for mode in (*AUTOCAST, *ADAM_AUTOCAST)
+    if mode.name.endswith(f"_{dtype}") and (world == 2 if mode.adam else mode.stage or world < 4)
+    for accumulation in ((4,) if mode.adam else (1, 4))
 )
 def test_autocast_matches_reference(case, world, dtype):
     check(case, compared(*case))
@@ -87,14 +87,4 @@ def test_autocast_matches_reference(case, world, dtype):
     )
 )
 def test_kfac_adamw_matches_reference(case, world):
-    check(case, compared(*case))
-
-
-@tabled(
-    ((mode.name, 4), 2, dtype)
-    for dtype in DTYPES
-    for mode in ADAM_AUTOCAST
-    if mode.name.endswith(f"_{dtype}")
-)
-def test_kfac_adamw_matches_reference_under_autocast(case, world, dtype):
     check(case, compared(*case))

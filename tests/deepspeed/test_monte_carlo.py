@@ -1,21 +1,19 @@
-"""Monte-Carlo Fisher in an engine: Newton's step where the Fisher is exact, training untouched,
-errors."""
+"""Monte-Carlo Fisher in an engine: training untouched, what is sampled, errors."""
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.model.sampled_loss import mean_of_terms
 from tests.close import close, exact
 from tests.deepspeed.features import merged
-from tests.deepspeed.modes import BY_NAME, Mode
+from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.parallel import shared_folder
 from tests.deepspeed.runs import build, micro_batches, patched, train, weights
 from tests.deepspeed.said import error_of
-from tests.models import Net, cross_entropy, make_net
+from tests.deepspeed.test_calls import Called
+from tests.models import cross_entropy, make_net
 from tests.ranks import of_ranks
 
 pytestmark = pytest.mark.ranks(1)
@@ -38,54 +36,6 @@ SAMPLED = {
 left to see is what sampling does to training."""
 
 
-class Regression(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(INPUTS, OUTPUTS)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.mse_loss(self.linear(x), y)
-
-
-def whitened(prediction: torch.Tensor, reached, generator: torch.Generator) -> torch.Tensor:
-    """mse's sampler with noise that has exactly unit covariance over the batch: the exact
-    Fisher."""
-    noise = torch.randn(prediction.shape, generator=generator, device=prediction.device)
-    noise = torch.linalg.qr(noise)[0] * (len(noise) * OUTPUTS / 2) ** 0.5
-    return F.mse_loss(prediction, prediction.detach() + noise)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("world", [1, 2])
-def test_with_its_exact_fisher_a_linear_model_is_solved_in_one_step(stage, world):
-    generator = torch.Generator().manual_seed(7)
-    x = torch.randn(world * ROWS, INPUTS, generator=generator)
-    y = torch.randn(world * ROWS, OUTPUTS, generator=generator)
-    wide = torch.cat([x, torch.ones(len(x), 1)], 1).double()
-    expected = torch.linalg.lstsq(wide, y.double()).solution.T
-    kfac = {
-        "factor": {**FACTOR, "prediction": "linear", "sampler": "mse"},
-        "damping": {"kind": "tikhonov", "value": 1e-7},
-        "preconditioner": {"kl_clip": 1e6},
-    }
-    sgd = {"type": "SGD", "params": {"lr": 1.0}}
-    engine = build(Mode("", stage, clip=0.0, inner=sgd), model=make_net(Regression), kfac=kfac)
-    engine.kfac.sampler = whitened
-    share = slice(dist.get_rank() * ROWS, (dist.get_rank() + 1) * ROWS)
-    before = F.mse_loss(engine.module.linear(x), y)
-    engine.backward(engine(x[share], y[share]))
-    engine.step()
-    found = weights(engine)
-    W = torch.cat([found["linear.weight"], found["linear.bias"][:, None]], 1).double()
-    # the normal equations are solved in fp32, with a damping of 1e-7; a wrong Fisher is off by 0.01
-    assert (W - expected).norm() < 1e-4 * expected.norm()
-    # of a quadratic loss Newton's step takes off what it moves the model by, in its own metric
-    least = (wide @ expected.T - y).square().mean()
-    ratio = float(engine.kfac.preconditioner.metrics.kl / (before - least))
-    assert abs(ratio - 1) < 1e-4  # as of the normal equations above
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "name", ["z0-noclip", "z1", "z2", "z2-overlap", "z2-offload", "z1-bf16-accum32", "z2-fp16"]
@@ -106,22 +56,7 @@ def test_sampling_changes_factors_and_nothing_else(name):
     assert not any(torch.equal(sampled_G[key], G) for key, G in plain_G.items())
 
 
-class Checkpointed(Net):
-    use_reentrant = False
-
-    def forward(self, x, y):
-        def inner(x):
-            return self.middle(self.norm(self.silu(self.first(x))))
-
-        z = checkpoint(inner, x.requires_grad_(), use_reentrant=self.use_reentrant)
-        return cross_entropy(self.head(torch.tanh(z)), y)
-
-
-class Reentrant(Checkpointed):
-    use_reentrant = True
-
-
-def attempt(model=Net, prediction="head", *, plain=False, by_hand=False, mode="z2") -> str:
+def attempt(prediction="head", *, checkpointed="", plain=False, by_hand=False, mode="z2") -> str:
     """Train a step; return the error, or the number of updates.
 
     Args:
@@ -131,7 +66,9 @@ def attempt(model=Net, prediction="head", *, plain=False, by_hand=False, mode="z
 
     def action() -> None:
         kfac = {"factor": {**FACTOR, "prediction": prediction}}
-        engine = build(BY_NAME[mode], model=make_net(model), kfac=kfac)
+        model = make_net(Called)
+        model.checkpointed = checkpointed
+        engine = build(BY_NAME[mode], model=model, kfac=kfac)
         ((x, y),) = micro_batches(0, 1)
         loss = engine(x, y)
         if by_hand:
@@ -144,8 +81,8 @@ def attempt(model=Net, prediction="head", *, plain=False, by_hand=False, mode="z
 
 
 def test_what_cannot_be_sampled_is_said():
-    assert attempt(Checkpointed) == attempt(by_hand=True) == "1 updates"
-    assert "use torch's with use_reentrant=False" in attempt(Reentrant)
+    assert attempt(checkpointed="non-reentrant") == attempt(by_hand=True) == "1 updates"
+    assert "use torch's with use_reentrant=False" in attempt(checkpointed="reentrant")
     named = "name the module that computes it in kfac.factor.prediction"
     assert named in attempt(prediction=None)
     assert "the model has no module 'haed'" in attempt(prediction="haed")

@@ -1,221 +1,468 @@
-"""Legal programs that do not call a model the same way in every step, or end steps themselves."""
+"""Programs as others write them, each a kind of its own: A and G of every layer in every captured
+step are those of plain autograd, or the layers are told that do not fit."""
 
+import copy
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
+from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.close import close, exact
-from tests.covering import covering
-from tests.deepspeed.modes import BY_NAME, Mode
-from tests.deepspeed.runs import build, difference, micro_batches, reference, train, weights
-from tests.models import Net, Stoppable, cross_entropy, make_net
+from ds_kfac.step import proving
+from tests.close import close
+from tests.deepspeed.modes import Mode
+from tests.deepspeed.runs import build
+from tests.deepspeed.test_rule import factors_of
+from tests.ranks import of_ranks
+from tests.truth import Truth, factors_of_ranks
 
-pytestmark = pytest.mark.distributed
+EVERY_STEP = {
+    "factor": {"update_interval": 1, "rows": "all", "decay": 0.0},
+    "eigenbasis": {"refresh_interval": 1},
+    "burn_in": {"steps": 0},
+}
+"""The average of a factor is its last batch."""
 STILL = {"type": "SGD", "params": {"lr": 1e-30}}
+N, D, C, STEPS = 6, 7, 5, 3
 
 
-def block(interval: int) -> dict:
-    return {
-        "factor": {"update_interval": interval},
-        "eigenbasis": {"refresh_interval": interval},
-        "burn_in": {"steps": 0},
-    }
+def generator_of(number: int) -> torch.Generator:
+    """Each rank has other data."""
+    return torch.Generator().manual_seed(number + 10_000 * dist.get_rank())
 
 
-def merged(own: dict) -> dict:
-    """Of all ranks."""
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    return {key: value for part in everyone for key, value in part.items()}
+def data(step: int, *shape: int, k: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=generator_of(100 * step + k))
 
 
-STEPS, EVENT = 6, 4
-"""In step EVENT something else happens."""
+def labels(step: int, *shape: int, k: int = 0) -> Tensor:
+    return torch.randint(C, shape, generator=generator_of(100 * step + 50 + k))
 
 
-def run_step(engine, step: int, program: str) -> None:
-    x, y = next(iter(micro_batches(step, 1)))
-    other, _ = next(iter(micro_batches(step + 100, 1)))
-    if program == "skipped":
-        assert torch.isnan(engine(other * float("nan"), y))
-    elif program == "second forward":
-        engine(other, y)
-    elif program == "no step":
-        with engine.no_sync():
-            engine.backward(engine(other, y))
-    elif program == "stopped":
-        engine.module.stops = True
-        with pytest.raises(FloatingPointError):
-            engine.backward(engine(x, y))
-        engine.module.stops = False
-        engine.zero_grad()
-    elif program == "accumulation":
-        engine.backward(engine(x, y))
-        engine.set_train_batch_size(2 * engine.train_batch_size())
-        engine.step()  # no longer the boundary
-    loss = engine(x, y)
-    if program == "second forward":
-        engine(other, y)
-    engine.backward(loss)
-    engine.step()
-    if program == "accumulation":
-        assert engine.global_steps == step + 1
-        engine.set_train_batch_size(engine.train_batch_size() // 2)
+class Program(nn.Module):
+    """A model, and a step of it.
+
+    Attributes:
+        widths: of linear layers, or of several one after the other, by name.
+        stage: of ZeRO.
+        config: more of the DeepSpeed config.
+        unfit: layers whose gradient is not that of their rows, which are told.
+        first_unfit: the step from which on they are not.
+    """
+
+    widths: dict[str, tuple[int, ...]] = {"net": (D, 9, C)}
+    accumulation = 1
+    stage = 0
+    config: dict = {}
+    unfit = frozenset[str]()
+    first_unfit = 0
+
+    def __init__(self, **attributes) -> None:
+        super().__init__()
+        vars(self).update(attributes)
+        for name, widths in self.widths.items():
+            layers = [nn.Linear(*pair) for pair in pairwise(widths)]
+            parts = [part for layer in layers for part in (layer, nn.Tanh())]
+            setattr(self, name, nn.Sequential(*parts[:-1]) if len(layers) > 1 else layers[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def run(self, engine, step: int) -> None:
+        engine.backward(F.cross_entropy(engine(data(step, N, D)), labels(step, N)))
+        engine.step()
 
 
-PROGRAMS = [
-    ("z0", "skipped", (0,)),
-    ("z2", "skipped", (0, 1)),
-    ("z0", "second forward", (1,)),
-    ("z2", "second forward", (0, 1)),
-    ("z0", "stopped", (0,)),
-    ("z0", "stopped", (0, 1)),
-    ("z0", "no step", (1,)),
-    ("z0", "no step", (0, 1)),
-    ("z2", "accumulation", (0, 1)),
-    ("z0", "accumulation", (0, 1)),
-]
-"""Mode, what happens, and on which ranks."""
+class Plain:
+    """An engine without DeepSpeed and K-FAC: the model and autograd alone."""
+
+    def __init__(self, model: Program) -> None:
+        self.model = self.module = model
+        self.no_sync = nullcontext
+
+    def __call__(self, *args, **kwargs):
+        return self.model(*args, **kwargs)
+
+    def backward(self, loss: Tensor, *, scale_wrt_gas: bool = True, **options: bool) -> None:
+        (loss / (self.model.accumulation if scale_wrt_gas else 1)).backward(**options)
+
+    def step(self) -> None:
+        pass
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        pass
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad()
 
 
-@pytest.mark.ranks(2)
-def test_programs_that_change_their_calls_run():
-    for name, program, who in PROGRAMS:
-        engine = build(BY_NAME[name], 1, model=make_net(Stoppable))
-        initial = weights(engine)
-        for step in range(STEPS):
-            happens = step == EVENT and dist.get_rank() in who
-            run_step(engine, step, program if happens else "")
-        assert engine.kfac.preconditioner.steps == STEPS
-        final = weights(engine)
-        of_first = [final]
-        dist.broadcast_object_list(of_first)
-        exact(final, of_first[0], what=f"{name} {program} {who}")
-        assert all(weight.isfinite().all() for weight in final.values())
-        if program in ("skipped", "second forward"):  # a forward without backward adds nothing
-            expected = reference(BY_NAME[name], 1, 2, initial, steps=STEPS)
-            apart = difference(final, expected, initial)
-            assert apart <= 1e-5, "rounding in six steps"
-        engine.destroy()
+class ReversibleFunction(torch.autograd.Function):
+    """The backward runs a forward and a backward of its own for each half."""
+
+    @staticmethod
+    def forward(ctx, x, f, g):
+        a, b = x.chunk(2, -1)
+        a = a + f(b)
+        ctx.f, ctx.g, out = f, g, torch.cat([a, b + g(a)], -1)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (a, b), (da, db) = ctx.saved_tensors[0].chunk(2, -1), gradient.chunk(2, -1)
+        with torch.enable_grad():
+            a = a.detach().requires_grad_()
+            after = ctx.g(a)
+        torch.autograd.backward(after, db)
+        b, da = (b - after).detach().requires_grad_(), da + a.grad
+        with torch.enable_grad():
+            after = ctx.f(b)
+        torch.autograd.backward(after, da)
+        return torch.cat([da, db + b.grad], -1), None, None
 
 
-# layers that share an input, and at some step do not
+class Reversible(Program):
+    widths = {"i": (D, 8), "f": (4, 5, 4), "g": (4, 6, 4), "o": (8, C)}
+
+    def forward(self, x):
+        return self.o(ReversibleFunction.apply(self.i(x), self.f, self.g))
 
 
-class Attention(Net):
-    """Projections of one input; at some step one of them gets an input of its own, is used no more,
-    or twice, the second time with another input."""
+class Meta(Program):
+    """Fast weights by functional_call, of the first order, whose gradient is that of the
+    weights."""
 
-    parted = False
-    calls = 1
+    second = False
+
+    def forward(self, x, y, query):
+        fast = dict(self.net.named_parameters())
+        for _ in range(2):
+            loss = F.cross_entropy(functional_call(self.net, fast, (x,)), y)
+            gradients = torch.autograd.grad(loss, tuple(fast.values()), create_graph=self.second)
+            fast = {name: p - 0.5 * g for (name, p), g in zip(fast.items(), gradients, strict=True)}
+        return functional_call(self.net, fast, (query,))
+
+    def run(self, engine, step):
+        z = engine(data(step, N, D), labels(step, N), data(step, N, D, k=1))
+        engine.backward(F.cross_entropy(z, labels(step, N, k=1)))
+        engine.step()
+
+
+class SecondOrder(Meta):
+    second, unfit = True, frozenset({"net.2"})
+
+
+class Weighed(Program):
+    """Two losses are returned, and weighed outside; a gate that begins at zero is opened later."""
+
+    widths = {"trunk": (D, 8), "one": (8, C), "other": (8, 1), "adapter": (8, 4, 8)}
+
+    def forward(self, x, y, t, gate):
+        h = self.trunk(x)
+        h = h + gate * self.adapter(h)
+        aux = F.mse_loss(self.other(h).squeeze(-1), t)
+        return {"aux": aux, "ce": F.cross_entropy(self.one(h), y)}
+
+    def run(self, engine, step):
+        losses = engine(data(step, N, D), labels(step, N), data(step, N), float(step > 0))
+        engine.backward(losses["ce"] + 0.1 * losses["aux"])
+        engine.step()
+
+
+class Offloaded(Program):
+    """Both checkpointings in a row, with what is saved moved to the host, and dropout."""
+
+    widths = {"i": (D, 8), "o": (8, C)}
 
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.k, self.v = (nn.Linear(17, 17, bias=False) for _ in range(3))
-        self.gate, self.up = nn.Linear(17, 17), nn.Linear(17, 17)
+        blocks = (nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.2)) for _ in range(4))
+        self.blocks = nn.Sequential(*blocks)
 
-    def forward(self, x, y=None):
-        z = self.norm(self.silu(self.first(x)))
-        own = sum(self.q(part) for part in (z, 2.0 * z)[: self.calls])
-        z = z + own + self.k(2.0 * z if self.parted else z).softmax(-1) * self.v(z)
-        z = z + torch.tanh(self.gate(z)) * self.up(z)
-        return cross_entropy(self.head(torch.tanh(self.middle(z))), y)
+    def forward(self, x):
+        h = checkpoint_sequential(self.blocks, 2, self.i(x), use_reentrant=True)
+        with torch.autograd.graph.save_on_cpu():
+            return self.o(checkpoint_sequential(self.blocks, 2, h, use_reentrant=False))
 
 
-@pytest.mark.ranks(2)
-def test_layers_of_a_group_may_have_different_inputs_in_a_step_on_some_ranks():
-    for name, interval, who in (
-        ("z0", 2, (1,)),
-        ("z2", 2, (0, 1)),
-        ("z2", 1, (0,)),
-        ("z3", 3, (1,)),
-    ):
-        mode = Mode(name, BY_NAME[name].stage, kfac=block(interval))
-        engine, history = build(mode, 1, model=make_net(Attention)), []
-        kfac = engine.kfac.preconditioner
-        for step in range(4 * interval):
-            engine.module.parted = 2 * interval <= step < 3 * interval and dist.get_rank() in who
-            before = kfac.channel.calls.copy()
-            train(engine, 1, steps=1, first=step)
-            calls = [None, None]
-            dist.all_gather_object(calls, sum((kfac.channel.calls - before).values()))
-            assert calls[0] == calls[1], "the same collectives on all ranks"
-            assert set(kfac.observations.groups) == {("gate", "up"), ("q", "k", "v")}, (name, step)
-            own = {key: factor.packed_P.clone() for key, factor in kfac.curvature.factors.items()}
-            history.append(merged(own))
-        before, parted, after = (history[index * interval - 1] for index in (2, 3, 4))
-        for key in ("q/A", "k/G", "gate/A"):
-            assert not torch.equal(before[key], parted[key]), key
-            assert not torch.equal(parted[key], after[key]), key
+class BothWays(Program):
+    """One scan of a padded sequence from both sides. Padding that the loss sees counts, though a
+    mask leaves it out."""
+
+    widths = {"emb": (D, 8), "i": (8, 8), "h": (8, 8), "o": (16, C)}
+
+    def scan(self, x):
+        h, found = torch.zeros(len(x), 8), []
+        for u in self.i(x).unbind(1):
+            h = torch.tanh(u + self.h(h))
+            found.append(h)
+        return torch.stack(found, 1)
+
+    def forward(self, x, attention_mask, labels):
+        x = self.emb(x)
+        z = self.o(torch.cat([self.scan(x), self.scan(x.flip(1)).flip(1)], -1))
+        return F.cross_entropy(z.flatten(0, 1), labels.flatten())
+
+    def run(self, engine, step):
+        mask = torch.arange(7) < torch.tensor([7, 4, 5, 6])[:, None]
+        y = labels(step, 4, 7).masked_fill(~mask, -100)
+        engine.backward(engine(data(step, 4, 7, D), mask.long(), y))
+        engine.step()
 
 
-# programs that end steps themselves, and divide each micro-batch's loss by their number
+class OneRow(Program):
+    """An agent that acts on one state."""
+
+    def run(self, engine, step):
+        engine.backward((engine(data(step, D))[step] - 0.3).square())
+        engine.step()
+
+
+class Sharp(OneRow):
+    """Sharpness-aware: the gradient is that of the second of two backwards, at other weights."""
+
+    unfit = frozenset({"net.0", "net.2"})
+
+    def run(self, engine, step):
+        x, y = data(step, N, D), labels(step, N)
+        engine.backward(F.cross_entropy(engine(x), y))
+        moves = [p.grad.clone() for p in self.parameters()]
+        torch._foreach_add_([p.data for p in self.parameters()], moves)
+        engine.zero_grad()
+        engine.backward(F.cross_entropy(engine(x), y))
+        torch._foreach_sub_([p.data for p in self.parameters()], moves)
+        engine.step()
+
+
+class FrozenPlain(Program):
+    """A frozen head on a padded text's last token, by ``loss.backward()``; before it, how the
+    output depends on an input."""
+
+    widths = {"net": (D, 9, 8), "head": (8, C)}
+    stage = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(self.net(x)[:, -1])
+
+    def run(self, engine, step):
+        x = data(step, 2, 5, D, k=1).requires_grad_()
+        torch.autograd.grad(engine.module(x).sum(), x)
+        loss = F.cross_entropy(engine(data(step, 4, 5, D)), labels(step, 4))
+        loss.backward()
+        engine.step()
+
+
+class Whole(Program):
+    """The whole model is a checkpoint, so that its last layer makes the output; another forward has
+    no backward."""
+
+    stage = 2
+
+    def forward(self, x):
+        return checkpoint(self.net, x.requires_grad_(), use_reentrant=False)
+
+    def run(self, engine, step):
+        z = engine(data(step, N, D))
+        engine(data(step, 2, D, k=1))
+        engine.backward(F.cross_entropy(z, labels(step, N)))
+        engine.step()
+
+
+class Tiled(Program):
+    """The head and the loss are computed in tiles, each a checkpoint, after the model's forward."""
+
+    widths = {"net": (D, 9, 8), "head": (8, C)}
+
+    def run(self, engine, step):
+        def loss(h, y):
+            return F.cross_entropy(engine.module.head(h), y, reduction="sum")
+
+        h, y = engine(data(step, 8, D)), labels(step, 8)
+        tiles = [
+            checkpoint(loss, h[k : k + 3], y[k : k + 3], use_reentrant=True) for k in range(0, 8, 3)
+        ]
+        engine.backward(sum(tiles) / 8)
+        engine.step()
+
+
+class RowsLast(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).mT
+
+
+class Turned(Program):
+    """A frozen layer that returns its output with the rows last."""
+
+    widths = {"net": (D, 9, 8), "head": (8, C)}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = RowsLast(8, 9).requires_grad_(False)
+
+    def forward(self, x):
+        x = self.net(x)
+        return self.head(x + F.pad(self.last(x).mT, (0, -1)))
+
+
+class Heads(Program):
+    """Two tasks on one trunk: both heads are computed, and some of them have a loss.
+
+    Attributes:
+        tasks: (step, micro-batch, rank) -> the heads that have one.
+        weighed: whether the others have a loss, too, of weight zero.
+    """
+
+    widths = {"trunk": (D, 12), "one": (12, C), "other": (12, C)}
+    accumulation = 2
+    tasks: Callable[[int, int, int], tuple[int, ...]]
+    weighed = False
+
+    def forward(self, x):
+        z = torch.tanh(self.trunk(x))
+        return self.one(z), self.other(z)
+
+    def run(self, engine, step):
+        for micro in range(2):
+            tasks = self.tasks(step, micro, dist.get_rank())
+            x, y = data(step, N, D, k=micro), labels(step, N, k=micro)
+            losses = [F.cross_entropy(head, y) for head in engine(x)]
+            if self.weighed:
+                engine.backward(sum(float(at in tasks) * loss for at, loss in enumerate(losses)))
+            else:
+                engine.backward(sum(losses[at] for at in tasks))
+            engine.step()
+
+
+class Penalised(Heads):
+    """The gradient of a head is not of its rows alone from the second step on; captured steps 1 and
+    3 prove. The other head has its A in common with it."""
+
+    accumulation = 1
+    unfit, first_unfit = frozenset({"one", "other"}), 2
+
+    def run(self, engine, step):
+        y = labels(step, N)
+        loss = sum(F.cross_entropy(head, y) for head in engine(data(step, N, D)))
+        engine.backward(loss + step * self.one.weight.square().sum())
+        engine.step()
+
+
+class Towers(Program):
+    """As many patches as tokens; only texts are padded, and the mask, which fits the patches,
+    leaves none of them out."""
+
+    widths = {"words": (D, C), "patches": (D, C)}
+
+    def forward(self, x, attention_mask, pixels):
+        mask = attention_mask[..., None]
+        text, image = (self.words(x) * mask).sum(1) / mask.sum(1), self.patches(pixels).mean(1)
+        return F.cross_entropy(text @ image.T, torch.arange(len(x)))
+
+    def run(self, engine, step):
+        mask = (torch.arange(5) < torch.tensor([5, 2, 3, 4])[:, None]).long()
+        engine.backward(engine(data(step, 4, 5, D), mask, data(step, 4, 5, D, k=1)))
+        engine.step()
+
 
 MANY = 4
-WAYS = (
-    "boundary",
-    "boundary, not scaled by DeepSpeed",
-    "boundary, half by DeepSpeed",
-    "unmanaged",
-    "no_sync",
-)
-OTHER = {"not divided": 1.0, "divided by another number": 3.0}
-SUM = "divided by their number, as a sum"
 
 
-def loss_of(logits: Tensor, y: Tensor, *, summed: bool) -> Tensor:
-    if summed:
-        return F.cross_entropy(logits.mT, y, reduction="sum") / y.numel()
-    return cross_entropy(logits, y)
+class Divided(Program):
+    """It ends its steps itself, and divides the loss of each micro-batch. By another number than
+    that of the micro-batches the gradients are larger, and G by the square of it.
+
+    Attributes:
+        by: the number.
+        boundary: whether the program says where a step ends.
+        summed: the loss is a sum over the terms, which is divided by their number.
+        scaled: whether DeepSpeed divides by its own number of micro-batches, too.
+    """
+
+    by, boundary, summed, scaled = float(MANY), True, False, True
+
+    def run(self, engine, step):
+        for micro in range(MANY):
+            last = micro == MANY - 1
+            if self.boundary:
+                engine.set_gradient_accumulation_boundary(last)
+            with nullcontext() if last or self.boundary or self.config else engine.no_sync():
+                z, y = engine(data(step, N, D, k=micro)), labels(step, N, k=micro)
+                loss = F.cross_entropy(z, y, reduction="sum" if self.summed else "mean")
+                loss = loss / (self.by * (N if self.summed else 1))
+                engine.backward(loss, scale_wrt_gas=self.scaled)
+            if last:
+                engine.step()
 
 
-def factors_of(mode: str, way: str, logits: bool) -> dict:
-    """Key -> mean of a step's rows."""
-    more = {"managed_gradient_accumulation": False} if way == "unmanaged" else {}
-    accumulation = {"DeepSpeed": MANY, "boundary, half by DeepSpeed": 2}.get(way, 1)
-    # whose A is of gradients
-    kfac = {**BY_NAME[mode].kfac_block, "layers": {"types": ["Linear", "LayerNorm"]}}
-    options = {"optimizer": STILL, "gradient_clipping": 0.0, "kfac": kfac, **more}
-    engine = build(BY_NAME[mode], accumulation, **options)
-    for micro, (x, y) in enumerate(micro_batches(0, MANY)):
-        last = micro == MANY - 1
-        if way.startswith("boundary") or way in OTHER or way == SUM:
-            engine.set_gradient_accumulation_boundary(last)
-        with engine.no_sync() if way == "no_sync" and not last else nullcontext():
-            loss = loss_of(engine(x), y, summed=way == SUM) if logits else engine(x, y)
-            loss = loss / OTHER.get(way, MANY / accumulation)
-            engine.backward(loss, scale_wrt_gas="not scaled" not in way)
-        if last or way == "DeepSpeed":
-            engine.step()
+KINDS = [Reversible, Meta, SecondOrder, Weighed, Offloaded, BothWays, OneRow, Sharp, FrozenPlain]
+KINDS += [Whole, Tiled, Turned, Towers]
+PROGRAMS: dict[str, Callable[[], Program]] = {
+    **{kind.__name__: kind for kind in KINDS},
+    "a task of each micro-batch": partial(Heads, tasks=lambda step, micro, rank: (micro,)),
+    "a task of each rank": partial(Heads, tasks=lambda step, micro, rank: (rank,)),
+    "a task of each step": partial(Heads, tasks=lambda step, *_: (step % 2,) if step else (0, 1)),
+    "a weight of each micro-batch": partial(
+        Heads, tasks=lambda step, micro, rank: (micro,), weighed=True
+    ),
+    "a weight of each step": partial(
+        Heads, tasks=lambda step, *_: (step % 2,) if step else (0, 1), weighed=True
+    ),
+    "a penalty": Penalised,
+    "divided, with a boundary": Divided,
+    "divided, with a boundary, stage 3": partial(Divided, stage=3),
+    "divided, not by DeepSpeed": partial(Divided, scaled=False, stage=2),
+    "divided, by half, and by half by DeepSpeed": partial(Divided, by=2.0, accumulation=2),
+    "divided, unmanaged": partial(
+        Divided, boundary=False, config={"managed_gradient_accumulation": False}, stage=2
+    ),
+    "divided, in no_sync": partial(Divided, boundary=False),
+    "divided, as a sum": partial(Divided, summed=True),
+    "not divided": partial(Divided, by=1.0),
+    "divided by another number": partial(Divided, by=3.0),
+}
+
+
+def steps_of(make: Callable[[], Program]) -> Iterator[tuple[set[str], dict, dict]]:
+    """Yield for each step the layers that do not fit, the engine's factors of those that had rows
+    in it, and the true ones."""
+    torch.manual_seed(0)
+    model = make()
+    plain = Plain(copy.deepcopy(model))
+    mode = Mode("", model.stage, clip=0.0, kfac=EVERY_STEP)
+    engine = build(mode, model.accumulation, model=model, optimizer=STILL, **model.config)
     kfac = engine.kfac.preconditioner
-    assert not kfac.proving.unfit
-    found = merged({key: factor.packed_P for key, factor in kfac.curvature.factors.items()})
-    engine.destroy()
-    return found
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        with Truth(plain.model) as truth:
+            plain.model.run(plain, step)
+        plain.model.zero_grad()
+        torch.manual_seed(step)
+        engine.module.run(engine, step)
+        yield set(kfac.proving.unfit), factors_of(engine), factors_of_ranks(of_ranks(truth.sums()))
 
 
 @pytest.mark.ranks(2)
-def test_G_is_that_of_deepspeeds_own_accumulation_whoever_divides():
-    """Also where the model returns logits. By another number than that of the micro-batches the
-    gradients are larger, and G by the square of it."""
-    ways = [
-        (mode, way, logits)
-        for mode in ("z0", "z2", "z3")
-        for way in WAYS
-        for logits in (True, False)
-        if way != "no_sync" or mode == "z0"  # DeepSpeed has it at stages 0 and 1
-    ]
-    cases = covering(ways, lambda case: dict(zip(("mode", "way", "logits"), case, strict=True)))
-    cases += [("z0", way, True) for way in (SUM, *OTHER)]
-    of_mean = factors_of("z0", "DeepSpeed", True)
-    for case in cases:
-        found = factors_of(*case)
-        for key, expected in of_mean.items():
-            if key.endswith("/G") or key == "norm/A":
-                expected = expected * (MANY / OTHER.get(case[1], MANY)) ** 2
-            # a chain of products, and a sum over the rows
-            close(found[key], expected, sums=100, condition=10, what=f"{case} {key}")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_layer_has_the_factors_of_plain_autograd_or_is_told(name):
+    model = PROGRAMS[name]()
+    with patch.object(proving, "RAISES", not model.unfit):
+        for step, (unfit, factors, expected) in enumerate(steps_of(PROGRAMS[name])):
+            assert unfit == (model.unfit if step >= model.first_unfit else set()), step
+            if model.unfit:
+                continue
+            assert expected.keys() <= factors.keys()
+            for layer, (A, G, _) in expected.items():
+                what = f"{layer} in step {step}"
+                close(factors[layer], (A, G), sums=1000, dtype=torch.float32, what=what)

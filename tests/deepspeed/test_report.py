@@ -1,12 +1,20 @@
-"""The attach report: seen, what matters first, equal layers in one row, short for a large model."""
+"""What is said of a run: the report at attach, which is also that of the command check, and the
+numbers in logs, against weights and eigenvalues themselves."""
 
 import contextlib
+import copy
 import functools
 import io
+import json
 import os
+import re
+import statistics
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from unittest.mock import patch
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,14 +22,19 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 import ds_kfac
+from ds_kfac.__main__ import main
+from ds_kfac.estimate.subject import Subject
+from ds_kfac.metrics import STAGES, SUMMARY, TIMER, Metrics
 from ds_kfac.step import proving
-from tests.deepspeed.modes import BY_NAME
+from ds_kfac.step.counters import FAILURES, counters, health
+from tests.close import close, near
+from tests.deepspeed import expert_runs
+from tests.deepspeed.modes import BY_NAME, KFAC, Mode
 from tests.deepspeed.runs import build, train, weights
 from tests.deepspeed.said import heard
 from tests.models import FEATURES, make_net
 
 WIDTH, BLOCKS = 8, 32
-pytestmark = pytest.mark.distributed
 
 
 class Block(nn.Module):
@@ -192,3 +205,228 @@ def test_several_groups_behind_a_scaler_that_grows_are_a_known_fault():
     for groups in ("one", "decay"):
         engine = build(replace(BY_NAME["z2-autocast_float16"], groups=groups), 1)
         assert (fault in engine.kfac.report) == (groups == "decay")
+
+
+SGD = {"type": "SGD", "params": {"lr": 1.0}}
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+OURS = {"type": "KFACAdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+HIGH = {"type": "KFACAdamW", "params": {"lr": 0.2, "torch_adam": True}}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 0.2}}
+LOW = {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 2e-3}}
+OFFLOAD = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+SAMPLED = {"factor": {"fisher": "monte_carlo", "prediction": "tail"}}
+UNROTATED_WITH_G = {"adam": {"rotate": False}, "factor": {"fisher": "empirical"}}
+BETAS = {"type": "KFACAdamW", "params": {"betas": [0.9, 1.5]}}
+
+REFUSED = {
+    "no module 'tail'": {"optimizer": SGD, "kfac": SAMPLED},
+    "cannot be offloaded in part": {"optimizer": OURS, "zero_optimization": OFFLOAD},
+    "optimizer.params.betas": {"optimizer": BETAS},
+    "no optimizer": {"kfac": {}},
+    'did you mean "KFACAdamW"': {"optimizer": {"type": "KfacAdam", "params": {"lr": 0.01}}},
+    "kfac.adam.rotate false keeps no factors": {"optimizer": OURS, "kfac": UNROTATED_WITH_G},
+    'keeps no eigenbasis, in which KFACAdamW steps; use "eigen"': {
+        "optimizer": OURS,
+        "kfac": {"preconditioner": {"method": "inverse"}},
+    },
+}
+ZERO_2 = {"zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True}
+HALVES = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+FITS = {
+    "AdamW": {"optimizer": ADAMW, "kfac": {}},
+    "SGD": {"optimizer": SGD, "kfac": {}, **ZERO_2},
+    "KFACAdamW": {"optimizer": OURS},
+    "KFACAdamW, bf16": {"optimizer": OURS, **HALVES},
+    "a high rate": {"optimizer": HIGH},
+    "a high rate of its schedule": {"optimizer": OURS, "scheduler": WARMUP},
+    "a low rate of its schedule": {"optimizer": HIGH, "scheduler": LOW},
+}
+
+
+class Small(nn.Module):
+    """Of the kind that recipes are for, with words."""
+
+    def __init__(self, words: int = 0) -> None:
+        super().__init__()
+        if words:
+            self.words = nn.Embedding(words, 5)
+        self.first, self.norm, self.head = (
+            nn.Linear(5, 7),
+            nn.LayerNorm(7),
+            nn.Linear(7, words or 3),
+        )
+
+
+class Words(Small):
+    def __init__(self) -> None:
+        super().__init__(50)
+
+
+def checked(folder: Path, config: dict, model: type[nn.Module]) -> str:
+    path = folder / "ds_config.json"
+    path.write_text(json.dumps(config))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        main(["check", "--config", str(path), "--model", f"{__name__}:{model.__name__}"])
+    return printed.getvalue()
+
+
+def engine_of(config: dict, model: type[nn.Module] = Small):
+    made, config = model(), copy.deepcopy(config)
+    return ds_kfac.initialize(model=made, model_parameters=made.parameters(), config=config)[0]
+
+
+@pytest.mark.ranks(1)
+def test_what_attach_refuses_check_refuses_in_the_same_words(tmp_path):
+    for text, config in REFUSED.items():
+        config = {"train_micro_batch_size_per_gpu": 2, **config}
+        with pytest.raises(ValueError, match=text):
+            ds_kfac.attach(engine_of(config))  # an engine without an optimizer has none yet
+        said = checked(tmp_path, config, Small)
+        assert said.startswith("ds_kfac check: ") and text in said, said
+
+
+@pytest.mark.ranks(1)
+def test_what_fits_is_planned_and_summed_up_as_attach_does(tmp_path):
+    for name, config in FITS.items():
+        config = {"train_micro_batch_size_per_gpu": 2, **config}
+        said, kfac = checked(tmp_path, config, Words), engine_of(config, Words).kfac
+        assert said.splitlines()[1:6] == kfac.report.splitlines()[:5], (name, said)
+        for text in (said, kfac.report):
+            assert ("far from every recipe" in text) == name.startswith("a high rate"), (name, text)
+        subject, rule = Subject(Words(), config), kfac.preconditioner.rule
+        assert subject.rule is rule and subject.config == kfac.preconditioner.config
+        assert rule.moments_count(subject.config) == subject.rule.moments_count(subject.config)
+
+
+RATE = 0.01
+OPTIMIZER = {"type": "KFACAdamW", "params": {"lr": RATE, "weight_decay": 0.0, "torch_adam": True}}
+EXPERTS = Mode("moe", 0, adam=True, clip=0.0, extra={"optimizer": OPTIMIZER})
+
+
+def check_step_to_weight(engine, step, bound: float = 0.05) -> None:
+    """What is logged of a step is the distance that it goes, over all layers."""
+    before = weights(engine)
+    step()
+    after = weights(engine)
+    layers = [layer for kfac in engine.kfac.job.preconditioners for layer in kfac.layers]
+    names = [name for layer in layers for name in layer.parameters]
+    moved = sum(float((after[n] - before[n]).double().square().sum()) for n in names)
+    ratio = (moved / sum(float(after[n].double().square().sum()) for n in names)) ** 0.5
+    logged = engine.kfac.log_line()["kfac/step_to_weight"]
+    near(logged, ratio, bound * ratio, "of the weights before or after the step, or of a half")
+
+
+RATES = {"kfac/stepped", "kfac/curved", "kfac/lr_heads", "kfac/lr_others"}
+MEASURED = {"nu", "kl", "step_to_weight", "eigenvalue_spread"}
+"""Counters that are not there before a step: all others are zero."""
+
+
+@pytest.mark.ranks(2)
+def test_the_logs_say_how_far_a_step_goes_and_how_spread_curvature_is():
+    for name in ("adam-z0", "adam-z2", "adam-z3", "z2"):
+        messages = {
+            "enabled": name == "adam-z2",
+            "verbose": False,
+            "prof_all": True,
+            "debug": False,
+        }
+        own = {} if name == "z2" else {"optimizer": OPTIMIZER}
+        engine = build(BY_NAME[name], 1, comms_logger=messages, **own)
+        before = engine.kfac.counters()
+        of_self_test = ("calls_", "sent_bytes_", "received_bytes_")
+        not_zero = {k for k, value in before.items() if value and not k.startswith(of_self_test)}
+        assert {f"kfac/{key}" for key in not_zero} <= RATES, name
+        train(engine, 1, steps=2)
+        step = partial(train, engine, 1, steps=1, first=2)
+        if name == "z2":  # the user's optimizer decides on the step
+            step()
+        else:  # at stage 3 a rank knows the mean square of its half of the weights
+            check_step_to_weight(engine, step, 0.5 if name == "adam-z3" else 0.05)
+        after = engine.kfac.counters()
+        assert before.keys() == after.keys() - MEASURED and after["steps"] == 3, name
+        if name == "adam-z2":
+            deepspeed.comm.log_summary(show_straggler=True)
+        if name == "z2":  # the KL divergence of a clipped step is half of what the clip allows
+            assert after["nu"] < 1
+            kl_clip = KFAC["preconditioner"]["kl_clip"]
+            close(after["kl"], kl_clip / 2, sums=100, dtype=torch.float32)
+        logged = {**engine.kfac.log_line(), **engine.kfac.log_constants()}
+        assert {f"kfac/{key}" for key in after} >= {"kfac/steps", *logged}
+        assert (logged["kfac/stepped"], logged["kfac/curved"]) == (1.0, 1.0)
+        states = engine.kfac.preconditioner.state.values()
+        values = [state.basis.A.values.tolist() for state in states if state.basis]
+        spread = statistics.median_low(max(own) / statistics.fmean(own) for own in values)
+        close(logged["kfac/eigenvalue_spread"], spread, sums=20, dtype=torch.float32, what=name)
+        assert ("kfac/step_to_weight" in logged) == (name != "z2")
+    # of dense layers and experts together
+    engine = expert_runs.make_engine(EXPERTS, expert_runs.DistributedNet(1))
+    expert_runs.train(engine, 2)
+    check_step_to_weight(engine, lambda: expert_runs.train(engine, 1))
+
+
+SPREAD, COUNTERS = (
+    "kfac/eigenvalue_spread",
+    ("captures", "statistics_fraction", "refreshes", "steps"),
+)
+WRITTEN = {f"kfac/{name}" for name in (*COUNTERS, "sent_bytes_proof", "calls_proof", "nu")}
+LINES = {  # mode, report: names of a line, of constants, and others in the monitor
+    ("adam-z2", "summary"): ({"kfac/step_to_weight", SPREAD}, RATES, set()),
+    ("adam-z2", "none"): (set(), set(), set()),
+    ("z2", "summary"): (
+        {"kfac/nu", "kfac/kl", SPREAD},
+        {"kfac/stepped", "kfac/curved"},
+        WRITTEN | {"kfac/not_finite_layers"},
+    ),
+}
+
+
+@pytest.mark.ranks(1)
+def test_a_line_has_few_numbers_failures_where_there_are_any_and_the_monitors_names(tmp_path):
+    for (name, report), (line, constants, others) in LINES.items():
+        folder = tmp_path / f"{name}-{report}"
+        monitor = {"enabled": True, "output_path": str(folder), "job_name": "run"}
+        own = {"optimizer": OPTIMIZER} if name != "z2" else {}
+        engine = build(BY_NAME[name], 1, kfac={"report": report}, csv_monitor=monitor, **own)
+        train(engine, 1, steps=2)
+        assert engine.kfac.log_line().keys() == line
+        assert engine.kfac.log_constants().keys() == constants
+        engine.kfac.metrics.summary[list(SUMMARY).index("refresh_failures")] = 2
+        failures = {"kfac/refresh_failures": 2.0} if line else {}
+        assert {k: v for k, v in engine.kfac.log_line().items() if k not in line} == failures
+        files = {path.stem: path for path in folder.rglob("*.csv")}
+        assert {key.replace("/", "_") for key in line | constants | others} <= files.keys()
+        if constants:
+            lines = files["kfac_stepped"].read_text().splitlines()
+            assert len(lines) == 2, "a heading and one value"
+
+
+@pytest.mark.ranks(1)
+def test_stages_are_timers_of_deepspeeds_breakdown_until_detach():
+    engine = build(BY_NAME["z2"], 1, wall_clock_breakdown=True)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        train(engine, 1, steps=5)
+    ours, timers = {TIMER + stage for stage in STAGES}, engine.engine_timers
+    assert ours <= set(timers.global_timers)
+    cached = engine.get_wall_clock_timers()
+    assert all(cached[TIMER + stage] > 0 for stage in ("relayout", "precondition"))
+    assert TIMER + "precondition" in printed.getvalue()
+    engine.kfac.detach()
+    assert not ours & set(timers.global_timers)
+
+
+def test_every_counter_has_a_row():
+    """Those that a docstring names, too: not each is of every run."""
+    page = Path(__file__).parents[2] / "docs/reference/counters.md"
+    table = page.read_text().split("## One layer")[0]
+    cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    rows = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+    docstrings = f"{Metrics.__doc__} {counters.__doc__} {health.__doc__}"
+    told = re.findall(r'"([a-z_]+(?:<\w+>)?)"', docstrings)
+    counted = {*SUMMARY, *FAILURES, *told, "nu", "kl", "stepped", "curved"}
+    counted |= {f"seconds_{stage}" for stage in STAGES}
+    patterns = {row: re.compile(re.sub("<.*>", ".+", row) + "$") for row in rows}
+    missing = [n for n in counted if not any(p.match(n) for p in patterns.values())]
+    assert not missing and len(told) > 10
+    for row, pattern in patterns.items():  # nor is there a row of none
+        assert row.startswith("lr_") or any(map(pattern.match, counted)), row

@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from tests.close import exact, near
+from tests.close import close, exact, near
 from tests.deepspeed.modes import Mode
 from tests.deepspeed.runs import build
-from tests.models import make_net
+from tests.models import CLASSES, FEATURES, make_net
 from tests.ranks import of_ranks
 from tests.rule_cases import CASES, Case, truth_of
 from tests.truth import factors_of_ranks
@@ -96,7 +97,7 @@ RUNS += [("llama, padded micro-batches", stage, "fp32") for stage in (2, 3)]
 RUNS += [("micro-batches", stage, "fp16") for stage in (1, 2)]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2])  # tests/model/test_rule.py has one rank
 @pytest.mark.parametrize(("name", "stage", "dtype"), RUNS)
 def test_an_engines_factors_are_those_of_the_rule(name, stage, dtype, world):
     case = CASES[name]
@@ -129,3 +130,51 @@ def test_a_layer_without_a_row_in_a_step_keeps_its_factors():
     second = factors_of(engine)
     exact(second["other"], first["other"])
     assert not torch.equal(second["first"][0], first["first"][0])
+
+
+# what a step's loss is a mean over: ``kfac.factor.loss_mean``
+
+SIZES = {1: [[60, 4, 19, 13]], 2: [[60, 4], [19, 13]]}
+"""Number of ranks -> rows of each micro-batch on each rank."""
+TERMS = 96
+
+
+class TermLoss(nn.Linear):
+    """As a causal model of transformers: it divides the sum of its losses by the number it is
+    given."""
+
+    def forward(self, x: Tensor, y: Tensor, num_items_in_batch: int | None = None) -> Tensor:
+        logits = super().forward(x)
+        if num_items_in_batch is None:
+            return F.cross_entropy(logits, y)
+        return F.cross_entropy(logits, y, reduction="sum") / num_items_in_batch
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    ("stage", "loss_mean"), [(0, "step"), (2, "step"), (0, "micro_batch"), (2, "micro_batch")]
+)
+def test_G_is_the_second_moment_of_gradients_of_single_terms(stage, loss_mean, world):
+    """Whether a step's loss is a mean over the terms of each micro-batch or over those of the whole
+    step. Micro-batches, each a mean over its terms, weigh alike."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(TERMS, FEATURES, generator=generator)
+    y = torch.randint(CLASSES, (TERMS,), generator=generator)
+    model = make_net(lambda: TermLoss(FEATURES, CLASSES))
+    g = (x @ model.weight.T + model.bias).softmax(-1).detach() - F.one_hot(y, CLASSES)
+    own, count = SIZES[world][dist.get_rank()], len(SIZES[world][0])
+    first = sum(map(sum, SIZES[world][: dist.get_rank()]))
+    parts = (t[first : first + sum(own)].split(own) for t in (x, y))
+    factor = {"rows": "all", "update_interval": 1, "loss_mean": loss_mean}
+    engine = build(Mode("terms", stage, clip=0.0, kfac={"factor": factor}), count, model=model)
+    for inputs, labels in zip(*parts, strict=True):
+        if loss_mean == "step":  # DeepSpeed divides by the ranks and the micro-batches
+            loss = engine(inputs, labels, num_items_in_batch=TERMS) * world * count
+        else:
+            loss = engine(inputs, labels)
+        engine.backward(loss)
+        engine.step()
+    parts = [g] if loss_mean == "step" else g.split(SIZES[1][0])
+    G = sum(part.T @ part / len(part) for part in parts) / len(parts)
+    ((_, found),) = factors_of(engine).values()
+    close(found, G.double(), sums=2 * TERMS, dtype=torch.float32)

@@ -1,7 +1,12 @@
-"""The doors into DeepSpeed: attach once, detach without a trace, refuse what would be wrong, say
-what is done."""
+"""The doors into DeepSpeed: attach once, detach without a trace, refuse what would be wrong, give
+back what was taken; and engines that train beside each other."""
 
+import contextlib
+import io
+import os
+import time
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -11,15 +16,15 @@ import torch
 import torch.distributed as dist
 
 import ds_kfac
+from ds_kfac.engine.attachment import attached
 from ds_kfac.zero.exchange import GradientExchange, Gradients
 from ds_kfac.zero.stages import Stage12, ZeroLayout
 from tests.close import exact
 from tests.deepspeed.modes import BY_NAME, KFAC, Mode
-from tests.deepspeed.runs import build, parameter_groups, train, weights
+from tests.deepspeed.runs import build, held, parameter_groups, train, weights
 from tests.deepspeed.said import error_of, heard
 from tests.models import make_net
 
-pytestmark = pytest.mark.distributed
 BLOCK = BY_NAME["z2"].config(1, 1)["kfac"]
 OFF = {"enabled": False}
 
@@ -47,28 +52,35 @@ def changed(engine) -> set[str]:
     return found
 
 
-def hooks_of(engine) -> int:
-    modules = engine.module.modules()
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules)
-
-
 ATTACHED = {"forward", "backward", "save_checkpoint", "load_checkpoint", "destroy", "kfac"}
 ATTACHED |= {"optimizer.step", "step hooks"}
 WITHOUT = {"load_checkpoint"}
 """Of an engine without K-FAC, which may be given KFACAdamW's checkpoint."""
 
 
-@pytest.mark.ranks(1)
+def said_by(action) -> str:
+    """What DeepSpeed's logger and we ourselves write meanwhile."""
+    with heard("INFO") as lines:
+        action()
+    return "\n".join(line for line in lines if "ds_kfac" in line)
+
+
+ALREADY = "ds_kfac: attached already: this call of ds_kfac.attach changes nothing"
+
+
+@pytest.mark.ranks(2)
 def test_every_door_attaches_once_and_detach_leaves_nothing_behind():
     original = deepspeed.initialize
     plain = start(original)
     assert changed(plain) == WITHOUT
-    hooks_without = hooks_of(plain)
+    hooks_without = held(plain.module)["hooks"]
     train(plain, 1)
     engine = start(kfac=BLOCK)
     assert changed(engine) == ATTACHED
-    hooks = hooks_of(engine)
-    assert ds_kfac.attach(engine) is engine.kfac and hooks_of(engine) == hooks
+    hooks = held(engine.module)["hooks"]
+    for again in (lambda: ds_kfac.attach(engine), lambda: ds_kfac.attach(engine, BLOCK)):
+        assert said_by(again) == ("" if dist.get_rank() else ALREADY)
+    assert ds_kfac.attach(engine) is engine.kfac and held(engine.module)["hooks"] == hooks
     assert "another config" in error_of(lambda: ds_kfac.attach(engine, {"damping": {"value": 3.0}}))
     train(engine, 1, steps=2)
     assert engine.kfac.metrics.counts["steps"] == 2
@@ -76,7 +88,7 @@ def test_every_door_attaches_once_and_detach_leaves_nothing_behind():
     assert said.startswith("<ds_kfac.Attachment: ") and "ZeRO stage" in said
     attachment.detach()
     attachment.detach()
-    assert changed(engine) == set() and hooks_of(engine) == hooks_without
+    assert changed(engine) == set() and held(engine.module)["hooks"] == hooks_without
     assert repr(attachment) == said.replace(">", ", detached>")
 
     engine = start(kfac=BLOCK)
@@ -123,13 +135,6 @@ def test_enable_makes_deepspeeds_door_ours_until_disable():
 NOT_NAMED = "this engine trains without K-FAC: the DeepSpeed config names it nowhere"
 
 
-def said_by(action) -> str:
-    """What DeepSpeed's logger and we ourselves write meanwhile."""
-    with heard("INFO") as lines:
-        action()
-    return "\n".join(line for line in lines if "ds_kfac" in line)
-
-
 @pytest.mark.ranks(2)
 def test_a_block_without_effect_is_said_once():
     """By rank 0."""
@@ -154,15 +159,6 @@ def test_a_block_without_effect_is_said_once():
     assert "trains without" not in started(deepspeed.initialize), "as others have it"
     ds_kfac.engine.entry._unattached = "as in a program whose first engine this is"
     assert started(deepspeed.initialize).count(NOT_NAMED) == first
-
-
-@pytest.mark.ranks(2)
-def test_a_second_attach_says_that_there_is_nothing_to_do():
-    engine = build(BY_NAME["z2"], 1)
-    line = "ds_kfac: attached already: this call of ds_kfac.attach changes nothing"
-    for given in ((), (engine.config["kfac"],)):
-        text = said_by(lambda: ds_kfac.attach(engine, *given))  # noqa: B023
-        assert text == (line if dist.get_rank() == 0 else "")
 
 
 @pytest.mark.ranks(1)
@@ -206,16 +202,8 @@ def test_the_report_lists_every_module():
 # refusals
 
 
-class Muon(torch.optim.SGD):
-    """By its name."""
-
-
 def sgd(**options) -> torch.optim.Optimizer:
     return torch.optim.SGD(make_net().parameters(), lr=0.1, **options)
-
-
-def optimizer_offload(**facts) -> dict:
-    return {"zero_config": SimpleNamespace(offload_optimizer=SimpleNamespace(**facts))}
 
 
 PRETENDED = {
@@ -226,9 +214,7 @@ PRETENDED = {
         "stage 0, 1 or 2",
     ),
     "sequence parallelism by mesh_param": ({"mesh_device": object()}, "parallel_state_sp"),
-    "compressed-communication optimizer": ({"enable_backward_allreduce": False}, "AdamW"),
     "no optimizer": ({"optimizer": None}, '"optimizer" block'),
-    "Muon": ({"basic_optimizer": Muon(make_net().parameters(), lr=0.1)}, "choose Muon or K-FAC"),
     "torch_autocast fp16 with a fused optimizer": (
         {
             "torch_autocast_enabled": lambda: True,
@@ -261,6 +247,8 @@ def test_refusals_say_what_to_change():
 
     assert "did you mean kfac.damping.value?" in refused(kfac={"damping": {"vlaue": 1}})
     assert 'did you mean "kfac"' in refused(KFAC={"enabled": True})
+    named = BY_NAME["adam-z2"].config(1)["optimizer"]
+    assert 'use "AdamW" to train without it' in refused(optimizer=named, kfac=OFF)
     assert "matches no module" in refused(kfac={"layers": {"exclude": ["nothing_like_it"]}})
     several = error_of(lambda: with_adagrad(BY_NAME["z2"], "decay"))
     assert "Adagrad of several parameter groups with ZeRO: " in several and "one group" in several
@@ -380,3 +368,140 @@ def test_a_fault_on_one_rank_is_an_error_on_all():
         said = error_of(lambda: build(BY_NAME["z2"], 1))
     # rank 0 misses what rank 1 should have sent, but what lies on rank 0 is where it should be
     assert f"rank 1: DeepSpeed {LOST}" in said and f"rank 0: DeepSpeed {LOST}" not in said, said
+
+
+def leave_twice(engine, signal) -> None:
+    engine.destroy()
+    engine.destroy()
+
+
+def leave_detached(engine, signal) -> None:
+    engine.kfac.detach()
+    engine.destroy()
+
+
+def leave_alone(engine, signal) -> None:
+    """Rank 1 does nothing until rank 0 is through, as if it were gone."""
+    if dist.get_rank() == 0:
+        engine.destroy()
+        signal.touch()
+    deadline = time.monotonic() + 60
+    while not signal.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert signal.exists()
+    engine.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_destroy_gives_everything_back(tmp_path):
+    plain = build(BY_NAME["z2"], kfac=OFF)
+    before = held(plain.module)
+    # ZeRO's own hooks keep an engine that nobody destroys
+    ways = [("z2", leave) for leave in (leave_twice, leave_detached, leave_alone)]
+    for name, leave in (*ways, ("z0", None), ("adam-z3", leave_twice), ("adam-z3", leave_twice)):
+        engine = build(BY_NAME[name], model=make_net())
+        train(engine, 1, steps=3)
+        model, during = engine.module, held(engine.module)
+        assert during["groups"] == before["groups"] + 1 and during["hooks"] > before["hooks"]
+        if leave:
+            leave(engine, tmp_path / "signal")
+        else:  # garbage, with its model, whose hooks refer to it
+            model = plain.module
+        del engine
+        assert held(model) == before, (name, leave)
+
+
+@pytest.mark.ranks(2)
+def test_an_engine_can_be_detached_after_the_jobs_groups_and_has_their_timeout(tmp_path):
+    hooks = held(build(BY_NAME["z2"], kfac=OFF).module)["hooks"]
+    # as init_distributed(timeout=...) does
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1234), dist.group.WORLD)
+    engine = build(BY_NAME["z2"])
+    group = engine.kfac.preconditioner.channel.group
+    options = group._get_backend(torch.device("cpu")).options
+    assert options._timeout == timedelta(seconds=1234)
+    dist.barrier()
+    dist.destroy_process_group()
+    engine.kfac.detach()  # DeepSpeed's destroy fails then
+    assert held(engine.module)["hooks"] == hooks
+    store = f"file://{tmp_path}/store"
+    dist.init_process_group("gloo", init_method=store, rank=int(os.environ["RANK"]), world_size=2)
+
+
+@pytest.mark.ranks(1)
+def test_a_models_callbacks_find_its_newer_engine_when_an_older_one_goes():
+    """Of two Trainers, of which the first one's engine goes when the second has one."""
+    model = make_net()
+    older, newer = (build(BY_NAME["z2"], model=model) for _ in range(2))
+    older.destroy()
+    assert attached(model) is newer.kfac
+    newer.destroy()
+    assert attached(model) is None
+
+
+@pytest.mark.ranks(2)
+def test_engines_that_nobody_destroys_share_one_group_and_train_as_if_alone():
+    """As those of several Trainers in one process; ZeRO's are never collected."""
+    for name in ("z0", "adam-z2", "z3"):
+        alone, engines = build(BY_NAME[name]), []
+        train(alone, 1, steps=4)
+        expected = weights(alone)
+        alone.destroy()
+        before = held()["groups"]
+        for _ in range(4):
+            engines.append(build(BY_NAME[name]))
+            assert held()["groups"] == before + 1
+        for step in range(4):  # one after another at each step, in one group
+            for engine in engines:
+                train(engine, 1, steps=1, first=step)
+        for engine in engines:
+            exact(weights(engine), expected, what=name)
+        engines.pop().destroy()
+        assert held()["groups"] == before + 1
+        train(engines[-1], 1, steps=1, first=4)
+        # here nobody has the group any more, on the other rank three
+        for engine in () if dist.get_rank() else engines:
+            engine.destroy()
+        # by an engine whose batch was too large, as with the Trainer's auto_find_batch_size
+        left = make_net()
+        sum(parameter.sum() for parameter in left.parameters()).backward()
+        later = build(BY_NAME[name], model=left)
+        train(later, 1, steps=4)
+        exact(weights(later), expected, what=name)
+        for engine in (*engines, later) if dist.get_rank() else (later,):
+            engine.destroy()
+        assert held()["groups"] == before, name
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Has another's groups and calls no initialiser of torch's, as timm's Lookahead."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.param_groups = base, base.param_groups
+        self.defaults, self.state = base.defaults, base.state
+
+    def step(self, closure=None) -> None:
+        self.base.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    def load_state_dict(self, state_dict) -> None:
+        self.base.load_state_dict(state_dict)
+
+
+@pytest.mark.ranks(1)
+def test_an_optimizer_that_calls_no_initialiser_of_torchs_is_stepped_and_warns_when_it_loads():
+    model = make_net()
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}, "kfac": BLOCK}
+    config["zero_allow_untested_optimizer"] = True
+    optimizer = Wrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer.model = model  # as LOMO has it
+    engine, *_ = ds_kfac.initialize(model=model, optimizer=optimizer, config=config)
+    train(engine, 1, steps=1)
+    assert any(not torch.equal(w, before[name]) for name, w in weights(engine).items())
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        optimizer.load_state_dict(optimizer.base.state_dict())
+        model.load_state_dict(model.state_dict())
+    assert said.getvalue().count("loads nothing of K-FAC's") == 1

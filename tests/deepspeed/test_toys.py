@@ -7,11 +7,9 @@ import deepspeed
 import pytest
 import torch
 
-from ds_kfac.config.keys import parse
-from ds_kfac.directions.base import UpdateRule
 from ds_kfac.step import proving
 from tests.close import close, exact
-from tests.deepspeed.features import InFront, with_rule
+from tests.deepspeed.features import with_rule
 from tests.deepspeed.modes import KFAC, LR, Mode
 from tests.deepspeed.runs import build, train, weights
 from tests.deepspeed.said import error_of
@@ -66,14 +64,3 @@ def test_a_rule_of_one_layer_need_not_know_layers_without_a_basis():
         assert "Miscounting.numbers is 2, but its Direction.step gave 0 scalars" in error_of(
             lambda: train(engine, 1, 1)
         )
-
-
-def test_a_rule_that_needs_a_basis_refuses_a_method_that_keeps_none():
-    for rule, name in ((ToyRule(), "ToySGD"), (InFront(), "InFront")):
-        with pytest.raises(ValueError, match=f'no eigenbasis, in which {name} steps; use "eigen"'):
-            rule.resolved(parse({"preconditioner": {"method": "inverse"}}))
-
-
-def test_a_rule_says_which_method_it_lacks():
-    with pytest.raises(TypeError, match="direction"):
-        type("Half", (UpdateRule,), {"claims": ToyRule.claims})()

@@ -1,8 +1,6 @@
-"""Layers that a step does not use, and parameters that are frozen: KFACAdamW leaves them alone, as
-torch would."""
+"""Layers that a step does not use, on all ranks or on some, and parameters that are frozen."""
 
 import itertools
-import math
 from collections.abc import Iterator
 
 import pytest
@@ -11,14 +9,15 @@ import torch.distributed as dist
 from torch import nn
 
 import ds_kfac
-from ds_kfac.step import proving
-from tests.close import close
-from tests.deepspeed.modes import BY_NAME, Mode
-from tests.deepspeed.runs import build, expected, patched, train, weights
-from tests.models import FEATURES, Net, make_net
+from tests.close import near
+from tests.deepspeed.features import merged
+from tests.deepspeed.modes import BY_NAME, KFAC, MICRO_ROWS, Mode
+from tests.deepspeed.parallel import shared_folder
+from tests.deepspeed.runs import build, expected, patched, train, used, weights
+from tests.models import FEATURES, Net, make_batch, make_net
+from tests.ranks import call_on_ranks, of_ranks
 from tests.spread import difference, within
 
-pytestmark = pytest.mark.distributed
 MODES = {
     "adam-z0": 1,
     "adam-z2": 2,
@@ -96,56 +95,45 @@ def test_an_offloaded_gradient_that_was_not_renewed_is_not_preconditioned_again(
             assert ("extra.weight" in moved) == (step == 0), (name, step)
 
 
+class PartlyFrozen(Net):
+    """A frozen weight, a frozen bias, a tied pair, a layer called by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.partly = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+        self.tied_a, self.tied_b = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+        self.tied_b.weight = self.tied_a.weight
+        self.frozen.weight.requires_grad_(False)
+        self.partly.bias.requires_grad_(False)
+
+    def forward(self, x, y=None):
+        x = self.partly(input=torch.tanh(self.frozen(x)))
+        return super().forward(self.tied_b(torch.tanh(self.tied_a(x))), y)
+
+
+WIDTHS = {"first": FEATURES + 1, "middle": 17, "head": 20, "partly": FEATURES}
+
+
 @pytest.mark.ranks(2)
 def test_a_frozen_parameter_is_not_moved_whenever_it_was_frozen():
-    """One layer frozen from the start; later all of another one, and only the weight of a third."""
+    """Some from the start; later all of another layer, and only the weight of a third."""
     names = ("adam-z0", "adam-z1", "adam-z2-offload", "adam-z3", "adam-z3-offload", "adam-z2-bf16")
-    frozen = {"first.weight", "first.bias", "head.weight"}
-    for name in (*names, "z2"):
-        mode, model = BY_NAME[name], make_net(Alternating)
-        model.interval = 1
-        model.extra.requires_grad_(False)
+    later = {"first.weight", "first.bias", "head.weight"}
+    for name in (*names, "z0", "z2", "z3"):
+        mode, model = BY_NAME[name], make_net(PartlyFrozen)
         engine = build(mode, 1, model=model, **({} if mode.adam else {"optimizer": SGD}))
+        assert {layer.name: layer.A.dim for layer in engine.kfac.preconditioner.layers} == WIDTHS
+        every = set(dict(model.named_parameters()))
         with patched(mode):
             for step, moved in steps_of(engine):
-                assert not moved & EXTRA, (name, step)
-                assert moved & frozen == (frozen if step < 2 else set()), (name, step, moved)
-                assert {"middle.weight", "head.bias"} <= moved, (name, step)
+                frozen = {"frozen.weight", "partly.bias"} | (later if step > 1 else set())
+                assert moved == every - frozen, (name, step, moved)
                 if step == 1:
                     model.first.requires_grad_(False)
                     model.head.weight.requires_grad_(False)
 
 
 # what is unfrozen later
-
-
-def own_part(p: nn.Parameter) -> torch.Tensor:
-    """This rank's elements, and at stage 3 their padding: memory that DeepSpeed never writes where
-    ranks do not divide the elements."""
-    return getattr(p, "ds_tensor", p).detach().flatten()
-
-
-def own_elements(p: nn.Parameter) -> int:
-    """How many of a parameter's elements this rank holds."""
-    if not hasattr(p, "ds_tensor"):
-        return p.numel()
-    return min(max(p.ds_numel - dist.get_rank() * p.ds_tensor.numel(), 0), p.ds_tensor.numel())
-
-
-def partly_frozen(kind: str, stage: int, first: str, half: bool):
-    """An engine, and its frozen parameters: norms, or a whole group of its own."""
-    model = make_net()
-    frozen = [p for n, p in model.named_parameters() if n.startswith(first)]
-    for parameter in frozen:
-        parameter.requires_grad_(False)
-    groups = list(model.parameters())
-    if first == "first":
-        others = [p for n, p in model.named_parameters() if not n.startswith(first)]
-        groups = [{"params": frozen, "lr": 0.02}, {"params": others}]
-    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
-    config |= {"bf16": {"enabled": half}}
-    config["optimizer"] = {"type": kind, "params": {"lr": 0.01, "torch_adam": True}}
-    return ds_kfac.initialize(model=model, config=config, model_parameters=groups)[0], frozen
 
 
 THAWED = [  # stage, what is frozen at first, 16 bits
@@ -163,35 +151,154 @@ def test_what_is_unfrozen_later_is_trained_where_adamw_trains_it():
     """At stage 0 in fp32: all other engines of DeepSpeed's drop for good what is frozen at
     first."""
     for (stage, first, half), kind in itertools.product(THAWED, ("AdamW", "KFACAdamW")):
-        engine, frozen = partly_frozen(kind, stage, first, half)
-        for p in frozen:
-            own_part(p)[own_elements(p) :].fill_(math.nan)
+        model = make_net()
+        frozen = {name: p for name, p in model.named_parameters() if name.startswith(first)}
+        for p in frozen.values():
+            p.requires_grad_(False)
+        groups = list(model.parameters())
+        if first == "first":  # a whole group of its own
+            others = [p for name, p in model.named_parameters() if name not in frozen]
+            groups = [{"params": [*frozen.values()], "lr": 0.02}, {"params": others}]
+        config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
+        config |= {"bf16": {"enabled": half}}
+        config["optimizer"] = {"type": kind, "params": {"lr": 0.01, "torch_adam": True}}
+        engine, *_ = ds_kfac.initialize(model=model, config=config, model_parameters=groups)
         for step in range(3):
             if step == 1:
                 engine.module.requires_grad_(True)
-            before = [own_part(p)[: own_elements(p)].clone() for p in frozen]
+            before = used(engine)
             train(engine, 1, steps=1, first=step)
-            moves = step > 0 and stage == 0 and not half
-            for p, was in zip(frozen, before, strict=True):
-                now = own_part(p)[: own_elements(p)]
-                assert torch.equal(now, was) != moves, (stage, first, half, kind, step)
+            moved = {n for n, p in used(engine).items() if not torch.equal(p, before[n])}
+            wanted = frozen.keys() if step > 0 and stage == 0 and not half else set()
+            assert moved & frozen.keys() == wanted, (stage, first, half, kind, step)
         engine.destroy()
 
 
-@pytest.mark.ranks(1)
-def test_what_no_row_prepared_steps_along_its_gradient_in_every_stage():
-    proving.RAISES, trained = False, []
-    for stage in (0, 2, 3):
-        torch.manual_seed(0)
-        mode = Mode("unprepared", stage, clip=0.0, kfac={"preconditioner": {"kl_clip": 0}})
-        model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 6, bias=False))
-        engine = build(mode, 1, model=model)
-        kfac = engine.kfac.preconditioner
-        for layer in kfac.layers:
-            kfac.capture.fail(layer, TypeError("no matrix"))
-        x = torch.randn(4, 4, 6, generator=torch.Generator().manual_seed(1))
-        engine.backward((engine(x) - 1).square().mean())
-        engine.step()
-        assert not any(state.preconditioner for state in kfac.state.values())
-        trained.append(weights(engine))
-        close(trained[-1], trained[0], sums=4 * 4 + 6 + 8, what=f"stage {stage}")
+LONG, DECAY, EXTRA_SIDES = 10, 0.9, ("extra/A", "extra/G")
+
+
+class Partly(Net):
+    """``extra`` sees the inputs themselves, where ``used`` says so; else none of them, as an expert
+    without tokens: ZeRO needs a gradient of every layer on every rank."""
+
+    used = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x, y=None):
+        out = self.extra(x if self.used else x[:0])
+        return super().forward(x + (out if self.used else out.sum()), y)
+
+
+def make_engine(stage: int, interval: int = 1, **blocks):
+    """And the rank after the one that decomposes A of ``extra``."""
+    intervals = {
+        "factor": {"rows": 3, "update_interval": interval},
+        "eigenbasis": {"refresh_interval": 2 * interval},
+    }
+    mode = Mode("partly", stage, kfac=merged(KFAC, intervals, blocks))
+    engine = build(mode, model=Partly())
+    owner = engine.kfac.preconditioner.plan.assignment.eigen_workers["extra/A"]
+    return engine, (owner + 1) % dist.get_world_size()
+
+
+def counts_of(engine) -> list[int | None]:
+    """How many ranks contribute to each factor of ``extra``; None: all."""
+    counts = engine.kfac.preconditioner.plan.contributors.counts
+    return [counts.get(key) for key in EXTRA_SIDES]
+
+
+def expected_A(world: int, other: int, steps: list[int]) -> torch.Tensor:
+    """Of the rows of one rank, averaged as docs/explanation/formulas.md says."""
+    A = torch.zeros(FEATURES + 1, FEATURES + 1)
+    share = slice(other * MICRO_ROWS, (other + 1) * MICRO_ROWS)
+    for n, step in enumerate(steps, 1):
+        x = make_batch(step, world * MICRO_ROWS)[0][share].flatten(0, 1)
+        x, keep = torch.cat([x, torch.ones(len(x), 1)], dim=1), min(1 - 1 / n, DECAY)
+        A = keep * A + (1 - keep) * x.T @ x / len(x)
+    return A
+
+
+ALL_WORKERS = {"assignment": {"gradient_worker_fraction": 1.0}}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("stage", "blocks"), [(2, {}), (0, {}), (0, ALL_WORKERS)])
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_layer_that_another_rank_uses_is_captured_there(stage, blocks, world):
+    engine, other = make_engine(stage, **blocks)
+    engine.module.used = dist.get_rank() == other
+    factors, updates, counts = engine.kfac.preconditioner.curvature.factors, [0.0], []
+    for step in range(LONG):
+        train(engine, 1, steps=1, first=step)
+        updates.append(float(factors["extra/A"].updates) if "extra/A" in factors else 0.0)
+        counts.append(counts_of(engine))
+    assert of_ranks(counts) == [counts] * world, "ranks plan alike"
+    assert counts[0] == [1, 1] and counts[-1] == [None, None], counts
+    steps = [step for step in range(LONG) if updates[step + 1] > updates[step]]
+    if "extra/A" in factors:
+        assert steps[0] == 0 and steps[-5:] == list(range(LONG - 5, LONG)), steps
+        assert len(steps) < LONG, "the eigen worker alone was to contribute: nothing was tested"
+        A = factors["extra/A"].side.blocks(factors["extra/A"].packed_P)[0][0]
+        near(A, expected_A(world, other, steps), 1e-5, "fp32 sums")
+    taken = max(of_ranks(len(steps)))
+    summary = engine.kfac.preconditioner.metrics.values()
+    assert summary["missed_updates"] == summary["empty_updates"] == 2 * (LONG - taken)
+
+
+@pytest.mark.ranks(2)
+def test_a_layer_that_nobody_uses_in_a_step_costs_no_rank_more():
+    engine, _ = make_engine(3)
+    for step in range(LONG):
+        engine.module.used = step % 2 == 0
+        train(engine, 1, steps=1, first=step)
+        assert counts_of(engine) == [1, 1]
+    assert engine.kfac.preconditioner.metrics.values()["missed_updates"] == LONG
+
+
+@pytest.mark.ranks(2)
+def test_a_save_knows_who_contributes_though_the_next_update_has_not_come():
+    folder, options = shared_folder(), {"interval": 2, "burn_in": {"steps": 0}}
+    (engine, other), (resumed, _) = (make_engine(2, **options) for _ in range(2))
+    engine.module.used = dist.get_rank() == other
+    train(engine, 1, steps=3)
+    assert counts_of(engine)[0] == 1
+    engine.save_checkpoint(folder, tag="t")
+    resumed.load_checkpoint(folder, tag="t")
+    assert counts_of(resumed)[0] is None
+    known = [x.kfac.preconditioner.observations for x in (engine, resumed)]
+    assert known[0] == known[1]
+
+
+ROWS = 3 * MICRO_ROWS
+STRIDED = {
+    "factor": {"rows": ROWS // 3, "update_interval": 1},
+    "eigenbasis": {"refresh_interval": 2},
+}
+
+
+def save(folder) -> None:
+    engine = build(BY_NAME["z2"], kfac=STRIDED)
+    train(engine, 1, steps=2)
+    engine.save_checkpoint(folder, tag="tag")
+
+
+def load(world, folder) -> None:
+    engine = build(BY_NAME["z2"], kfac=STRIDED, seed=99)
+    without = {"load_optimizer_states": False, "load_lr_scheduler_states": False}
+    engine.load_checkpoint(folder, tag="tag", **without)
+    engine.kfac.load_state(folder, "tag")
+    kfac = engine.kfac.preconditioner
+    assert (kfac.observations.rows is None) == (world == 1)
+    train(engine, 1, steps=1, first=2)
+    assert set(kfac.observations.rows.values()) == {ROWS}
+    assert set(kfac.plan.contributors.strides.values()) == {3}
+
+
+def test_rows_of_a_rank_are_counted_again_by_another_number_of_ranks(tmp_path):
+    """A checkpoint's are those of a rank of its own run."""
+    call_on_ranks(2, save, str(tmp_path))
+    for world in (1, 2):
+        call_on_ranks(world, load, world, str(tmp_path))

@@ -238,7 +238,7 @@ def example() -> nn.Module:
 
 
 def test_the_readme_shows_what_is_printed(capsys, monkeypatch):
-    """Whether attach prints the same is asked in tests/deepspeed/test_check.py."""
+    """Whether attach prints the same is asked in tests/deepspeed/test_report.py."""
     monkeypatch.setenv("COLUMNS", "76")
     assert main([*RUN, f"{HERE}:example", "--world", "2"]) == 0
     report = capsys.readouterr().out.split("ds_kfac steps ")[1].split("  ZeRO stage")[0]
