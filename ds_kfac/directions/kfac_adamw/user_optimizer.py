@@ -281,7 +281,7 @@ class KFACAdamW(torch.optim.Optimizer):
         if state_dict["state"]:
             raise ValueError(
                 f"{NAME}: the state dict has moments, which {NAME} never puts into a state dict, "
-                f"so another optimizer saved it. To load {NAME}'s moments, use engine.load_checkpoint"
+                f"so another optimizer saved it. engine.load_checkpoint loads {NAME}'s moments"
             )
         groups = self.param_groups
         super().load_state_dict(state_dict)  # checks the state and replaces the groups by new ones
