@@ -39,10 +39,7 @@ def test_a_call_runs_its_program_within_its_time_and_keeps_its_log(tmp_path, nam
     assert name == "kernels" or 400 < seconds <= 450
     assert f"--out {tmp_path}/out/{name}" in line
     assert CALLS[name] in (tmp_path / "out" / name / "log.txt").read_text()
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_rehearsal_runs_on_a_cpu_at_a_small_size(tmp_path, name):
+    # a rehearsal runs on a CPU at a small size
     status, said = call(tmp_path, name, "--rehearse", program="echo $DS_ACCELERATOR $*")
     program = next(line for line in said.splitlines() if "--out" in line and "costs" not in line)
     assert status == 0 and program.startswith("cpu ")
