@@ -3,7 +3,7 @@ order."""
 
 import pytest
 
-from tests.campaign import processors
+from tests import processors
 
 
 def test_other_orders_of_sums_stay_below_the_limit(capsys):

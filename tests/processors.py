@@ -1,7 +1,7 @@
 """Tests as other processors would compute them: the same sums in other orders.
 
     make processors                    # every setting, all of make quick, and whole engines
-    python -m tests.campaign.processors --only shuffled -- tests/update tests/curvature
+    python -m tests.processors --only shuffled -- tests/update tests/curvature
 
 A setting makes torch, MKL and oneDNN use the instructions of another processor or more threads, or
 permutes what is summed (tests/shuffled.py); "as it is" is what the others are compared with. Prints
@@ -112,7 +112,7 @@ def report(
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.campaign.processors", description=__doc__.splitlines()[0]
+        prog="python -m tests.processors", description=__doc__.splitlines()[0]
     )
     add = parser.add_argument
     add("--only", nargs="+", default=[""], help="words of settings' names")
@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
         engines = run_engines() if options.engines else {}
         print(json.dumps([{**ratios, **engines}, failed]))
         return 0
-    command = [sys.executable, "-m", "tests.campaign.processors", "--here"]
+    command = [sys.executable, "-m", "tests.processors", "--here"]
     command += ["--engines"] * options.engines + ["--", *selection]
     plain: dict[str, float] = {}
     wrong = False
