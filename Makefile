@@ -82,7 +82,8 @@ quick: $(STAMP)
 
 # the same sums in other orders, as other processors take them
 processors: $(STAMP)
-	$(BIN)/python -m tests.processors --engines $(ARGS) -- $(QUICK)
+	$(BIN)/python -m tests.processors $(ARGS) -- $(QUICK)
+	$(BIN)/python -m tests.processors $(ARGS) -- tests/deepspeed/test_features.py tests/deepspeed/test_modes.py
 
 # mutmut 3.8 fails with pytest 9.2, so both are installed beside the environment, in a folder that only this target reads.
 MUTMUT = $(VENV)/mutmut

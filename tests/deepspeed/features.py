@@ -364,11 +364,6 @@ def compared(name: str, mode_name: str) -> tuple[float, float]:
     return difference(final, found.weights, initial), found.bound + feature.wire
 
 
-def worker(pairs: list[tuple[str, str]]) -> dict[tuple[str, str], tuple[float, float]]:
-    """:func:`compared` of several, for tests/processors.py."""
-    return {pair: compared(*pair) for pair in pairs}
-
-
 # what a row may check
 
 
