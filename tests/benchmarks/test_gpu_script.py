@@ -52,16 +52,6 @@ def test_images_without_data_say_so_and_an_unknown_call_is_refused(tmp_path):
     assert status == 2 and said.startswith("usage: gpu.sh modes | step | lm | images | kernels")
 
 
-def test_earlier_results_are_copied_and_not_written_over(tmp_path):
-    for folder, text in (("from", "old"), ("out", "new")):
-        (tmp_path / folder / "step").mkdir(parents=True)
-        (tmp_path / folder / "step/step.csv").write_text(text)
-    (tmp_path / "from/step/other.csv").write_text("old")
-    assert call(tmp_path, "step", FROM=str(tmp_path / "from"))[0] == 0
-    assert (tmp_path / "out/step/step.csv").read_text() == "new"
-    assert (tmp_path / "out/step/other.csv").read_text() == "old"
-
-
 def test_a_program_that_hangs_is_ended(tmp_path):
     begin = time.monotonic()
     hangs = '[ "$1" = benchmarks/step.py ] && exec sleep 90; echo $*'
