@@ -139,12 +139,6 @@ def _(make, disturbed):
     return steps_with(engine, lambda step: engine.module(*batch(step)))
 
 
-@program("part of the model in eval mode")
-def _(make, disturbed):
-    engine = make()
-    return steps_with(engine, disturb=lambda step: engine.module.middle.train(step % 2 == 0))
-
-
 @program("inputs that require gradients", same=True)
 def _(make, disturbed):
     engine = make()

@@ -21,7 +21,7 @@ from tests.examples.runs import (
     run,
 )
 from tests.programs import python
-from tests.ranks import ROOT, free_port
+from tests.ranks import ROOT
 
 pytestmark = pytest.mark.distributed
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("gpt_*_kfac.json"))
@@ -103,17 +103,6 @@ def test_killed_and_resumed_equals_unbroken(tmp_path, data):
         for name in ("unbroken", "broken")
     )
     assert found == expected
-
-
-def test_the_launcher_starts_it(tmp_path, data):
-    launcher = ["deepspeed", "--num_accelerators", "2", "--master_port", str(free_port())]
-    arguments = arguments_of(tmp_path, "gpt_zero3_kfac", data=data, steps=3, **TINY)
-    process = launch(*launcher, SCRIPT, *arguments)
-    output = process.communicate(timeout=180)[0]
-    assert process.returncode == 0, output
-    assert output.count("of the trained matrix parameters") == 1
-    assert "  ZeRO stage 3, float32 parameters" in output
-    assert len(rows_of(tmp_path / "gpt_zero3_kfac")) == 3
 
 
 def assert_one_clear_line(code: int, output: str, message: str) -> None:

@@ -125,9 +125,14 @@ def test_readers_agree_on_the_same_images(tmp_path):
     for name, packed, inside in (("cifar", above, ""), ("folder", folder, ".")):
         with tarfile.open(tmp_path / f"{name}.tar.xz", "w:xz") as archive:
             archive.add(packed, arcname=inside)
-    places = {"npz": "halves.npz", "cifar": f"{above.name}/{cifar.name}", "folder": "folder"}
-    places |= {"torchvision": above.name}
-    places |= {"cifar_archive": "cifar.tar.xz", "folder_archive": "folder.tar.xz"}
+    places = {
+        "npz": "halves.npz",
+        "cifar": f"{above.name}/{cifar.name}",
+        "folder": "folder",
+        "torchvision": above.name,
+        "cifar_archive": "cifar.tar.xz",
+        "folder_archive": "folder.tar.xz",
+    }
     of = {name: images.load(str(tmp_path / place)) for name, place in places.items()}
     assert torch.equal(of["cifar"].train.pixels[:, :, ::4, ::4], of["npz"].train.pixels)
     assert torch.equal(of["cifar"].held_out.labels, of["npz"].held_out.labels)
