@@ -2,8 +2,6 @@
 
 import csv
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,6 +15,8 @@ from benchmarks.kernels.timing import Clock, Roofline
 from ds_kfac.ops import functional
 from ds_kfac.ops.dispatch import Backend
 from tests.close import near
+from tests.ops.calls import spoiled
+from tests.programs import python
 from tests.ranks import ROOT
 
 TINY = Model("tiny", ((7, 33), (33, 65)), 2)
@@ -86,22 +86,6 @@ def test_what_is_wrong_fails_or_cannot_run_is_said_and_not_the_end(run, monkeypa
     assert "torch" in fine and not fine & {"broken", "full", "absent"}
 
 
-def spoiled(op: str, value: float):
-    """Return the op with one wrong element: a factor too large, or ``value`` if not finite."""
-    right = getattr(functional, op)
-
-    def wrong(*arguments, **options):
-        returned = right(*arguments, **options)
-        first = returned if returned is not None and op != "ema_update_" else arguments[0]
-        while isinstance(first, (list, tuple)):
-            first = first[-1]
-        place = first.abs().nan_to_num(nan=0).argmax()  # not a gap that nobody writes
-        first.view(-1)[place] = first.view(-1)[place] * 1.01 if math.isfinite(value) else value
-        return returned
-
-    return wrong
-
-
 @pytest.mark.parametrize("value", [1.01, math.nan, math.inf])
 @pytest.mark.parametrize("op", TIMED)
 def test_the_gate_sees_one_wrong_element(op, value):
@@ -134,7 +118,7 @@ def test_costs_are_the_least_that_is_needed():
 
 def test_it_needs_no_deepspeed():
     code = "import sys; sys.modules['deepspeed'] = None; import benchmarks.kernels.__main__"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    python("-c", code, folder=ROOT)
 
 
 def test_solvers_are_timed_with_the_ops(run, monkeypatch):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples.runs import one_rank
 from tests.programs import python
 from tests.ranks import ROOT, free_port
 
@@ -89,8 +90,7 @@ for name, more in {CONFIGS}.items():
 
 def test_an_engine_whose_config_does_not_name_it_is_told_of(tmp_path):
     """Each is a process that ends, forked from one that has imported DeepSpeed."""
-    single = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    assert ASKED not in said(tmp_path, ENGINES, **single, MASTER_PORT=str(free_port()))
+    assert ASKED not in said(tmp_path, ENGINES, **one_rank())
     for name in CONFIGS:
         text = (tmp_path / name).read_text()
         for part in (ASKED, "the DeepSpeed config names it nowhere"):

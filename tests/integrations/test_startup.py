@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ds_kfac.engine.entry import asked_for
+from tests.examples.runs import one_rank
 from tests.programs import python
 from tests.ranks import ROOT, free_port
 
@@ -140,9 +141,7 @@ deepspeed.initialize(model=model, model_parameters=model.parameters(), config=co
 def start(run, name: str, block: object = None, imports: str = "") -> str:
     """What deepspeed.initialize says on standard error, of ds_kfac, and of its error."""
     code = PLAIN.replace("TYPE", repr(name)).replace("BLOCK", repr(block))
-    single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    single |= {"MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}
-    done = run("-c", code.replace("IMPORT", imports), status=None, **single)
+    done = run("-c", code.replace("IMPORT", imports), status=None, **one_rank())
     lines = [line for line in done.stderr.splitlines() if 'File "' not in line]
     return "\n".join(line for line in lines if "ds_kfac" in line or "Error" in line)
 

@@ -17,7 +17,7 @@ from ds_kfac.ops.check import NotMadeFor, guarded
 from ds_kfac.ops.cuda import CudaError, CudaOps
 from ds_kfac.ops.dispatch import Backend
 from ds_kfac.ops.triton import MODULES
-from tests.ops.calls import tensors_of
+from tests.ops.calls import spoiled
 from tests.ops.cuda_emulation import emulated
 from tests.ops.triton_tools import interpreted, interpreted_ops
 from tests.programs import python
@@ -180,19 +180,6 @@ def test_a_triton_that_is_missing_or_does_not_import_or_has_no_gpu_is_a_reason(m
 # the check
 
 
-def off_by_one(op: str, output: int):
-    """torch's, with one element of one result (returned, or written to an argument) wrong by a
-    hundredth."""
-
-    def run(*arguments, **options):
-        found = getattr(functional, op)(*arguments, **options)
-        x = [x for x in tensors_of((found, arguments)) if x.is_floating_point()][output]
-        x.view(-1)[x.abs().argmax()] *= 1.01
-        return found
-
-    return run
-
-
 def test_every_op_that_a_backend_compiles_is_checked():
     assert set(check.PROBED) == {*MODULES, *CudaOps.OPS}
 
@@ -200,7 +187,7 @@ def test_every_op_that_a_backend_compiles_is_checked():
 @pytest.mark.parametrize("op", check.PROBED)
 def test_a_right_op_has_no_fault_and_a_slightly_wrong_one_has(op):
     assert check.fault(op, getattr(functional, op), CPU) == ""
-    assert check.fault(op, off_by_one(op, 0), CPU).startswith("is wrong: off by ")
+    assert check.fault(op, spoiled(op), CPU).startswith("is wrong: off by ")
 
 
 def test_our_kernels_have_no_fault(monkeypatch):
@@ -213,7 +200,7 @@ def test_our_kernels_have_no_fault(monkeypatch):
 
 def test_faulty_ops_are_torch_s_and_the_others_stay(monkeypatch, notes):
     faulty = {
-        "adam_step_": off_by_one("adam_step_", 2),
+        "adam_step_": spoiled("adam_step_", output=2),
         "ema_update_": failing(OSError("no kernel image")),
         "symmetric_unpack_from": lambda *arguments, **options: None,
     }
@@ -256,7 +243,7 @@ def test_what_was_found_is_noted_and_not_found_again(monkeypatch, notes):
 def test_a_kernel_that_breaks_the_context_ends_the_attach_and_is_noted_alone(monkeypatch, notes):
     lost = failing(RuntimeError("CUDA error: an illegal memory access was encountered"))
     right = functional.finish_direction_
-    offer(monkeypatch, finish_direction_=right, adam_step_=off_by_one("adam_step_", 0))
+    offer(monkeypatch, finish_direction_=right, adam_step_=spoiled("adam_step_"))
     with monkeypatch.context() as patch:
         patch.setattr(check, "check_alive", lost)
         with pytest.raises(RuntimeError, match="illegal memory access"):
@@ -287,7 +274,7 @@ def test_an_op_that_ends_its_process_is_not_tried_by_the_next(tmp_path):
 
 
 def test_the_check_can_be_switched_off_and_does_without_a_folder(monkeypatch, tmp_path):
-    offer(monkeypatch, adam_step_=off_by_one("adam_step_", 0))
+    offer(monkeypatch, adam_step_=spoiled("adam_step_"))
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
     assert "adam_step_" in dispatch.use(None, "cpu").replaced
