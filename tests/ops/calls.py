@@ -183,22 +183,12 @@ def block_syrk_calls(device: str, sizes: Sizes) -> Iterator[Call]:
         yield Call("block_syrk_accumulate_", label, (start, x_ND), 1e-5, options)
 
 
-BETAS = (0.9, 0.95)
-NEAR_ONE = (0.99999, 0.9999)
-"""Powers in fp32 would lose half of the digits."""
-
-
 def adam_calls(device: str, sizes: Sizes) -> Iterator[Call]:
     """A step of two matrices, of which one may be unusable; the direction may take the gradients'
     place."""
-    cases = [
-        (0.0, True, False, 1e-3, BETAS),
-        (7.0, True, True, 1e-3, BETAS),
-        (3.0, False, True, 0.0, BETAS),
-        *((updates, True, False, 1e-3, NEAR_ONE) for updates in (0.0, 1.0, 1e6)),
-    ]
+    cases = ((0.0, True, False, 1e-3), (7.0, True, True, 1e-3), (3.0, False, True, 0.0))
     for (outputs, inputs), case in product(sizes.gradients, cases):
-        updates, usable, in_place, eps, betas = case
+        updates, usable, in_place, eps = case
         x, first, second = (normal(device, 2, outputs, inputs, seed=seed) for seed in range(3))
         if not usable:
             x[1, 0, 0], x[1, -1, -1] = math.inf, NAN
@@ -206,10 +196,9 @@ def adam_calls(device: str, sizes: Sizes) -> Iterator[Call]:
         moments = first, second.square()
         counts = torch.tensor([1.0, updates], device=device)
         flags = torch.tensor([True, usable], device=device)
-        label = f"{outputs} x {inputs}, {case}"
-        options = {"betas": betas, "eps": eps}
-        allowed = 1e-4 if betas == NEAR_ONE else 1e-5  # 1 - beta has four digits less
-        yield Call("adam_step_", label, (out, x, *moments, counts, flags), allowed, options)
+        label = f"{outputs} x {inputs}, {updates} updates{' in place' if in_place else ''}"
+        options = {"betas": (0.9, 0.95), "eps": eps}
+        yield Call("adam_step_", label, (out, x, *moments, counts, flags), 1e-5, options)
 
 
 def finish_calls(device: str, sizes: Sizes) -> Iterator[Call]:

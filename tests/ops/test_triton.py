@@ -104,3 +104,16 @@ def test_small_sides_share_tiles_and_large_ones_do_not(monkeypatch):
     assert split[768] > 2 and split[2048] > 2 and split[4096] == split[8192] == 1
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert compiled_syrk.split_for(1, 128, 264) == 1
+
+
+@pytest.mark.parametrize("updates", [0.0, 1.0, 100.0, 1e6])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.99999, 0.9999)])
+def test_adam_corrects_the_bias_as_float64_does(triton_ops, updates, betas):
+    """fp32 powers near 1 would lose half of the digits."""
+    x = torch.ones(1, 1, 1)
+    moments = [x * bool(updates), x * bool(updates)]
+    given = (torch.empty_like(x), x, *moments, torch.tensor([updates]), torch.tensor([True]))
+    expected = copied(given, torch.float64)
+    specification.adam_step_(*expected, betas=betas, eps=0.0)
+    triton_ops["adam_step_"](*given, betas=betas, eps=0.0)
+    close(given[:4], expected[:4], sums=10, dtype=torch.float32)
