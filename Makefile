@@ -1,5 +1,5 @@
 # make train, make train-images: the main jobs. make quick: unit tests. make test: all tests of ds_kfac. make
-# test-benchmarks: those of benchmarks and campaign. make integrations: with the frameworks. make docs: the site. All set
+# test-benchmarks: those of benchmarks. make integrations: with the frameworks. make docs: the site. All set
 # everything up first.
 PYTHON ?= python3
 VENV := $(CURDIR)/.venv
@@ -66,23 +66,24 @@ scale: $(STAMP)
 gpu: $(STAMP)
 	for call in $(CALLS); do PYTHON=$(BIN)/python bash benchmarks/gpu.sh $$call || failed=1; done; exit $$failed
 
-# tests of what lies around the package, and the campaign's: a target of their own
-AROUND = tests/benchmarks tests/campaign
+# tests of what lies around the package: a target of their own
+AROUND = tests/benchmarks tests/test_processors.py
 test: $(STAMP)
-	$(PYTEST) $(AROUND:%=--ignore=%) $(ARGS)
+	$(PYTEST) $(AROUND:%=--ignore=%) --ignore=tests/campaign $(ARGS)
 
 test-benchmarks: $(STAMP)
 	$(PYTEST) $(AROUND) $(ARGS)
 
 QUICK = -m "not distributed" --ignore-glob='tests/ops/test_cuda*' --ignore-glob='tests/ops/test_triton*' \
-	--ignore=tests/benchmarks --ignore=tests/gpu --ignore=tests/examples --ignore=tests/campaign --ignore=tests/integrations
+	$(AROUND:%=--ignore=%) --ignore=tests/gpu --ignore=tests/examples --ignore=tests/campaign --ignore=tests/integrations
 
 quick: $(STAMP)
 	$(PYTEST) $(QUICK) $(ARGS)
 
 # the same sums in other orders, as other processors take them
 processors: $(STAMP)
-	$(BIN)/python -m tests.campaign.processors --engines $(ARGS) -- $(QUICK)
+	$(BIN)/python -m tests.processors $(ARGS) -- $(QUICK)
+	$(BIN)/python -m tests.processors $(ARGS) -- tests/deepspeed/test_features.py tests/deepspeed/test_modes.py
 
 # mutmut 3.8 fails with pytest 9.2, so both are installed beside the environment, in a folder that only this target reads.
 MUTMUT = $(VENV)/mutmut
@@ -169,7 +170,7 @@ release: $(STAMP)
 	rm -rf dist && $(BIN)/python -m build && $(BIN)/twine check --strict dist/*
 
 campaign: $(STAMP)
-	$(BIN)/python -m tests.campaign --write docs/reliability.md $(ARGS)
+	$(BIN)/python -m pytest -s tests/campaign $(ARGS)
 
 # lines, widths, words, functions and operations of a step, beside those of the last commit
 report: $(STAMP)

@@ -25,7 +25,7 @@ any seen still passes, and a test is near its bound long before it fails.
 """
 
 RATIOS: dict[str, float] = {}
-"""Test -> largest difference it met / allowed; conftest and tests/campaign/processors.py print
+"""Test -> largest difference it met / allowed; conftest and tests/processors.py print
 it."""
 
 

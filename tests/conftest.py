@@ -63,7 +63,7 @@ LONGEST = (
     "deepspeed/test_autoep.py",
     "deepspeed/test_seam.py",
     "benchmarks/test_gpu_script.py",
-    "campaign/test_processors.py",
+    "test_processors.py",
     "benchmarks/test_step.py",
     "gpu/test_shared.py",
     "zero/test_seam.py",

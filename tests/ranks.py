@@ -164,33 +164,49 @@ def run_alone(target: str, *, device: str, payload=None, timeout: float = 900):
 
     A server that has looked for an accelerator cannot fork children for another one.
     """
+    (found,) = run_apart(
+        target, "tests.ranks:work_here", 1, device=device, payload=payload, timeout=timeout
+    )
+    return found
+
+
+def run_apart(target: str, start: str, world: int, *, device: str, payload, timeout: float) -> list:
+    """:func:`run_ranks` in processes that are not forked; ``start`` ("module:function") gets the
+    target and the folder."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder, port, processes = Path(name), str(free_port()), []
         (folder / "payload").write_bytes(pickle.dumps(payload))
-        environment = {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "DS_ACCELERATOR": device,
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-        }
-        code = "import sys; from tests import ranks; ranks.work_here(sys.argv[1], sys.argv[2])"
-        command = [sys.executable, "-c", code, target, name]
-        try:
-            subprocess.run(command, env=os.environ | environment, cwd=ROOT, timeout=timeout)
-        except subprocess.TimeoutExpired:
-            pass  # told by the missing result
-        if not (folder / "result0").exists():
-            log = (
-                (folder / "log0").read_text()[-6000:]
-                if (folder / "log0").exists()
-                else "nothing was printed"
-            )
-            raise AssertionError(f"{target} on {device} did not finish\n{log}")
-        return pickle.loads((folder / "result0").read_bytes())
+        module, function = start.split(":")
+        code = f"import sys; import {module} as own; own.{function}(sys.argv[1], sys.argv[2])"
+        for rank in range(world):
+            environment = {
+                "RANK": str(rank),
+                "LOCAL_RANK": "0",
+                "WORLD_SIZE": str(world),
+                "LOCAL_SIZE": str(world),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "DS_ACCELERATOR": device,
+                "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+            }
+            command = [sys.executable, "-c", code, target, name]
+            environment = os.environ | environment
+            processes.append(subprocess.Popen(command, env=environment, cwd=ROOT))
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline and any(p.poll() is None for p in processes):
+            if any(p.poll() for p in processes):
+                # a dead rank leaves the others waiting for ever
+                deadline = min(deadline, time.monotonic() + 2)
+            time.sleep(0.05)
+        for process in processes:
+            process.kill()
+            process.wait()
+        results = [folder / f"result{rank}" for rank in range(world)]
+        if not all(result.exists() for result in results):
+            logs = [path.read_text()[-6000:] for path in sorted(folder.glob("log*"))]
+            message = f"{target} on {world} ranks of one {device} did not finish\n"
+            raise AssertionError(message + "\n--- next rank\n".join(logs))
+        return [pickle.loads(result.read_bytes()) for result in results]
 
 
 def work_here(target: str, folder: str) -> None:

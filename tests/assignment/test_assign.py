@@ -27,21 +27,12 @@ def layers(*shapes: tuple[int, int]) -> list[LayerSpec]:
     return [linear_layer(f"l{i}", a, g) for i, (a, g) in enumerate(shapes)]
 
 
-def place(
-    specs,
-    world,
-    *,
-    factors=None,
-    workers=1,
-    load_tolerance=0.1,
-    paired=False,
-    memory_cap=None,
-    **options,
-):
+def place(specs, world, *, factors=None, workers=1, tolerance=0.1, **options):
+    given = {key: options.pop(key, None) for key in ("paired", "memory_cap")}
     factors = factor_specs(specs) if factors is None else factors
     work = Work(specs, factors, world, **{"held": None, "costs": COSTS, **INTERVALS, **options})
-    with mock.patch("ds_kfac.assignment.assign.LOAD_TOLERANCE", load_tolerance):
-        return assign(work, workers, paired=paired, memory_cap=memory_cap)
+    with mock.patch("ds_kfac.assignment.assign.LOAD_TOLERANCE", tolerance):
+        return assign(work, workers, **given)
 
 
 def owners(assignment: Assignment) -> dict[str, int]:
@@ -63,7 +54,7 @@ def test_a_layer_stays_with_its_majority_holder():
     [
         (8, [64, 0, 0], {"costs": FREE_LINKS}),
         (11, [31, 31, 31, 28], {}),
-        (40, [535, 533, 532], {"load_tolerance": 9.0}),
+        (40, [535, 533, 532], {"tolerance": 9.0}),
     ],
     ids=["an overloaded rank gives", "ties of ZeRO-3's chunks", "near-equal holders"],
 )
@@ -71,12 +62,6 @@ def test_layers_that_could_be_anywhere_are_shared_out(width, held, options):
     specs = layers(*[(width, width)] * (2 * len(held)))
     assignment = place(specs, len(held), held={spec.name: held for spec in specs}, **options)
     assert set(Counter(owners(assignment).values()).values()) == {2}
-
-
-def test_an_idle_rank_takes_from_one_that_has_two():
-    specs = layers((100, 100), (8, 8), (8, 8), (8, 8))
-    held = {"l0": [9, 0, 0], "l1": [0, 9, 0], "l2": [0, 9, 0], "l3": [0, 9, 0]}
-    assert set(owners(place(specs, 3, held=held)).values()) == {0, 1, 2}
 
 
 # --- balance ---
@@ -177,8 +162,7 @@ def test_workers_are_columns_and_results_stay_in_rows_of_consecutive_ranks(world
             assert assignment.eigen_workers[factor.key] in users
 
 
-def test_few_layers_none_and_those_without_factors_are_placed():
-    assert len(set(owners(place(layers((8, 8), (8, 8)), 5)).values())) == 2
+def test_no_layers_and_those_without_factors_are_placed():
     assert place([], 3).imbalance == 1.0
     bare = replace(linear_layer("bare", 5, 3), A=Side.identity(5), G=Side.identity(3))
     assignment = place([bare], 2)
@@ -202,7 +186,7 @@ def test_a_cap_is_respected_down_to_the_smallest_assignment(zero):
     # four cost as much as one of 128 in seconds, not in bytes
     specs = layers(*[(128, 128)] * 4, *[(16, 16)] * 3)
     held = {spec.name: [spec.numel, 0] for spec in specs} if zero else None
-    options = {"held": held, "load_tolerance": 9.0, "moments": 1}
+    options = {"held": held, "tolerance": 9.0, "moments": 1}
     free = place(specs, 2, **options)
     cap = sum(free.peak) * 0.52
     capped = place(specs, 2, memory_cap=cap, **options)

@@ -9,24 +9,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from benchmarks.convergence import __main__ as convergence
 from benchmarks.convergence import corpus as sources
 from benchmarks.convergence import report
 from benchmarks.convergence.methods import METHODS, RATES, deepspeed_config
 from benchmarks.convergence.runs import (
-    COLUMNS,
     Job,
     Run,
-    Table,
-    check_settings,
     finished,
-    next_rate,
     read_all,
     warmed,
 )
-from benchmarks.convergence.tasks import IGNORED, MASK, METHODS_OF, RATES_OF, TASKS
+from benchmarks.convergence.tasks import METHODS_OF, RATES_OF, TASKS
 from benchmarks.convergence.work import Options, race
 from ds_kfac.config.keys import parse
 from tests.close import close, near
@@ -125,7 +120,7 @@ def test_images_are_judged_by_sgds_loss_and_have_an_accuracy(tmp_path, pool, cap
     assert all(0 <= run.accuracy <= 1 for run in read_all(tmp_path))
 
 
-def test_a_text_counts_once_and_no_package_is_in_two_parts(packages):
+def test_a_text_counts_once_in_one_part_and_its_tokens_are_the_text(packages, tmp_path):
     found = sources.texts([packages], None)
     everything = [text for files in found.values() for text in files]
     assert len(found) == 60 and len(everything) == len(set(everything)) == 121
@@ -134,30 +129,14 @@ def test_a_text_counts_once_and_no_package_is_in_two_parts(packages):
     for part in ("validation", "test"):
         size = sum(len(text) for name in parts[part] for text in found[name])
         assert 0.02 <= size / sum(map(len, everything)) < 0.04
-
-
-def test_tokens_are_the_texts(packages, tmp_path):
     made = sources.make(tmp_path / "one", vocabulary=300, folders=[packages])
     assert sources.make(tmp_path / "two", vocabulary=300, folders=[packages]) == made
-    found = sources.texts([packages], None)
-    texts = [text for name in sources.parted(found)["test"] for text in found[name]]
+    texts = [text for name in parts["test"] for text in found[name]]
     tokens = sources.load(tmp_path / "one", "test")
     assert len(tokens) == made.tokens["test"] and (tokens == sources.END).sum() == len(texts)
     if made.encoding == "bytes":
         pieces = np.split(tokens, np.flatnonzero(tokens == sources.END))[1:]
         assert [(piece[1:] - 1).astype(np.uint8).tobytes() for piece in pieces] == texts
-
-
-def test_a_batch_depends_on_seed_and_number_and_masks_what_a_masked_model_predicts(text):
-    task = TASKS["mlm"]
-    corpus = task.corpus(str(text))
-    x, y = task.batch(corpus, 0, 3)
-    again, other = task.batch(corpus, 0, 3)[0], task.batch(corpus, 1, 3)[0]
-    assert torch.equal(x, again) and not torch.equal(x, other)
-    masked = x == MASK
-    assert torch.equal(masked, y != IGNORED) and 0.1 < masked.float().mean() < 0.2
-    parts = [task.held_out(corpus, part)[0][0] for part in ("validation", "test")]
-    assert not torch.equal(*parts)
 
 
 def test_every_method_has_rates_and_a_valid_config():
@@ -172,38 +151,10 @@ def test_every_method_has_rates_and_a_valid_config():
     assert named | {task.base for task in TASKS.values()} <= METHODS.keys()
 
 
-def test_rows_after_the_last_save_are_dropped_and_missing_ones_are_said(tmp_path):
-    table = Table(tmp_path / "run.csv", 0)
-    for step in (1, 2, 3):
-        table.add({"step": step, "loss": 2.0, "step_seconds": 0.5, "cold": int(step == 1)})
-    table.close()
-    with (tmp_path / "run.partial").open("a") as file:
-        file.write("4,half a ro")  # of a process that was killed
-    table = Table(tmp_path / "run.csv", 2)
-    assert [row["step"] for row in table.rows] == [1, 2]
-    table.close()
-    with pytest.raises(ValueError, match="2 rows, but the save has 5 steps"):
-        Table(tmp_path / "run.csv", 5)
-
-
 def test_cold_steps_count_as_the_mean_of_the_others():
     rows = [{"cold": 1.0, "step_seconds": 9.0, "seconds": 9.0}]
     rows += [{"cold": 0.0, "step_seconds": 2.0, "seconds": 11.0}] * 2
     assert [row["seconds"] for row in warmed(rows)] == [2.0, 4.0, 6.0]
-
-
-@pytest.mark.parametrize(
-    ("errors", "expected"),
-    [
-        ({1.0: 0.5, 2.0: 0.4, 4.0: 0.6}, None),
-        ({1.0: 0.3, 2.0: 0.4, 4.0: 0.6}, 0.5),
-        ({1.0: 0.5, 2.0: 0.4, 4.0: 0.3}, 8.0),
-        ({1.0: math.inf, 2.0: math.inf}, 0.5),
-    ],
-)
-def test_a_sweep_goes_on_at_its_edges_and_below_where_all_diverged(errors, expected):
-    assert next_rate(errors, len(errors)) == expected
-    assert next_rate(errors, len(errors) - 3) is None, "three rates were added"
 
 
 def run_of(method: str, losses: list[float], *, rate=0.1, seed=0, final=True, task="tiny") -> Run:
@@ -215,16 +166,6 @@ def run_of(method: str, losses: list[float], *, rate=0.1, seed=0, final=True, ta
         for i, x in enumerate(losses, 1)
     ]
     return Run(Job(task, method, rate, seed, final), rows)
-
-
-def write(out: Path, runs: list[Run]) -> None:
-    for run in runs:
-        path = run.job.path(out)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", newline="") as file:
-            table = csv.DictWriter(file, COLUMNS)
-            table.writeheader()
-            table.writerows({k: "" if x != x else x for k, x in row.items()} for row in run.rows)
 
 
 def test_steps_and_seconds_to_the_base_methods_loss():
@@ -246,15 +187,6 @@ def test_cifar_is_judged_by_accuracy():
     (row,) = [row for row in report.summarise(runs) if row["method"] == "kfac_cnn"]
     assert row["steps_to_base"] == 1.0
     near(row["accuracy_mean"], 0.7, 1e-9, "made by hand")
-
-
-def test_runs_of_other_settings_are_kept_apart_but_a_new_key_is_not_one(tmp_path):
-    write(tmp_path, [run_of("adamw", [5.0])])
-    check_settings(tmp_path, "tiny", "adamw", {"a": 1, "kfac with defaults": {"x": 1}})
-    new_key = {"a": 1, "kfac with defaults": {"x": 1, "y": 2}}
-    check_settings(tmp_path, "tiny", "adamw", new_key)
-    with pytest.raises(ValueError, match=r"other settings \(a\)"):
-        check_settings(tmp_path, "tiny", "adamw", {**new_key, "a": 2})
 
 
 def test_the_readmes_figures_are_those_of_the_runs(tmp_path):

@@ -39,10 +39,7 @@ def test_a_call_runs_its_program_within_its_time_and_keeps_its_log(tmp_path, nam
     assert name == "kernels" or 400 < seconds <= 450
     assert f"--out {tmp_path}/out/{name}" in line
     assert CALLS[name] in (tmp_path / "out" / name / "log.txt").read_text()
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_rehearsal_runs_on_a_cpu_at_a_small_size(tmp_path, name):
+    # a rehearsal runs on a CPU at a small size
     status, said = call(tmp_path, name, "--rehearse", program="echo $DS_ACCELERATOR $*")
     program = next(line for line in said.splitlines() if "--out" in line and "costs" not in line)
     assert status == 0 and program.startswith("cpu ")
@@ -53,16 +50,6 @@ def test_images_without_data_say_so_and_an_unknown_call_is_refused(tmp_path):
     assert call(tmp_path, "images", DATA="")[0] == 2
     status, said = call(tmp_path, "A")
     assert status == 2 and said.startswith("usage: gpu.sh modes | step | lm | images | kernels")
-
-
-def test_earlier_results_are_copied_and_not_written_over(tmp_path):
-    for folder, text in (("from", "old"), ("out", "new")):
-        (tmp_path / folder / "step").mkdir(parents=True)
-        (tmp_path / folder / "step/step.csv").write_text(text)
-    (tmp_path / "from/step/other.csv").write_text("old")
-    assert call(tmp_path, "step", FROM=str(tmp_path / "from"))[0] == 0
-    assert (tmp_path / "out/step/step.csv").read_text() == "new"
-    assert (tmp_path / "out/step/other.csv").read_text() == "old"
 
 
 def test_a_program_that_hangs_is_ended(tmp_path):

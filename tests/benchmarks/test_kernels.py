@@ -2,8 +2,6 @@
 
 import csv
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,12 +9,14 @@ import torch
 from benchmarks.kernels import __main__ as kernels
 from benchmarks.kernels import newton_schulz
 from benchmarks.kernels import solvers as kernels_solvers
-from benchmarks.kernels.cases import Settings, layout
+from benchmarks.kernels.cases import Settings
 from benchmarks.kernels.shapes import MODELS, Model
 from benchmarks.kernels.timing import Clock, Roofline
 from ds_kfac.ops import functional
 from ds_kfac.ops.dispatch import Backend
 from tests.close import near
+from tests.ops.calls import spoiled
+from tests.programs import python
 from tests.ranks import ROOT
 
 TINY = Model("tiny", ((7, 33), (33, 65)), 2)
@@ -86,31 +86,12 @@ def test_what_is_wrong_fails_or_cannot_run_is_said_and_not_the_end(run, monkeypa
     assert "torch" in fine and not fine & {"broken", "full", "absent"}
 
 
-def made(makers):
-    return [case for make in makers for case in make()]
-
-
-def spoiled(op: str, value: float):
-    """Return the op with one wrong element: a factor too large, or ``value`` if not finite."""
-    right = getattr(functional, op)
-
-    def wrong(*arguments, **options):
-        returned = right(*arguments, **options)
-        first = returned if returned is not None and op != "ema_update_" else arguments[0]
-        while isinstance(first, (list, tuple)):
-            first = first[-1]
-        place = first.abs().nan_to_num(nan=0).argmax()  # not a gap that nobody writes
-        first.view(-1)[place] = first.view(-1)[place] * 1.01 if math.isfinite(value) else value
-        return returned
-
-    return wrong
-
-
 @pytest.mark.parametrize("value", [1.01, math.nan, math.inf])
 @pytest.mark.parametrize("op", TIMED)
 def test_the_gate_sees_one_wrong_element(op, value):
     torch.manual_seed(0)
-    for case in made(kernels.cases(TINY, SETTINGS, {op})):
+    cases = [case for make in kernels.cases(TINY, SETTINGS, {op}) for case in make()]
+    for case in cases:
         error, allowed = case.error(getattr(functional, op))
         assert error <= allowed
         error, allowed = case.error(spoiled(op, value))
@@ -118,74 +99,37 @@ def test_the_gate_sees_one_wrong_element(op, value):
 
 
 def test_costs_are_the_least_that_is_needed():
-    found = {case.op: case for op in TIMED for case in made(kernels.cases(TINY, SETTINGS, {op}))}
+    found = {
+        (case.op, case.size): case
+        for make in kernels.cases(TINY, SETTINGS, set(TIMED))
+        for case in make()
+    }
     dims = [7, 33, 33] * 2  # 65 is larger than allowed
     packed, squares = sum(dim * (dim + 1) // 2 for dim in dims), sum(dim * dim for dim in dims)
-    assert TINY.factors(2, 64) == dims
-    assert found["symmetric_pack_into_"].nbytes == (4 + 2) * packed
-    assert found["symmetric_unpack_from"].nbytes == 2 * packed + 4 * squares
-    assert found["ema_update_"].nbytes == 12 * packed
-    syrks = {case.size: case for case in made(kernels.cases(TINY, SETTINGS, {"syrk_accumulate_"}))}
-    assert list(syrks) == ["N 16, D 7", "N 16, D 33", "N 12 of 16, D 33"]
-    assert syrks["N 16, D 33"].flops == 16 * 33 * 34
-    assert syrks["N 16, D 33"].nbytes == 4 * 16 * 33 + 8 * 33 * 34 // 2
-    assert syrks["N 12 of 16, D 33"].flops == 12 * 33 * 34
-    assert syrks["N 12 of 16, D 33"].nbytes == 4 * 12 * 33 + 16 + 8 * 33 * 34 // 2
-    assert layout([7, 33])[0] == [0, 32]
+    nbytes = {op: case.nbytes for (op, _), case in found.items()}
+    assert nbytes["symmetric_pack_into_"] == (4 + 2) * packed
+    assert nbytes["symmetric_unpack_from"] == 2 * packed + 4 * squares
+    assert nbytes["ema_update_"] == 12 * packed
+    for size, rows, flags in (("N 16, D 33", 16, 0), ("N 12 of 16, D 33", 12, 16)):
+        syrk = found["syrk_accumulate_", size]
+        assert syrk.flops == rows * 33 * 34
+        assert syrk.nbytes == 4 * rows * 33 + flags + 8 * 33 * 34 // 2
 
 
 def test_it_needs_no_deepspeed():
     code = "import sys; sys.modules['deepspeed'] = None; import benchmarks.kernels.__main__"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    python("-c", code, folder=ROOT)
 
 
-@pytest.fixture
-def small_solvers(monkeypatch):
-    """Sizes that are timed, in place of hundreds to thousands."""
+def test_solvers_are_timed_with_the_ops(run, monkeypatch):
     monkeypatch.setattr(kernels_solvers, "DIMS", (33, 63))
     monkeypatch.setattr(kernels_solvers, "STACKS", ((5, 17),))
-
-
-def test_solvers_are_timed_with_the_ops(run, small_solvers):
     status, rows, page = run("--ops", *kernels_solvers.SOLVERS)
     assert status == 0 and {row["op"] for row in rows} == set(kernels_solvers.SOLVERS)
     timed = {(row["op"], row["implementation"]) for row in rows if row["kind"] == "op"}
     offered = kernels_solvers.IMPLEMENTATIONS.items()
     assert timed == {(op, name) for name, ops in offered for op in ops}
     assert "| `iteration` | 5 x 17 | fp32 |" in page
-
-
-@pytest.mark.parametrize("value", [1.01, math.nan])
-def test_the_gate_of_solvers_sees_a_wrong_element(small_solvers, value):
-    def wrong(found):
-        if isinstance(found, list):
-            return [wrong(found[0]), *found[1:]]
-        part = (found if torch.is_tensor(found) else found[1]).clone(
-            memory_format=torch.contiguous_format
-        )
-        part.view(-1)[part.abs().argmax()] *= value
-        return part if torch.is_tensor(found) else (found[0], part, *found[2:])
-
-    for make in kernels_solvers.solvers(SETTINGS, set(kernels_solvers.SOLVERS)):
-        case = make()
-        op = kernels_solvers.IMPLEMENTATIONS["fp32"][case.op]
-        error, allowed = case.error(op)
-        assert error <= allowed
-        error, allowed = case.error(lambda *given, op=op: wrong(op(*given)))
-        assert error > allowed, case.op
-
-
-def test_rows_are_in_the_file_before_the_run_ends(run, tmp_path, monkeypatch):
-    """A run that is killed keeps them: here it fails at the page."""
-
-    def killed(*_):
-        with (tmp_path / "cpu.csv").open() as file:
-            assert len(list(csv.DictReader(file))) == 2
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(kernels, "draw", killed)
-    with pytest.raises(KeyboardInterrupt):
-        run("--ops", "adam_step_")
 
 
 def test_newton_schulz_is_checked_and_timed_beside_the_published_steps(run, monkeypatch):
@@ -210,17 +154,6 @@ def test_a_call_goes_on_where_the_last_one_had_no_time_left(run, capsys):
     assert status == 0 and [row for row in rows if row["op"] == "ema_update_"] == before
     assert {row["op"] for row in rows} == {"ema_update_", "adam_step_"}
     assert "| `ema_update_` |" in page and "goes on: no cases" in capsys.readouterr().out
-
-
-def test_a_slow_call_is_timed_twice(monkeypatch):
-    clock, seconds = Clock("cpu"), {"fast": 1e-3, "slow": 3.0}
-    monkeypatch.setattr(clock, "once", lambda name, queueing=0.0: seconds[name])
-    monkeypatch.setattr(clock, "queueing", lambda name: 0.0)
-    functions = {name: name for name in seconds}
-    for slow, calls in ((3.0, 2), (0.4, 5)):
-        seconds["slow"] = slow
-        times = clock.compare(functions, 0.0)
-        assert times["fast"].calls == times["slow"].calls == calls
 
 
 def test_configurations_of_sm_90_are_near_the_fastest_that_were_measured():

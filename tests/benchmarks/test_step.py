@@ -1,27 +1,20 @@
 """What a step costs: kinds of steps, their mean, bytes, and what a call leaves to the next."""
 
 import csv
-import os
-import subprocess
-import sys
 
 import pytest
 
 from benchmarks import step
 from tests.close import close
+from tests.programs import python
 from tests.ranks import ROOT, free_port, run_ranks
 
 
 def command(out, *more: str) -> str:
-    own = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    program = [sys.executable, "benchmarks/step.py", "--model", "tiny", "--periods", "1"]
+    program = ["benchmarks/step.py", "--model", "tiny", "--periods", "1"]
     program += ["--start-seconds", "0", "--out", str(out), *more]
-    environment = os.environ | own | {"MASTER_PORT": str(free_port())}
-    done = subprocess.run(
-        program, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=900
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+    port = {"MASTER_PORT": str(free_port())}
+    return python(*program, folder=ROOT, path=str(ROOT), **port).stdout
 
 
 def rows_of(out) -> dict[tuple[str, str], dict[str, str]]:

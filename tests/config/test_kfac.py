@@ -12,15 +12,7 @@ from ds_kfac.schedule.timetable import BurnIn, Schedule, Value
 from tests.choices import resolved
 
 RAMP = {"schedule": "linear", "start": 0.1, "end": 0.9, "steps": 200}
-TIKHONOV_INVERSE = {"preconditioner": {"method": "inverse"}, "damping": {"kind": "tikhonov"}}
 PIECES = {"schedule": "piecewise", "values": [1, 2, 5], "steps": [10, 20]}
-
-
-def test_the_shortest_block_is_enough():
-    config = resolved({"enabled": True})
-    assert config.enabled and config.schedule.intervals(50) == (10, 50)
-    assert config.schedule.intervals(0) == (5, 10)
-    assert parse({}).enabled
 
 
 def test_null_and_auto_mean_choose_for_me():
@@ -69,7 +61,7 @@ def test_a_number_may_be_a_schedule(given, value):
         assert config.preconditioner.kl_clip_at(step) == expected
 
 
-def test_intervals_may_be_schedules():
+def test_intervals_may_be_schedules_and_refreshes_follow_updates():
     config = parse(
         {
             "factor": {"update_interval": PIECES},
@@ -80,38 +72,12 @@ def test_intervals_may_be_schedules():
         Value.piecewise([1, 2, 5], [10, 20]), Value.ramp("linear", 7, 100, 200), BurnIn(50, 1, 2)
     )
     following = resolved({"factor": {"update_interval": PIECES}}).schedule
-    assert following.refresh == Value.piecewise([5, 10, 25], [10, 20]), (
-        "five times the update interval at every step"
-    )
+    assert following.refresh == Value.piecewise([5, 10, 25], [10, 20])
+    assert resolved({"burn_in": {"steps": 0}}).schedule.burn_in is None
 
 
-@pytest.mark.parametrize(
-    ("given", "burn_in"),
-    [(None, BurnIn(50, 5, 10)), ({"steps": 0}, None), ({"steps": 30}, BurnIn(30, 5, 10))],
-)
-def test_a_burn_in_is_on_unless_it_has_no_steps(given, burn_in):
-    assert resolved({"burn_in": given}).schedule == Schedule(
-        Value.constant(10), Value.constant(50), burn_in
-    )
-
-
-@pytest.mark.parametrize(
-    ("given", "where", "what"),
-    [
-        ({**RAMP, "strat": 1}, ".strat", "unknown key; did you mean kfac.damping.value.start?"),
-        ({"start": 1}, ".schedule", "got None; must be one of linear, cosine, "),
-        ({**RAMP, "end": None}, ".end", "missing in {'schedule': 'linear', 'start': 0.1, "),
-        ({**RAMP, "start": 0}, ".start", "got 0; input should be greater than 0"),
-        ({**PIECES, "values": []}, ".values", "got []; list should have at least 1 item"),
-        ({**PIECES, "steps": [10]}, ".steps", "got [10]; must be one fewer than the values, 2 "),
-        ({**PIECES, "steps": [20, 20]}, ".steps", "got [20, 20]; steps must be strictly incr"),
-        (True, "", 'got True; input should be a valid number or a schedule such as {"schedule": '),
-    ],
-)
-def test_an_error_in_a_schedule_says_where_what_and_what_instead(given, where, what):
-    with pytest.raises(ValueError) as error:
-        parse({"damping": {"value": given}})
-    assert f"\n  kfac.damping.value{where}: {what}" in str(error.value)
+def damped(value) -> dict:
+    return {"damping": {"value": value}}
 
 
 @pytest.mark.parametrize(
@@ -157,6 +123,15 @@ def test_an_error_in_a_schedule_says_where_what_and_what_instead(given, where, w
         ({"assignment": {"costs": "costs.json"}}, "name the file by --costs of python -m ds_kfac"),
         ({"checkpoint": {"eigenbasis": False}}, "eigenbases are always saved"),
         ({"eigenbasis": {"lag": 10}}, "refreshes are spread over steps"),
+        # in a schedule
+        (damped({**RAMP, "strat": 1}), "value.strat: unknown key; did you mean kfac.damping.val"),
+        (damped({"start": 1}), "value.schedule: got None; must be one of linear, cosine, "),
+        (damped({**RAMP, "end": None}), "value.end: missing in {'schedule': 'linear', 'start': "),
+        (damped({**RAMP, "start": 0}), "value.start: got 0; input should be greater than 0"),
+        (damped({**PIECES, "values": []}), "value.values: got []; list should have at least 1 it"),
+        (damped({**PIECES, "steps": [10]}), "value.steps: got [10]; must be one fewer than the v"),
+        (damped({**PIECES, "steps": [20, 20]}), "got [20, 20]; steps must be strictly incr"),
+        (damped(True), "got True; input should be a valid number or a schedule such as {"),
     ],
 )
 def test_an_error_says_where_what_and_what_instead(block, message):
@@ -166,17 +141,10 @@ def test_an_error_says_where_what_and_what_instead(block, message):
 
 
 def test_inverses_go_with_all_that_needs_no_eigenbasis():
-    given = {
-        "preconditioner": {"method": "inverse", "eigenvalues": "kronecker"},
-        "eigenbasis": {"refresh_interval": 20},
-    }
-    assert parse(given).preconditioner.method == "inverse"
-    assert parse(TIKHONOV_INVERSE)
-    assert resolved(given).factor.fisher == "empirical"
-    with pytest.raises(
-        ValueError, match='in which KFACAdamW steps; use "eigen", or another optimizer'
-    ):
-        KFACAdamWRule().resolved(parse(given))
+    """But for KFACAdamW, see tests/deepspeed/test_decompositions.py."""
+    inverse = {"preconditioner": {"method": "inverse"}}
+    assert parse({**inverse, "eigenbasis": {"refresh_interval": 20}})
+    assert parse({**inverse, "damping": {"kind": "tikhonov"}})
 
 
 def test_all_errors_come_in_one_message():
@@ -208,11 +176,8 @@ def test_a_block_that_is_written_otherwise_is_not_ignored(config, told):
 
 def test_other_blocks_are_none_of_our_business():
     assert find_block({"fp16": {}, "zero_optimization": {}}) is None
-    # a user's
-    assert (
-        find_block({"face": {}, "fact": {}, "kmac": {}, "kfold": {}, "sweep": {"kfac": True}})
-        is None
-    )
+    users = {"face": {}, "fact": {}, "kmac": {}, "kfold": {}, "sweep": {"kfac": True}}
+    assert find_block(users) is None
     assert find_block({"kfac": {"enabled": False}}) == {"enabled": False}
 
 
@@ -236,13 +201,11 @@ def test_wrong_parameters_of_the_optimizer_are_named(params, message):
 
 def test_whole_numbers_are_parameters_of_the_optimizer_too():
     """torch's AdamW asks for floats on a CPU: it takes no beta of 0 next to one of 0.9."""
-    params = KFACAdamWRule().optimizer_params(
-        {"optimizer": {"type": "KFACAdamW", "params": {"lr": 1, "betas": [0, 0.9]}}}
-    )
-    assert (
-        params == {"lr": 1.0, "betas": (0.0, 0.9)}
-        and type(params["betas"][0]) is type(params["lr"]) is float
-    )
-    assert (
-        KFACAdamWRule().optimizer_params({"optimizer": {"type": "KFACAdamW", "params": None}}) == {}
-    )
+
+    def params(given) -> dict:
+        optimizer = {"type": "KFACAdamW", "params": given}
+        return KFACAdamWRule().optimizer_params({"optimizer": optimizer})
+
+    found = params({"lr": 1, "betas": [0, 0.9]})
+    assert found == {"lr": 1.0, "betas": (0.0, 0.9)} and params(None) == {}
+    assert type(found["betas"][0]) is type(found["lr"]) is float

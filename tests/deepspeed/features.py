@@ -351,11 +351,6 @@ def compared(name: str, mode_name: str) -> tuple[float, float]:
     return difference(final, found.weights, initial), found.bound + feature.wire
 
 
-def worker(pairs: list[tuple[str, str]]) -> dict[tuple[str, str], tuple[float, float]]:
-    """:func:`compared` of several, for tests/campaign/processors.py."""
-    return {pair: compared(*pair) for pair in pairs}
-
-
 # what a row may check
 
 
@@ -525,6 +520,16 @@ for workers, worlds in WORLDS_OF_WORKERS.items():
             workers=workers,
             check=shares_inputs,
         )
+# eigenbases that travel to the other workers in 16 bits, and terms that come with a shared A
+for form, kfac, wire in (("wire", WIRE, 12 * 2**-8), ("no_G", NO_G, 0.0)):
+    CASES[f"workers_2-corrected-{form}"] = Feature(
+        merged(CORRECTED, kfac),
+        QueryNet,
+        modes=("z0",),
+        workers=2,
+        wire=wire,
+        check=shares_inputs,
+    )
 for index, (stage, (form, (kfac, wire))) in enumerate(product((0, 2, 3), FORMS.items())):
     worlds = (4, 2)[index % 2 : index % 2 + 1] + ((3,) if stage == 3 else ())
     CASES[f"stage_{stage}-{form}"] = Feature(

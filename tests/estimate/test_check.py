@@ -3,8 +3,6 @@ config.json."""
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 from torch import nn
@@ -12,6 +10,7 @@ from torch import nn
 from ds_kfac.__main__ import main
 from ds_kfac.estimate.models import build
 from examples.gpt import GPT, GPTConfig
+from tests import programs
 from tests.ranks import ROOT
 
 LLAMA = {
@@ -96,11 +95,6 @@ def test_a_lazy_module_says_what_to_do(checked):
     assert status == 1 and "1.weight has no shape yet (a lazy module)" in error
 
 
-def test_keys_without_effect_are_named(checked):
-    status, text, _ = checked({**OURS, "kfac": {"damping": {"value": 2.0}}})
-    assert status == 0 and "without effect with KFACAdamW: kfac.damping.value" in text
-
-
 def test_an_optimizer_of_the_script_may_be_named(checked):
     for optimizer, eigenvalues in (("AdamW", "corrected"), ("SGD", "kronecker")):
         status, text, _ = checked({"kfac": {}}, "benchmarks.models:gpt2", "--optimizer", optimizer)
@@ -109,45 +103,28 @@ def test_an_optimizer_of_the_script_may_be_named(checked):
     assert status == 1 and "the config has one" in error
 
 
-class Stacked(nn.Module):
-    """Experts in one parameter of three dimensions, as transformers has them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(7, 5)
-        self.experts = nn.ParameterDict(
-            {"gate": nn.Parameter(nn.Linear(7, 9 * 11).weight.view(9, 11, 7))}
-        )
-        self.embed = nn.Embedding(13, 7)
-
-
-def test_a_low_share_is_a_warning_that_names_the_largest_exceptions(checked):
-    status, text, _ = checked(OURS, f"{HERE}:Stacked")
-    assert status == 0 and "WARNING" in text
-    assert "ds_kfac steps 5% of the trained matrix parameters (35 of 728) in 1 K-FAC layers" in text
-    assert "left out: ParameterDict 693 (no K-FAC layer type for it)" in text
-
-
-@pytest.mark.parametrize("command", ["schema", "config", "doctor", "check", "estimate"])
-def test_standard_output_has_the_data_alone(command, tmp_path):
-    begins = {
-        "schema": "{",
-        "config": "# Config",
-        "doctor": "ds_kfac doctor",
-        "check": "configs/",
-        "estimate": "ds_kfac estimate",
-    }
-    arguments = [sys.executable, "-m", "ds_kfac", command]
+@pytest.mark.parametrize(
+    ("command", "begins"),
+    [
+        ("schema", "{"),
+        ("config", "# Config"),
+        ("doctor", "ds_kfac doctor"),
+        ("check", "configs/"),
+        ("estimate", "ds_kfac estimate"),
+    ],
+)
+def test_standard_output_has_the_data_alone(command, begins, tmp_path):
+    arguments = ["-m", "ds_kfac", command]
     with_model = command in ("check", "estimate")
     if with_model:
         arguments += ["--model", f"{HERE}:talking", "--world", "2"]
         arguments += ["--config", "configs/gpt_zero2_kfac.json"]
-    environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
-    # without locks, of which the doctor would complain
-    environment["TORCH_EXTENSIONS_DIR"] = str(tmp_path)
-    options = {"cwd": ROOT, "env": environment, "timeout": 300}
-    run = subprocess.run(arguments, capture_output=True, text=True, check=True, **options)
-    assert run.stdout.startswith(begins[command]) and "[WARNING]" not in run.stdout
+    # a folder without locks, of which the doctor would complain
+    empty = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    run = programs.python(
+        *arguments, folder=ROOT, without=(*programs.OURS, "DS_ACCELERATOR"), **empty
+    )
+    assert run.stdout.startswith(begins) and "[WARNING]" not in run.stdout
     if command in ("schema", "config"):
         assert not run.stderr, "they import nothing that prints"
     else:

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,7 +20,8 @@ from tests.examples.runs import (
     rows_of,
     run,
 )
-from tests.ranks import ROOT, free_port
+from tests.programs import python
+from tests.ranks import ROOT
 
 pytestmark = pytest.mark.distributed
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("gpt_*_kfac.json"))
@@ -72,6 +72,11 @@ def test_experts_in_one_tensor_train_by_three_optimizers(tmp_path, data):
     for name in runs:
         losses = losses_of(tmp_path / name)
         assert len(losses) == 4 and all(2 < loss < 6.5 for loss in losses), (name, losses)
+    folders = [str(tmp_path / name) for name in runs]
+    command = ["examples/plots.py", *folders, "--out", str(tmp_path / "compare")]
+    said = python(*command, folder=ROOT, path=str(ROOT)).stdout
+    assert len(list((tmp_path / "compare").glob("*.png"))) == 3
+    assert re.search(r"^muon +4 +", said, re.M), said
 
 
 def test_killed_and_resumed_equals_unbroken(tmp_path, data):
@@ -98,17 +103,6 @@ def test_killed_and_resumed_equals_unbroken(tmp_path, data):
         for name in ("unbroken", "broken")
     )
     assert found == expected
-
-
-def test_the_launcher_starts_it(tmp_path, data):
-    launcher = ["deepspeed", "--num_accelerators", "2", "--master_port", str(free_port())]
-    arguments = arguments_of(tmp_path, "gpt_zero3_kfac", data=data, steps=3, **TINY)
-    process = launch(*launcher, SCRIPT, *arguments)
-    output = process.communicate(timeout=180)[0]
-    assert process.returncode == 0, output
-    assert output.count("of the trained matrix parameters") == 1
-    assert "  ZeRO stage 3, float32 parameters" in output
-    assert len(rows_of(tmp_path / "gpt_zero3_kfac")) == 3
 
 
 def assert_one_clear_line(code: int, output: str, message: str) -> None:
@@ -141,18 +135,3 @@ def test_without_a_launcher_one_line_says_how_to_start_it(tmp_path, data):
     output = process.communicate(timeout=120)[0]
     told = "no launcher environment (RANK is not set); start with: deepspeed --num_accelerators 2"
     assert_one_clear_line(process.returncode, output, told)
-
-
-def test_plots_compare_runs(tmp_path):
-    for name, slope in (("a", 0.1), ("b", 0.2)):
-        (tmp_path / name).mkdir()
-        lines = ["step,seconds,loss,held_out_loss,step_seconds,seconds_forward"]
-        for i in range(1, 21):
-            loss = 5 - slope * i
-            lines.append(f"{i},{i},{loss},{'' if i % 5 else loss},1.0,0.5")
-        (tmp_path / name / "metrics.csv").write_text("\n".join(lines))
-    folders = [str(tmp_path / name) for name in ("a", "b")]
-    command = [sys.executable, "examples/plots.py", *folders, "--out", str(tmp_path / "c")]
-    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert len(list((tmp_path / "c").glob("*.png"))) == 3
-    assert re.search(r"^b +20 +1\.0000", output, re.M)

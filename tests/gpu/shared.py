@@ -7,60 +7,17 @@ Collectives that gloo does not have for CUDA tensors in every torch go by way of
 """
 
 import os
-import pickle
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tests import ranks
-from tests.ranks import ROOT, free_port
 
 
-def run_together(
-    target: str, *, world: int, device: str, payload: Any = None, timeout: float = 400
-) -> list:
-    """Call ``target`` on ``world`` ranks of one device; returns its results by rank.
-
-    Raises:
-        AssertionError: a rank died or timed out; the message ends with the ranks' output.
-    """
-    with tempfile.TemporaryDirectory() as name:
-        folder, port = Path(name), str(free_port())
-        (folder / "payload").write_bytes(pickle.dumps(payload))
-        code = "import sys; from tests.gpu import shared; shared.work(sys.argv[1], sys.argv[2])"
-        processes = []
-        for rank in range(world):
-            environment = os.environ | {
-                "RANK": str(rank),
-                "LOCAL_RANK": "0",
-                "WORLD_SIZE": str(world),
-                "LOCAL_SIZE": str(world),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                "DS_ACCELERATOR": device,
-                "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-            }
-            command = [sys.executable, "-c", code, target, name]
-            processes.append(subprocess.Popen(command, env=environment, cwd=ROOT))
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline and any(one.poll() is None for one in processes):
-            if any(one.poll() for one in processes):
-                # a dead rank leaves the others waiting for ever
-                deadline = min(deadline, time.monotonic() + 2)
-            time.sleep(0.05)
-        for process in processes:
-            process.kill()
-            process.wait()
-        results = [folder / f"result{rank}" for rank in range(world)]
-        if not all(result.exists() for result in results):
-            logs = [path.read_text()[-4000:] for path in sorted(folder.glob("log*"))]
-            message = f"{target} on {world} ranks of one {device} did not finish\n"
-            raise AssertionError(message + "\n--- next rank\n".join(logs))
-        return [pickle.loads(result.read_bytes()) for result in results]
+def run_together(target: str, *, world: int, device: str, payload: Any = None) -> list:
+    """Call ``target`` on ``world`` ranks of one device; returns its results by rank."""
+    start = "tests.gpu.shared:work"
+    return ranks.run_apart(target, start, world, device=device, payload=payload, timeout=400)
 
 
 def work(target: str, name: str) -> None:

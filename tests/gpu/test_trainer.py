@@ -19,12 +19,15 @@ CASES = [
 
 @pytest.mark.parametrize(("device", "precision"), CASES)
 def test_the_trainer_trains_in_16_bits(device, precision, tmp_path):
-    target = "tests.integrations.trainer_runs:labels_worker"
+    from tests.integrations.trainer_runs import PRECISION
+
+    target = "tests.integrations.trainer_runs:parts_worker"
+    given = {"blocks": PRECISION[precision], precision: True}
     whole, parts = (
-        run_alone(target, device=device, payload=(str(tmp_path), accumulation, precision))
+        run_alone(target, device=device, payload=(str(tmp_path), "labels", accumulation, given))
         for accumulation in (1, 4)
     )
     assert whole["steps"] == parts["steps"] == 2, "no step was skipped"
-    assert whole["traces"].keys() == parts["traces"].keys() and len(whole["traces"]) == 15
+    assert whole["traces"].keys() == parts["traces"].keys() and len(whole["traces"]) == 24
     for name, trace in whole["traces"].items():
         assert abs(parts["traces"][name] - trace) <= APART * abs(trace), name

@@ -75,22 +75,23 @@ def in_bf16(module: Any) -> contextlib.AbstractContextManager:
     return mock.patch.object(owner, attribute, lambda *args, **own: made(*args, **own | given))
 
 
-def run(name: str, *arguments: str, bf16: bool = False) -> dict[str, Any]:
+def run(example: str, *arguments: str, bf16: bool = False) -> dict[str, Any]:
     """What one run of an example ended with."""
     fresh()
-    module = importlib.import_module(f"examples.integrations.{EXAMPLES[name][0]}")
+    module = importlib.import_module(f"examples.integrations.{example}")
     with in_bf16(module) if bf16 else contextlib.nullcontext():
         result = module.main(["--steps", str(STEPS), *arguments])
     if isinstance(result, tuple):
         engine, last = result
         first: dict[str, float] = {}
+        history: list[dict[str, float]] = []
     elif hasattr(result.state, "log_history"):
         engine, history = result.model_wrapped, result.state.log_history
         first = next(entry for entry in history if "loss" in entry)
         last = {name: value for entry in history for name, value in entry.items()}
         last["loss"] = [entry["loss"] for entry in history if "loss" in entry][-1]
     else:
-        engine, first = result.strategy.model, {}
+        engine, first, history = result.strategy.model, {}, []
         last = {name: float(value) for name, value in result.callback_metrics.items()}
     found = {
         "digest": digest(engine),
@@ -98,6 +99,7 @@ def run(name: str, *arguments: str, bf16: bool = False) -> dict[str, Any]:
         "unfit": sorted(engine.kfac.preconditioner.proving.unfit),
         "steps here": engine.kfac.counters()["steps"],
         "factor updates": engine.kfac.counters()["factor_updates"],
+        "rewards": [entry["reward"] for entry in history if "reward" in entry],
         "first loss": first.get("loss", math.log(258)),  # of a model that knows nothing
         **{key: last[key] for key in ("loss", "eval_loss", "kfac/step_to_weight") if key in last},
     }
@@ -125,29 +127,41 @@ def checkpoint(folder: Path) -> Path:
     return next(folder / name for name in names if (folder / name).exists())
 
 
-def worker(payload: tuple[str, str, Sequence[str]]) -> dict[str, Any]:
-    """Mode -> what two runs found, the second one from the first one's checkpoint; and the
-    cells."""
+def twice(
+    example: str, out: Path, blocks: dict[str, Any], *flags: str, bf16: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What two runs of an example found, the second one from the first one's checkpoint.
+
+    Args:
+        blocks: of the DeepSpeed config.
+    """
     import ds_kfac
     from ds_kfac.step import proving
     from examples.integrations import tiny
 
-    name, folder, modes = payload
     proving.RAISES = False  # TRL multiplies by the head in a function: it has no rows
+    ds_kfac.enable()
+    out.mkdir(exist_ok=True)
+    config = tiny.ds_config(Path(tiny.__file__).with_name("ds_config.json"), **blocks)
+    path = out / f"config{dist.get_rank()}.json"
+    path.write_text(json.dumps(config))
+    given = ("--out", str(out), "--deepspeed", str(path), *flags)
+    with contextlib.redirect_stdout(io.StringIO()):
+        straight = run(example, *given, bf16=bf16)
+        resumed = run(example, *given, "--resume", str(checkpoint(out)), bf16=bf16)
+    return straight, resumed
+
+
+def worker(payload: tuple[str, str, Sequence[str]]) -> dict[str, Any]:
+    """Mode -> what :func:`twice` found; and the cells."""
+    from examples.integrations import tiny
+
+    name, folder, modes = payload
     tokens = tiny.tokens
     # three steps an epoch: Lightning does not resume in the middle of one's data
     tiny.tokens = lambda count=48: tokens(min(count, 48))
-    ds_kfac.enable()
     found = {}
     for mode in modes:
-        out = Path(folder, mode)
-        out.mkdir(exist_ok=True)
-        config = tiny.ds_config(Path(tiny.__file__).with_name("ds_config.json"), **MODES[mode])
-        path = out / f"config{dist.get_rank()}.json"
-        path.write_text(json.dumps(config))
-        given = ("--out", str(out), "--deepspeed", str(path))
-        with contextlib.redirect_stdout(io.StringIO()):
-            straight = run(name, *given, bf16="bf16" in mode)
-            resumed = run(name, *given, "--resume", str(checkpoint(out)), bf16="bf16" in mode)
-        found[mode] = straight, resumed, cells(straight, resumed)
+        runs = twice(EXAMPLES[name][0], Path(folder, mode), MODES[mode], bf16="bf16" in mode)
+        found[mode] = *runs, cells(*runs)
     return found

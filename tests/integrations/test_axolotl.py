@@ -20,27 +20,25 @@ class Manager:
 
     def register(self, name: str) -> None:
         module, kind = name.rsplit(".", 1)
-        self.plugin = getattr(importlib.import_module(module), kind)()
-
-    def pre_model_load(self, cfg) -> None:
-        self.plugin.pre_model_load(cfg)
-
-    def post_trainer_create(self, cfg, trainer) -> None:
-        self.plugin.post_trainer_create(cfg, trainer)
+        plugin = getattr(importlib.import_module(module), kind)()
+        self.pre_model_load = plugin.pre_model_load
+        self.post_trainer_create = plugin.post_trainer_create
 
 
 @pytest.fixture
 def manager(monkeypatch):
     try:
         from axolotl.integrations.base import PluginManager
+
+        found = PluginManager.get_instance()
     except ImportError as missing:
         print(f"Axolotl's interface as read, not the package: {missing}")
         for name in ("axolotl", "axolotl.integrations", "axolotl.integrations.base"):
             monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
         sys.modules["axolotl.integrations.base"].BasePlugin = object
-        yield Manager()
-    else:
-        yield PluginManager.get_instance()
+        found = Manager()
+    found.register(NAME)
+    yield found
     ds_kfac.disable()
     sys.modules.pop("ds_kfac.integrations.axolotl", None)
 
@@ -48,7 +46,6 @@ def manager(monkeypatch):
 def test_the_plugin_enables_and_logs(manager):
     from ds_kfac.integrations.transformers import KFACCallback
 
-    manager.register(NAME)
     assert not entry._enabled
     manager.pre_model_load(SimpleNamespace(deepspeed="ds_config.json"))
     assert entry._enabled
@@ -59,6 +56,5 @@ def test_the_plugin_enables_and_logs(manager):
 
 
 def test_without_deepspeed_it_says_so(manager):
-    manager.register(NAME)
     with pytest.raises(ValueError, match="set deepspeed"):
         manager.pre_model_load(SimpleNamespace(deepspeed=None))

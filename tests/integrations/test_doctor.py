@@ -123,13 +123,6 @@ def test_a_lock_of_torch_2_14_counts_while_a_process_holds_it(said, environment,
     assert str(locks[1]) in told and str(locks[0]) not in told and "a build runs now" in told
 
 
-def built(folder: Path, torch_folder: Path) -> None:
-    """What torch leaves of a build."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "build.ninja").write_text(f"ldflags = -shared -L{torch_folder}/lib -lc10")
-    (folder / f"{OP}.so").touch()
-
-
 def test_an_op_that_was_built_for_another_torch_is_not_compiled(said, environment, tmp_path):
     environment.setitem(deepspeed.ops.__compatible_ops__, OP, True)
     environment.delenv("TORCH_EXTENSIONS_DIR")
@@ -138,25 +131,21 @@ def test_an_op_that_was_built_for_another_torch_is_not_compiled(said, environmen
     own = Path(cpp_extension._get_build_directory(OP, verbose=False))
     other = tmp_path / "torch_extensions/py39_cu999" / OP
     assert own.is_relative_to(tmp_path / "torch_extensions")
-    for folder, of_torch in ((other, here), (own, tmp_path / "another" / "torch")):
-        built(folder, of_torch)
-        assert answer(said(), OP).startswith("will be compiled at the first start"), folder
-    built(own, here)
-    assert answer(said(), OP) == "compiled"
+    for folder, of_torch in ((other, here), (own, tmp_path / "another" / "torch"), (own, here)):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "build.ninja").write_text(f"ldflags = -shared -L{of_torch}/lib -lc10")
+        (folder / f"{OP}.so").touch()
+        built = (folder, of_torch) == (own, here)
+        told = "compiled" if built else "will be compiled at the first start"
+        assert answer(said(), OP).startswith(told), folder
 
 
-def test_what_is_needed_is_what_an_installation_asks_for():
+def test_what_is_needed_and_tested_is_what_the_project_says(environment):
     asked = (ROOT / "pyproject.toml").read_text()
     assert len(doctor.NEEDS) == 2 and all(f'"{need}"' in asked for need in doctor.NEEDS)
-
-
-@pytest.mark.parametrize(
-    "has, where",
-    [("0.17.0", "inside"), ("0.19.8+cu121", "inside"), ("0.20.1", "outside of")],
-)
-def test_a_version_is_said_to_be_inside_the_tested_range_or_not(has, where, environment, said):
-    environment.setattr(doctor, "version", lambda name: has)
-    environment.setattr(doctor, "requires", lambda name: doctor.NEEDS)
     oldest, newest = doctor.TESTED_RANGES["deepspeed"]
-    state = f"deepspeed {has}, {where} the tested {oldest} to {newest}"
-    assert tuple(doctor._package("deepspeed")) == (state, "")
+    environment.setattr(doctor, "requires", lambda name: doctor.NEEDS)
+    for has, where in (("0.17.0", "inside"), ("0.19.8+cu121", "inside"), ("0.20.1", "outside of")):
+        environment.setattr(doctor, "version", lambda name, has=has: has)
+        state = f"deepspeed {has}, {where} the tested {oldest} to {newest}"
+        assert tuple(doctor._package("deepspeed")) == (state, "")

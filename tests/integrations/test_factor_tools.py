@@ -3,7 +3,6 @@ PEFT starts LoRA."""
 
 import json
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -138,29 +137,16 @@ def test_peft_starts_lora_from_ours(tmp_path):
     assert len(ranks) > 1  # some layers have more of them than others
 
 
-def saved(folder: Path) -> Path:
-    """A model of transformers with a tokenizer of words, as ``from_pretrained`` finds them."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    words = {word: place for place, word in enumerate(["<end>", *"abcdefghij"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<end>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(tie_word_embeddings=False, **sizes)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
 def test_the_command_reads_models_and_texts_at_any_stage(tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("datasets")
     from datasets import Dataset
 
-    folder = saved(tmp_path / "model")
+    from examples.integrations import tiny
+
+    folder = tmp_path / "model"
+    tiny.model().save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
     letters = ["a b c d e f g h i j"[k % 7 : k % 7 + 12] for k in range(80)]
     (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in letters))
     Dataset.from_dict({"text": letters}).save_to_disk(tmp_path / "dataset")

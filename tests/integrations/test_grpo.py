@@ -1,19 +1,16 @@
 """TRL's GRPOTrainer by its example, two ranks, ZeRO 2 and 3, with LoRA and without: K-FAC from the
 JSON alone sees the rows of a generation, trains, and goes on from a checkpoint."""
 
-import contextlib
 import copy
-import io
-import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-import torch.distributed as dist
 
-import ds_kfac
-from ds_kfac.step import proving
-from tests.integrations.runs import STEPS, checkpoint, digest, fresh
+from tests.integrations.runs import STEPS, twice
 from tests.ranks import run_ranks
 
 pytest.importorskip("trl", reason="needs ds_kfac[integrations]")
@@ -21,40 +18,11 @@ pytestmark = pytest.mark.distributed
 CASES = ((2, False), (3, False), (2, True), (3, True))
 
 
-def worker(payload: tuple[str, tuple[tuple[int, bool], ...]]) -> dict[tuple[int, bool], Any]:
-    """(stage, LoRA) -> what a run of some steps found, and one from its checkpoint."""
-    from examples.integrations import tiny, trl_grpo
-
-    folder, cases = payload
-    proving.RAISES = False  # TRL multiplies by the head in a function: it has no rows
-    ds_kfac.enable()
-    base = trl_grpo.taught()  # once: it takes longer than the runs
-    trl_grpo.taught, trl_grpo.ANSWERS = lambda: copy.deepcopy(base), 64
-    found = {}
-    for stage, lora in cases:
-        out = Path(folder, f"{stage}{lora}")
-        out.mkdir(exist_ok=True)
-        blocks = {"zero_optimization": {"stage": stage}}
-        blocks["kfac"] = {"factor": {"update_interval": 1}}
-        config = tiny.ds_config(Path(tiny.__file__).with_name("ds_config.json"), **blocks)
-        path = out / f"config{dist.get_rank()}.json"
-        path.write_text(json.dumps(config))
-        given = ("--out", str(out), "--deepspeed", str(path), *(["--lora"] if lora else []))
-        with contextlib.redirect_stdout(io.StringIO()):
-            straight = run(*given)
-            resumed = run(*given, "--resume", str(checkpoint(out)))
-        found[stage, lora] = straight, resumed
-    return found
-
-
-def run(*arguments: str) -> dict[str, Any]:
-    """Of one run: rows that the masks of each step leave, beside the tokens of questions and
-    answers, and what it ended with."""
+@contextmanager
+def rows_seen() -> Iterator[list[tuple[int, int]]]:
+    """Of each step: the rows that its masks leave, beside the tokens of questions and answers."""
     from trl import GRPOTrainer
 
-    from examples.integrations import trl_grpo
-
-    fresh()
     seen: list[tuple[int, int]] = []
     plain = GRPOTrainer._compute_loss
 
@@ -74,22 +42,25 @@ def run(*arguments: str) -> dict[str, Any]:
             tokens = sum(int(inputs[part].sum()) for part in ("prompt_mask", "completion_mask"))
             seen.append((sum(rows), tokens))
 
-    GRPOTrainer._compute_loss = watched  # type: ignore[method-assign]
-    try:
-        trainer = trl_grpo.main(["--steps", str(STEPS), *arguments])
-    finally:
-        GRPOTrainer._compute_loss = plain  # type: ignore[method-assign]
-    engine, history = trainer.model_wrapped, trainer.state.log_history
-    found = {
-        "seen": seen,
-        "digest": digest(engine),
-        "unfit": sorted(engine.kfac.preconditioner.proving.unfit),
-        "kfac steps": engine.kfac.preconditioner.steps,
-        "rewards": [entry["reward"] for entry in history if "reward" in entry],
-        "factor updates": [engine.kfac.counters()["factor_updates"]],
-        "adam_ratio": engine.basic_optimizer.adam_ratio,
-    }
-    engine.destroy()
+    with patch.object(GRPOTrainer, "_compute_loss", watched):
+        yield seen
+
+
+def worker(payload: tuple[str, tuple[tuple[int, bool], ...]]) -> dict[tuple[int, bool], Any]:
+    """(stage, LoRA) -> what a run of some steps found, one from its checkpoint, and rows seen."""
+    from examples.integrations import trl_grpo
+
+    folder, cases = payload
+    base = trl_grpo.taught()  # once: it takes longer than the runs
+    trl_grpo.taught, trl_grpo.ANSWERS = lambda: copy.deepcopy(base), 64
+    found = {}
+    for stage, lora in cases:
+        kfac = {"factor": {"update_interval": 1}}
+        blocks = {"zero_optimization": {"stage": stage}, "kfac": kfac}
+        flags = ["--lora"] if lora else []
+        with rows_seen() as seen:
+            runs = twice("trl_grpo", Path(folder, f"{stage}{lora}"), blocks, *flags)
+        found[stage, lora] = *runs, seen[:STEPS]
     return found
 
 
@@ -103,12 +74,9 @@ def runs(tmp_path_factory):
 def test_every_step_is_preconditioned_by_rows_that_are_no_padding_and_a_run_resumes(
     runs, stage, lora
 ):
-    straight, resumed = runs[stage, lora]
-    assert len(straight["seen"]) == STEPS
-    for rows, tokens in straight["seen"]:
-        assert rows == tokens >= 64
+    straight, resumed, seen = runs[stage, lora]
+    assert len(seen) == STEPS and all(rows == tokens >= 64 for rows, tokens in seen), seen
     assert straight["unfit"] == ([] if lora else ["lm_head"])
-    assert straight["kfac steps"] == STEPS and straight["adam_ratio"] == 8
-    assert straight["factor updates"][-1] == STEPS and len(straight["rewards"]) == STEPS
-    assert 0 < max(straight["rewards"]) < 1
+    assert straight["kfac steps"] == straight["factor updates"] == STEPS
+    assert len(straight["rewards"]) == STEPS and 0 < max(straight["rewards"]) < 1
     assert resumed["digest"] == straight["digest"] and resumed["kfac steps"] == STEPS

@@ -57,10 +57,8 @@ def worker(stage: int) -> tuple[float, float, int, list[float], int]:
     ds_kfac.enable()
     torch.manual_seed(0)
     model = Causal(GPTConfig(width=16, blocks=1, heads=2, context=8))
-    groups = [
-        {"params": [p for p in model.parameters() if (p.ndim < 2) == vector]}
-        for vector in (False, True)
-    ]
+    parts = [[p for p in model.parameters() if (p.ndim < 2) == vector] for vector in (False, True)]
+    groups = [{"params": part} for part in parts]
     cosine = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=STEPS)
     engine, *_ = deepspeed.initialize(
         model=model,

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ds_kfac.engine.entry import asked_for
+from tests.examples.runs import one_rank
 from tests.programs import python
 from tests.ranks import ROOT, free_port
 
@@ -80,35 +81,29 @@ def test_wheel_and_sdist_have_all_that_is_needed(installed, built):
     assert names >= NEEDED
 
 
-def test_a_package_index_would_take_both(built):
-    pytest.importorskip("twine", reason="needs twine, as `make release` installs it")
-    files = [str(path) for path in (*built.glob("*.tar.gz"), *built.glob("*.whl"))]
-    assert len(files) == 2 and all("-0.2.0" in name for name in files)
-    python("-m", "twine", "check", "--strict", *files, folder=built)
+FOUND = "import sys, deepspeed; found = 'ds_kfac' in sys.modules, deepspeed.initialize.__module__\n"
+SHOWN = FOUND + "import ds_kfac.engine.entry as entry; print(*found, entry.enabled())"
 
 
-def test_the_variable_enables_as_soon_as_deepspeed_is_imported(installed, built):
-    enabled, file = printed(installed, PROBED + ENABLED, DS_KFAC="1")  # transformers looks first
-    assert enabled == "True" and Path(file).is_relative_to(built)
-    # ds_kfac imports deepspeed
-    assert printed(installed, "import ds_kfac\n" + ENABLED, DS_KFAC="1")[0] == "True"
-    assert printed(installed, ENABLED)[0] == printed(installed, ENABLED, DS_KFAC="0")[0] == "False"
-    wrong = installed("-c", ENABLED, status=1, DS_KFAC="maybe")
-    assert "DS_KFAC: got 'maybe'; must be one of 1, true" in wrong.stderr
-
-
-def test_a_script_may_set_the_variable_itself(installed):
-    """Before it imports deepspeed; or ds_kfac, which asks at ``deepspeed.initialize``."""
-    attached = (
-        "import sys, deepspeed\nfound = 'ds_kfac' in sys.modules, deepspeed.initialize.__module__\n"
-    )
-    shown = "import ds_kfac.engine.entry as entry; print(*found, entry.enabled())"
-    for code in (SETS, PROBED + SETS):
-        assert printed(installed, code + attached + shown) == ["True", "deepspeed", "True"]
-    assert printed(installed, attached + "print(*found)")[0] == "False"
-    assert printed(installed, "import ds_kfac\n" + SETS + ENABLED)[0] == "True"
-    disabled = "import ds_kfac; ds_kfac.disable()\n"
-    assert printed(installed, disabled + SETS + ENABLED)[0] == "False"
+@pytest.mark.parametrize(
+    ("code", "variable", "words"),
+    [
+        pytest.param(PROBED + ENABLED, "1", ["True"], id="transformers looks first"),
+        pytest.param("import ds_kfac\n" + ENABLED, "1", ["True"], id="ds_kfac imports deepspeed"),
+        (ENABLED, "", ["False"]),
+        (ENABLED, "0", ["False"]),
+        # a script sets it before it imports deepspeed; or ds_kfac, which asks at initialize
+        (SETS + SHOWN, "", ["True", "deepspeed", "True"]),
+        (PROBED + SETS + SHOWN, "", ["True", "deepspeed", "True"]),
+        (FOUND + "print(*found)", "", ["False"]),
+        ("import ds_kfac\n" + SETS + ENABLED, "", ["True"]),
+        ("import ds_kfac; ds_kfac.disable()\n" + SETS + ENABLED, "", ["False"]),
+        *((OURS, word, ["['ds_kfac_startup']"]) for word in ("", "1")),
+    ],
+)
+def test_the_variable_enables_as_soon_as_deepspeed_is_imported(installed, code, variable, words):
+    """A process without deepspeed imports nothing."""
+    assert printed(installed, code, DS_KFAC=variable)[: len(words)] == words
 
 
 def test_finders_that_ask_each_other_come_to_an_end(monkeypatch):
@@ -131,29 +126,6 @@ def test_words_of_the_variable():
             asked_for(wrong)
 
 
-TIMED = """
-import sys, time, timeit
-sys.meta_path[:] = [one for one in sys.meta_path if type(one).__name__ != 'Finder']
-def start():
-    sys.modules.pop('ds_kfac_startup', None)
-    begin = time.perf_counter()
-    PTH
-    return time.perf_counter() - begin
-starts = [start() for _ in range(10)]
-find = sys.meta_path[0].find_spec
-print(min(starts), min(timeit.repeat(lambda: find('x'), number=1)))
-"""
-
-
-def test_a_process_without_deepspeed_imports_nothing(installed):
-    for word in ("", "1"):
-        assert printed(installed, OURS, DS_KFAC=word) == ["['ds_kfac_startup']"]
-    line = (ROOT / "ds_kfac.pth").read_text().strip()
-    best, asked = map(float, printed(installed, TIMED.replace("PTH", line)))
-    print(f"the line costs {1e6 * best:.0f} us, a module that is looked for {1e6 * asked:.1f} us")
-    assert best < 1e-3 and asked < 1e-4  # seconds, at the start of every Python process
-
-
 PLAIN = """
 import os
 import deepspeed, torch
@@ -169,38 +141,41 @@ deepspeed.initialize(model=model, model_parameters=model.parameters(), config=co
 def start(run, name: str, block: object = None, imports: str = "") -> str:
     """What deepspeed.initialize says on standard error, of ds_kfac, and of its error."""
     code = PLAIN.replace("TYPE", repr(name)).replace("BLOCK", repr(block))
-    single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    single |= {"MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}
-    done = run("-c", code.replace("IMPORT", imports), status=None, **single)
+    done = run("-c", code.replace("IMPORT", imports), status=None, **one_rank())
     lines = [line for line in done.stderr.splitlines() if 'File "' not in line]
     return "\n".join(line for line in lines if "ds_kfac" in line or "Error" in line)
 
 
-def test_a_block_that_nobody_reads_is_said(installed):
-    text = start(installed, "SGD", {})
-    expected = 'ds_kfac: WARNING: the config has a "kfac" block, which DeepSpeed alone does not'
-    assert text.startswith(expected) and "python -m ds_kfac run" in text, text
-    assert text.count("\n") == 0
-    assert start(installed, "SGD") == start(installed, "SGD", {"enabled": False}) == ""
-    text = start(installed, "SGD", {}, "import ds_kfac; ds_kfac.enable()")
-    assert "ds_kfac steps 100%" in text and "does not read" not in text
-    text = start(installed, "SGD", {}, "import ds_kfac")
-    assert text.count("WARNING") == 1 and "ds_kfac.enable()" in text, "in its own words"
+UNREAD = 'WARNING: the config has a "kfac" block, which DeepSpeed alone does not'
+NAMED = ("AssertionError", "python -m ds_kfac run", "import ds_kfac")
+MEANT = 'did you mean "KFACAdamW"?'
+IMPORTED = "import ds_kfac"
 
 
-@pytest.mark.parametrize("name", ["KFACAdamW", "K-FAC", "kfac", "KFAdamW"])
-def test_an_optimizer_that_only_ds_kfac_has_is_an_error_that_names_it(name, installed):
-    text = start(installed, name)
-    for part in ("AssertionError", "python -m ds_kfac run", "import ds_kfac"):
-        assert part in text, text
-    assert text.count("ds_kfac: ") == 1
-    assert ('did you mean "KFACAdamW"?' in text) == (name != "KFACAdamW")
-
-
-def test_an_optimizer_that_is_misspelt_is_named_with_ds_kfac_too(installed):
-    text = start(installed, "K-FAC", None, "import ds_kfac")
-    assert text.count('did you mean "KFACAdamW"?') == 1, text
-    assert "ds_kfac" not in start(installed, "Adamm"), "that is none of ours"
+@pytest.mark.parametrize(
+    ("name", "block", "imports", "told"),
+    [
+        ("SGD", {}, "", (UNREAD, "python -m ds_kfac run")),
+        ("SGD", None, "", ()),
+        ("SGD", {"enabled": False}, "", ()),
+        ("SGD", {}, f"{IMPORTED}; ds_kfac.enable()", ("ds_kfac steps 100%",)),
+        ("SGD", {}, IMPORTED, ("WARNING", "ds_kfac.enable()")),
+        ("KFACAdamW", None, "", NAMED),
+        ("K-FAC", None, "", (*NAMED, MEANT)),
+        ("K-FAC", None, IMPORTED, (MEANT,)),
+        ("Adamm", None, "", ("AssertionError",)),
+    ],
+)
+def test_what_deepspeed_alone_does_not_read_or_know_is_said_once(
+    installed, name, block, imports, told
+):
+    """As a block that nobody reads, or an optimizer that only ds_kfac has. With ds_kfac imported it
+    is said in its own words."""
+    text = start(installed, name, block, imports)
+    assert all(part in text for part in told) and bool(text) == bool(told), text
+    assert text.count("WARNING") == any("WARNING" in part for part in told), text
+    assert text.count(MEANT) == (MEANT in told) and (UNREAD in text) == (UNREAD in told), text
+    assert name != "Adamm" or "ds_kfac" not in text, "that is none of ours"
 
 
 @pytest.mark.distributed

@@ -29,6 +29,7 @@ from ds_kfac.step import proving
 from examples.integrations import tiny
 from tests.deepspeed.runs import weights
 from tests.integrations.runs import fresh
+from tests.ranks import of_ranks
 
 KFAC = {
     "factor": {"update_interval": 1, "fisher": "empirical", "rows": "all"},
@@ -81,17 +82,13 @@ def trained(trainer: Trainer, *, resume: str | None = None) -> Any:
     return trainer.model_wrapped
 
 
-def traces_of(engine: Any, sides: str = "G") -> dict[str, float]:
-    """The trace of every factor of these sides, of all ranks."""
-    factors = engine.kfac.preconditioner.curvature.factors
+def traces_of(engine: Any) -> dict[str, float]:
+    """The trace of every factor of all ranks."""
     traces = {
         key: float(factor.side.diagonal_of(factor.packed_P).sum())
-        for key, factor in factors.items()
-        if key[-1] in sides
+        for key, factor in engine.kfac.preconditioner.curvature.factors.items()
     }
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, traces)
-    return {key: trace for of_rank in everyone for key, trace in of_rank.items()}
+    return {key: trace for of_rank in of_ranks(traces) for key, trace in of_rank.items()}
 
 
 LABELLED = [14, 2, 2, 1, 9, 1, 1, 1, 12, 12, 3, 1, 2, 5, 1, 1]
@@ -117,67 +114,48 @@ def summed_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = No
     return loss / num_items_in_batch
 
 
-def labels_worker(payload: tuple[str, int, str]) -> dict[str, Any]:
-    """Two steps on the same texts of one length, whatever the ranks; and the trace of every G."""
-    folder, accumulation, precision = payload
-    micro = 2 * len(LABELLED) // (accumulation * dist.get_world_size())
-    sizes = {"gradient_accumulation_steps": accumulation, "per_device_train_batch_size": micro}
-    own = {} if precision == "fp32" else {precision: True}
-    trainer = trainer_of(folder, blocks=PRECISION[precision], **sizes, **own)
-    trainer.train_dataset, trainer.data_collator = 4 * labelled_rows(), default_data_collator
-    engine = trained(trainer)
-    return {
-        "weights": weights(engine),
-        "traces": traces_of(engine),
-        "steps": engine.kfac.counters()["steps"],
-    }
+def parts_worker(payload: tuple[str, str, int, dict[str, Any]]) -> dict[str, Any]:
+    """Weights and traces of all factors after two steps on the same 16 texts of one length,
+    whatever the ranks and micro-batches.
 
-
-def outside_worker(payload: tuple[str, str, int]) -> dict[str, float]:
-    """The trace of every G after a step on 16 rows, whose loss is made outside of the model."""
-    folder, kind, accumulation = payload
-    micro = len(LABELLED) // (accumulation * dist.get_world_size())
+    Args:
+        payload: a folder, how the loss is made or cut, the number of micro-batches, and further
+            options of :func:`arguments_of`.
+    """
+    folder, kind, accumulation, given = payload
+    world = dist.get_world_size()
+    micro = len(LABELLED) // (accumulation * (1 if kind == "sequence" else world))
     sizes = {"gradient_accumulation_steps": accumulation, "per_device_train_batch_size": micro}
-    given = arguments_of(folder, max_steps=1, **sizes)
-    made: dict[str, Any] = {"model": tiny.model(), "data_collator": default_data_collator}
+    options = arguments_of(folder, **sizes, **given)
+    rows, made = 2 * labelled_rows(), {"data_collator": default_data_collator}
+    if kind == "compute_loss_func":
+        made["compute_loss_func"] = summed_loss
+    elif kind == "label_smoothing_factor":
+        options["label_smoothing_factor"] = 0.1
+    elif kind == "sequence":
+        rows = [{**row, "position_ids": list(range(16))} for row in rows]
+        if world > 1:
+            options["deepspeed"]["seq_parallel_communication_data_type"] = "fp32"
+            handler = DeepSpeedSequenceParallelConfig(
+                sp_seq_length=16, sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
+            )
+            options["parallelism_config"] = ParallelismConfig(
+                sp_backend="deepspeed", sp_size=world, sp_handler=handler
+            )
     if kind == "SFTTrainer":
         proving.RAISES = False  # TRL's head has no rows
-        given |= {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
-        arguments = SFTConfig(**given, bf16=False, gradient_checkpointing=False)
-        rows, tokenizer = Dataset.from_list(labelled_rows()), tiny.tokenizer()
-        trainer = SFTTrainer(args=arguments, train_dataset=rows, processing_class=tokenizer, **made)
+        options |= {"dataset_kwargs": {"skip_prepare_dataset": True}}
+        options |= {"remove_unused_columns": False}
+        arguments = SFTConfig(**options, bf16=False, gradient_checkpointing=False)
+        trains, made["processing_class"] = SFTTrainer, tiny.tokenizer()
+        rows = Dataset.from_list(rows)
     else:
-        if kind == "compute_loss_func":
-            made["compute_loss_func"] = summed_loss
-        else:
-            given["label_smoothing_factor"] = 0.1
-        trainer = Trainer(args=TrainingArguments(**given), train_dataset=labelled_rows(), **made)
+        trains, arguments = Trainer, TrainingArguments(**options)
+    trainer = trains(model=tiny.model(), args=arguments, train_dataset=rows, **made)
     trainer._get_train_sampler = lambda *given: SequentialSampler(trainer.train_dataset)
-    return traces_of(trained(trainer))
-
-
-def sequence_worker(payload: tuple[str, int, int]) -> dict[str, Any]:
-    """The weights and the trace of every factor after a step on 16 rows, of which each rank has a
-    part."""
-    folder, stage, ranks = payload
-    given = arguments_of(
-        folder, stage=stage, max_steps=1, per_device_train_batch_size=len(LABELLED)
-    )
-    if ranks > 1:
-        given["deepspeed"]["seq_parallel_communication_data_type"] = "fp32"
-        handler = DeepSpeedSequenceParallelConfig(
-            sp_seq_length=16, sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
-        )
-        given["parallelism_config"] = ParallelismConfig(
-            sp_backend="deepspeed", sp_size=ranks, sp_handler=handler
-        )
-    rows = [{**row, "position_ids": list(range(16))} for row in labelled_rows()]
-    arguments = TrainingArguments(**given)
-    made = {"train_dataset": rows, "data_collator": default_data_collator}
-    trainer = Trainer(model=tiny.model(), args=arguments, **made)
-    trainer._get_train_sampler = lambda *given: SequentialSampler(rows)
     engine = trained(trainer)
-    return {"weights": weights(engine), "traces": traces_of(engine, "AG")}
+    steps = engine.kfac.counters()["steps"]
+    return {"weights": weights(engine), "traces": traces_of(engine), "steps": steps}
 
 
 def evaluation_worker(folder: str) -> tuple[float, float, int]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from benchmarks.kernels.cases import rounding
+from ds_kfac.ops import functional
 from ds_kfac.ops.functional import packed_numel
 from tests.ops import specification
 
@@ -109,6 +110,21 @@ def problems(call: Call, returned: Any, arguments: tuple) -> list[str]:
             if not error <= call.allowed:
                 found.append(f"{place}: error {error:.2e}, allowed {call.allowed:.0e}")
     return found
+
+
+def spoiled(op: str, value: float = 1.01, output: int = 0) -> Callable[..., Any]:
+    """torch's op with one element of one result (returned, or written to an argument) ``value``
+    times as large, or ``value`` if that is not finite."""
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        found = getattr(functional, op)(*arguments, **options)
+        results = [x for x in tensors_of((found, arguments)) if x.is_floating_point()]
+        x = results[output].view(-1)
+        place = x.nan_to_num(0.0, 0.0, 0.0).abs().argmax()  # not a gap that nobody writes
+        x[place] = x[place] * value if math.isfinite(value) else value
+        return found
+
+    return run
 
 
 def normal(device: str, *shape: int, seed: int = 0) -> Tensor:

@@ -1,5 +1,7 @@
-"""Which implementation of an op runs, why others do not, and what is said when one fails."""
+"""Which implementation of an op runs, why others do not, and what is said when one fails. A
+compiled op is compared with torch before it is used; a faulty one is replaced."""
 
+import json
 import math
 import sys
 from collections.abc import Callable
@@ -8,25 +10,37 @@ import pytest
 import torch
 
 from ds_kfac.config.keys import parse
-from ds_kfac.ops import check, cuda, dispatch
+from ds_kfac.ops import check, cuda, dispatch, functional
 from ds_kfac.ops import triton as triton_backend
 from ds_kfac.ops.build import BuildError
-from ds_kfac.ops.check import guarded
+from ds_kfac.ops.check import NotMadeFor, guarded
 from ds_kfac.ops.cuda import CudaError, CudaOps
 from ds_kfac.ops.dispatch import Backend
-from tests.ops.triton_tools import interpreted
+from ds_kfac.ops.triton import MODULES
+from tests.ops.calls import spoiled
+from tests.ops.cuda_emulation import emulated
+from tests.ops.triton_tools import interpreted, interpreted_ops
+from tests.programs import python
+from tests.ranks import ROOT
 
+CPU = torch.device("cpu")
 OLD = "needs compute capability 8.0, Old GPU has 7.5"
 
 
 @pytest.fixture(autouse=True)
-def restored(monkeypatch):
-    """Implementations of these tests compute nothing: not checked. The process's choice is
-    restored."""
-    monkeypatch.setenv("DS_KFAC_CHECK_OPS", "0")
-    yield
+def notes(monkeypatch, tmp_path):
+    """What was noted of checks in an empty build folder. The process's choice is restored."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.delenv("DS_KFAC_CHECK_OPS", raising=False)
+    yield lambda: [json.loads(path.read_text()) for path in tmp_path.glob("ds_kfac/checked-*.json")]
     monkeypatch.undo()
     dispatch.use(None, "cpu")
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """For implementations that compute nothing."""
+    monkeypatch.setenv("DS_KFAC_CHECK_OPS", "0")
 
 
 def failing(problem: BaseException) -> Callable:
@@ -36,19 +50,25 @@ def failing(problem: BaseException) -> Callable:
     return op
 
 
-def offer(monkeypatch, load) -> None:
+def offer(monkeypatch, load=None, **ops) -> None:
     """A backend "fake" for the CPU, better than torch."""
-    monkeypatch.setattr(dispatch, "BACKENDS", {"fake": Backend("cpu", load), **dispatch.BACKENDS})
+    fake = Backend("cpu", load or (lambda: ops))
+    monkeypatch.setattr(dispatch, "BACKENDS", {"fake": fake, **dispatch.BACKENDS})
 
 
-def test_null_takes_the_best_per_op_and_what_was_chosen_runs(monkeypatch):
+def used(device: str = "cpu") -> dict[str, str]:
+    """Op -> the backend that is chosen for it."""
+    return {op: name for op, (name, _) in dispatch.use(None, device).ops.items()}
+
+
+# which one runs
+
+
+def test_null_takes_the_best_per_op_and_what_was_chosen_runs(monkeypatch, unchecked):
     called = []
-    offer(monkeypatch, lambda: {"syrk_accumulate_": lambda *a, **k: called.append(a)})
-    choice = dispatch.use(None, "cpu")
-    assert {op: name for op, (name, _) in choice.ops.items()} == {
-        op: "fake" if op == "syrk_accumulate_" else "torch" for op in dispatch.OPS
-    }
-    assert not choice.missing
+    offer(monkeypatch, syrk_accumulate_=lambda *a, **k: called.append(a))
+    expected = dict.fromkeys(dispatch.OPS, "torch") | {"syrk_accumulate_": "fake"}
+    assert used() == expected and not dispatch.use(None, "cpu").missing
     dispatch.syrk_accumulate_(torch.ones(1), torch.ones(1, 1))
     assert len(called) == 1
     dispatch.use("torch", "cpu")
@@ -78,12 +98,10 @@ def test_every_backend_can_be_asked_for_and_no_other():
 @pytest.mark.parametrize(
     "problem", [CudaError("pack: cudaErrorNoKernelImageForDevice (209)"), OSError("no ptxas")]
 )
-def test_a_kernel_that_fails_names_the_way_out(monkeypatch, problem):
-    offer(monkeypatch, lambda: {"adam_step_": failing(problem)})
-    op = dispatch.use(None, "cpu").ops["adam_step_"][1]
+def test_a_kernel_that_fails_names_the_way_out(problem):
     remedy = r'adam_step_ by the backend "fake" failed: (.|\n)*kfac.ops.backend "torch"'
     with pytest.raises(RuntimeError, match=remedy) as raised:
-        op(torch.ones(2, 3))
+        guarded("fake", "adam_step_", failing(problem))(torch.ones(2, 3))
     assert raised.value.__cause__ is problem and str(problem) in str(raised.value)
 
 
@@ -94,6 +112,9 @@ def test_wrong_arguments_and_full_memory_are_no_fault_of_the_backend(problem):
     with pytest.raises(type(problem)) as raised:
         guarded("fake", "adam_step_", failing(problem))()
     assert raised.value is problem
+
+
+# GPUs
 
 
 def pretend(monkeypatch, *, capability: tuple[int, int] | None, cuda: str | None = "13.0") -> None:
@@ -124,28 +145,30 @@ def test_every_reason_why_a_gpu_is_not_used_is_told(monkeypatch):
     assert "NVIDIA" in check.gpu_problem()
 
 
-def test_no_nvcc_is_a_reason_of_cuda_alone(monkeypatch, tmp_path):
+def test_no_nvcc_is_a_reason_of_cuda_alone(monkeypatch):
     pretend(monkeypatch, capability=(9, 0))
     monkeypatch.setattr("ds_kfac.ops.build.find_nvcc", lambda: None)
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(triton_backend, "unavailable", lambda: None)
     monkeypatch.setattr(triton_backend, "MODULES", {})
     choice = dispatch.use(None, "cuda")
     assert "no nvcc" in choice.missing["cuda"] and "triton" not in choice.missing
 
 
-def test_a_gpu_gets_the_best_of_both(monkeypatch):
-    offered = {"cuda": CudaOps.OPS, "triton": tuple(triton_backend.MODULES)}
+def test_a_gpu_gets_the_best_of_both(monkeypatch, unchecked):
+    offered = {"cuda": CudaOps.OPS, "triton": tuple(MODULES)}
     for name, ops in offered.items():
         found = Backend("cuda", lambda ops=ops: dict.fromkeys(ops, math.hypot))
         monkeypatch.setitem(dispatch.BACKENDS, name, found)
-    chosen = {op: name for op, (name, _) in dispatch.use(None, "cuda").ops.items()}
     own = {op: name for name, ops in offered.items() for op in ops}
-    assert chosen == {op: own.get(op, "torch") for op in dispatch.OPS}
+    assert used("cuda") == {op: own.get(op, "torch") for op in dispatch.OPS}
     assert len(own) == len(offered["cuda"]) + len(offered["triton"]), "no op is in both"
 
 
-def test_a_triton_that_is_missing_or_does_not_import_is_a_reason(monkeypatch):
+def test_a_triton_that_is_missing_or_does_not_import_or_has_no_gpu_is_a_reason(monkeypatch):
+    pytest.importorskip("triton", reason="triton is not installed")
+    assert (triton_backend.unavailable() is None) == torch.cuda.is_available()
+    with interpreted("") as (backend,):
+        assert backend.unavailable() is None
     monkeypatch.setattr(triton_backend, "find_spec", lambda name: None)
     assert triton_backend.unavailable() == "triton is not installed"
     monkeypatch.setattr(triton_backend, "find_spec", lambda name: object())
@@ -154,8 +177,106 @@ def test_a_triton_that_is_missing_or_does_not_import_is_a_reason(monkeypatch):
     assert triton_backend.unavailable().startswith(expected)
 
 
-def test_without_a_gpu_only_the_interpreter_runs():
-    pytest.importorskip("triton", reason="triton is not installed")
-    assert (triton_backend.unavailable() is None) == torch.cuda.is_available()
-    with interpreted("") as (backend,):
-        assert backend.unavailable() is None
+# the check
+
+
+def test_every_op_that_a_backend_compiles_is_checked():
+    assert set(check.PROBED) == {*MODULES, *CudaOps.OPS}
+
+
+@pytest.mark.parametrize("op", check.PROBED)
+def test_a_right_op_has_no_fault_and_a_slightly_wrong_one_has(op):
+    assert check.fault(op, getattr(functional, op), CPU) == ""
+    assert check.fault(op, spoiled(op), CPU).startswith("is wrong: off by ")
+
+
+def test_our_kernels_have_no_fault(monkeypatch):
+    monkeypatch.setattr(check, "SIDES", ((65, 63), (33, 96)))
+    ops = {op: getattr(emulated(), op) for op in CudaOps.OPS}
+    with interpreted_ops() as of_triton:
+        for op, run in (ops | of_triton).items():
+            assert check.fault(op, run, CPU) == "", op
+
+
+def test_faulty_ops_are_torch_s_and_the_others_stay(monkeypatch, notes):
+    faulty = {
+        "adam_step_": spoiled("adam_step_", output=2),
+        "ema_update_": failing(OSError("no kernel image")),
+        "symmetric_unpack_from": lambda *arguments, **options: None,
+    }
+    offer(monkeypatch, **faulty, finish_direction_=functional.finish_direction_)
+    assert used() == dict.fromkeys(dispatch.OPS, "torch") | {"finish_direction_": "fake"}
+    choice = dispatch.use(None, "cpu")
+    assert choice.replaced.keys() == faulty.keys()
+    wrong = "adam_step_ by fake is wrong: off by 1.0e-02 of the largest value, in float32"
+    assert wrong in choice.replaced["adam_step_"]
+    assert "ema_update_ by fake fails: ema_update_ by the backend" in choice.replaced["ema_update_"]
+    assert "not adam_step_: adam_step_ by fake is wrong" in str(choice)
+    assert set(notes()[0]) == {f"{op} by fake" for op in (*faulty, "finish_direction_")}
+
+
+def test_a_dtype_that_an_op_is_not_made_for_is_torch_s_and_no_fault():
+    def fp32_only(sum_P, x_ND, **options):
+        if x_ND.dtype != torch.float32:
+            raise NotMadeFor("fp32")
+        return functional.syrk_accumulate_(sum_P, x_ND, **options)
+
+    run = guarded("fake", "syrk_accumulate_", fp32_only)
+    assert check.fault("syrk_accumulate_", run, CPU) == ""
+
+
+def test_what_was_found_is_noted_and_not_found_again(monkeypatch, notes):
+    called = []
+
+    def counted(*arguments, **options):
+        called.append(1)
+        return functional.adam_step_(*arguments, **options)
+
+    offer(monkeypatch, adam_step_=counted)
+    assert used() == used() and used()["adam_step_"] == "fake"
+    assert len(called) == len(check.SIDES) and notes() == [{"adam_step_ by fake": ""}]
+    monkeypatch.setattr(check, "identity", lambda device: "another driver")
+    dispatch.use(None, "cpu")
+    assert len(called) == 2 * len(check.SIDES)
+
+
+def test_a_kernel_that_breaks_the_context_ends_the_attach_and_is_noted_alone(monkeypatch, notes):
+    lost = failing(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    right = functional.finish_direction_
+    offer(monkeypatch, finish_direction_=right, adam_step_=spoiled("adam_step_"))
+    with monkeypatch.context() as patch:
+        patch.setattr(check, "check_alive", lost)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            dispatch.use(None, "cpu")
+    assert [op for op, why in notes()[0].items() if why] == ["adam_step_ by fake"]
+    assert list(dispatch.use(None, "cpu").replaced) == ["adam_step_"]
+
+
+def test_memory_that_is_full_is_no_fault_and_not_noted(monkeypatch, notes):
+    offer(monkeypatch, adam_step_=failing(torch.OutOfMemoryError("full")))
+    with pytest.raises(torch.OutOfMemoryError):
+        dispatch.use(None, "cpu")
+    assert notes() == [{}]
+
+
+def test_an_op_that_ends_its_process_is_not_tried_by_the_next(tmp_path):
+    program = (
+        "import os, sys; sys.modules['deepspeed'] = None; import benchmarks.kernels\n"
+        "from ds_kfac.ops import dispatch\n"
+        "ops = {'adam_step_': lambda *a, **k: os._exit(7)}\n"
+        "dispatch.BACKENDS = {'fake': dispatch.Backend('cpu', lambda: ops), **dispatch.BACKENDS}\n"
+        "print(dispatch.use(None, 'cpu').replaced['adam_step_'])"
+    )
+    _, second = (
+        python("-c", program, folder=ROOT, path=str(ROOT), status=status) for status in (7, 0)
+    )
+    assert f"adam_step_ by fake {check.ENDED} (noted in {tmp_path}" in second.stdout, second.stderr
+
+
+def test_the_check_can_be_switched_off_and_does_without_a_folder(monkeypatch, tmp_path):
+    offer(monkeypatch, adam_step_=spoiled("adam_step_"))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
+    assert "adam_step_" in dispatch.use(None, "cpu").replaced
+    monkeypatch.setenv("DS_KFAC_CHECK_OPS", "0")
+    assert used()["adam_step_"] == "fake"

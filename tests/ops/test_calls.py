@@ -1,8 +1,5 @@
-"""Every op by what runs on a CPU, and by GPU code there: interpreted, or as loops.
-
-Against the specification in float64, on odd sizes with poisoned outputs. tests/gpu/test_ops.py
-makes the same calls on GPUs.
-"""
+"""Every op of every backend against the specification in float64, on odd sizes with poisoned
+outputs: on a CPU also GPU code, interpreted or as loops; on a GPU at real sizes, too."""
 
 import pytest
 import torch
@@ -12,11 +9,41 @@ from ds_kfac.ops.cuda import CudaOps
 from ds_kfac.ops.triton import MODULES
 from tests.close import exact
 from tests.ops import specification
-from tests.ops.calls import CALLS, NAN, SMALL, Sizes, calls_of, copied, normal, problems, tensors_of
+from tests.ops.calls import (
+    CALLS,
+    NAN,
+    REAL,
+    SMALL,
+    Sizes,
+    calls_of,
+    configured,
+    copied,
+    normal,
+    problems,
+    spoiled,
+    tensors_of,
+)
 from tests.ops.cuda_emulation import emulated
+from tests.ops.devices import deterministic, no_waiting, poison, refill, side_stream
 from tests.ops.triton_tools import interpreted_ops
 
 FEW = Sizes((1, 33), (1, 2, 63), (1, 2, 63, 129, 257, 0, 64), ((1, 1), (63, 129)))
+SHARED = Sizes((515,), (385,), (385, 2, 1, 2), ((385, 385),))
+"""Large enough for several threads of a CPU to share."""
+OFFERS = {"torch": dispatch.OPS, "triton": tuple(MODULES), "cuda": CudaOps.OPS}
+FEW_LAYERS, BY_ROWS = "cuda, 3 layers a launch", "torch, row by row"
+ON_GPU = [
+    pytest.param("cuda", backend, op, marks=pytest.mark.gpu, id=f"gpu-{backend}-{op}")
+    for backend, ops in OFFERS.items()
+    for op in ops
+]
+ON_CPU = [
+    ("cpu", backend, op)
+    for backend, ops in {**OFFERS, FEW_LAYERS: CudaOps.OPS, BY_ROWS: dispatch.OPS}.items()
+    for op in ops
+]
+EVERY = pytest.mark.parametrize(("device", "backend", "op"), ON_CPU + ON_GPU)
+NATIVE = [case for case in ON_CPU if case[1] == "torch"] + ON_GPU
 
 
 @pytest.fixture(scope="module")
@@ -25,41 +52,101 @@ def triton_ops():
         yield ops
 
 
-@pytest.fixture(scope="module", params=[3, 512], ids=["3 layers a launch", "512 layers a launch"])
-def cuda_ops(request):
-    ops = emulated(request.param)
-    return {op: getattr(ops, op) for op in CudaOps.OPS}
+@pytest.fixture
+def function(device, backend, op, request, monkeypatch):
+    """Not guarded: a backend must do every call of these tests itself. Skips, with the reason,
+    where it cannot run."""
+    if device == "cuda":
+        try:
+            return dispatch.BACKENDS[backend].load()[op]
+        except RuntimeError as problem:
+            pytest.skip(f"no {backend} ops: {problem}")
+    if backend == "triton":
+        return request.getfixturevalue("triton_ops")[op]
+    if backend.startswith("cuda"):
+        return getattr(emulated(3 if backend == FEW_LAYERS else 512), op)
+    if backend == BY_ROWS:
+        monkeypatch.setattr(functional, "CPU_CHUNK", 1)
+    return getattr(functional, op)
 
 
-def check(function, op: str, sizes: Sizes = FEW) -> None:
+@EVERY
+def test_results_are_those_of_float64(device, backend, op, function, poisoned):
+    sizes = (SMALL,) if backend.startswith("torch") else (FEW,)
     wrong = []
-    for call in calls_of(op, "cpu", sizes):
-        arguments = copied(call.arguments)
-        wrong += problems(call, function(*arguments, **call.options), arguments)
+    for size in (SMALL, REAL) if device == "cuda" else sizes:
+        for call in calls_of(op, device, size):
+            arguments = copied(call.arguments)
+            wrong += problems(call, function(*arguments, **call.options), arguments)
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("chunk", [functional.CPU_CHUNK, 1])
-@pytest.mark.parametrize("op", dispatch.OPS)
-def test_torch(op, chunk, poisoned, monkeypatch):
-    monkeypatch.setattr(functional, "CPU_CHUNK", chunk)
-    check(getattr(functional, op), op, SMALL)
+@pytest.mark.parametrize(("device", "backend", "op"), NATIVE)
+def test_deterministic_mode_gives_the_same_bits_each_time(device, op, function, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    sizes = (SMALL, SHARED) if device == "cuda" else (SHARED,)
+    with deterministic():
+        for call in (call for size in sizes for call in calls_of(op, device, size)):
+            results = []
+            for _ in range(2):
+                arguments = copied(call.arguments)
+                returned = function(*arguments, **call.options)
+                results.append(tensors_of((returned, arguments)))
+            assert not problems(call, returned, arguments)
+            for x, y in zip(*results, strict=True):
+                assert torch.equal(x.nan_to_num(), y.nan_to_num()), call.label
 
 
-@pytest.mark.parametrize("op", MODULES)
-def test_triton_interpreted(triton_ops, op, poisoned):
-    check(triton_ops[op], op)
+@pytest.mark.parametrize(("device", "backend", "op"), NATIVE)
+def test_work_is_queued_on_the_current_stream_and_nothing_waits_for_it(device, op, function):
+    """The arguments get their values on a busy stream; on another one the op would see NaN."""
+    for call in calls_of(op, device, SMALL):
+        function(*copied(call.arguments), **call.options)  # compiled, and cached indices made
+        arguments = copied(call.arguments)
+        poison(arguments)
+        with side_stream(device), no_waiting(device):
+            refill(arguments, call.arguments)
+            returned = function(*arguments, **call.options)
+        assert not problems(call, returned, arguments)
 
 
-@pytest.mark.parametrize("op", CudaOps.OPS)
-def test_cuda_as_loops(cuda_ops, op, poisoned):
-    check(cuda_ops[op], op)
+@pytest.mark.parametrize(("device", "backend", "op"), ON_GPU)
+def test_a_cuda_graph_replays_it(device, op, function):
+    for call in calls_of(op, device, SMALL):
+        arguments = copied(call.arguments)
+        with side_stream(device):
+            function(*arguments, **call.options)  # compiled, and cached indices made
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            returned = function(*arguments, **call.options)
+        for _ in range(2):
+            refill(arguments, call.arguments)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert not problems(call, returned, arguments), call.label
 
 
-def test_no_layers_are_fine(cuda_ops):
-    cuda_ops["symmetric_pack_into_"](torch.zeros(3), [], [])
-    assert cuda_ops["symmetric_unpack_from"](torch.zeros(3), [], []) == []
-    assert cuda_ops["ema_update_"]([], [], [], [], []).shape == (0,)
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_shipped_syrk_configuration_is_right(dtype, split, monkeypatch):
+    pytest.importorskip("triton", reason="triton is not installed")
+    from benchmarks.kernels.syrk_candidates import CANDIDATES
+    from ds_kfac.ops.triton import syrk
+
+    monkeypatch.setattr(syrk, "split_for", lambda *_: split)
+    shapes, wrong = ((1, 8), (300, 136), (2048, 2304)), []
+    for config in CANDIDATES[syrk.family(dtype, syrk.architecture())]:
+        for variant in dict.fromkeys((config, config.plain())):
+            wrong += configured(syrk, variant, "cuda", dtype, shapes)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_layers_are_fine():
+    ops = emulated()
+    ops.symmetric_pack_into_(torch.zeros(3), [], [])
+    assert ops.symmetric_unpack_from(torch.zeros(3), [], []) == []
+    assert ops.ema_update_([], [], [], [], []).shape == (0,)
 
 
 @pytest.mark.parametrize("layers", [2, 1])
@@ -77,14 +164,10 @@ def test_nothing_is_written_beside_results_that_lie_apart(backend, layers, trito
 @pytest.mark.parametrize("op", CALLS)
 def test_one_wrong_element_is_named(op):
     call = list(calls_of(op, "cpu", FEW))[-1]
-    arguments = copied(call.arguments)
-    returned = getattr(functional, op)(*arguments, **call.options)
-    assert not problems(call, returned, arguments)
-    output = next(x for x in tensors_of((returned, arguments)) if x.is_floating_point()).view(-1)
-    place = output.nan_to_num(0.0, 0.0, 0.0).abs().argmax()
-    for wrong in (output[place] * 1.01, NAN):
-        output[place] = wrong
-        assert problems(call, returned, arguments)
+    for factor in (1.0, 1.01, NAN):
+        arguments = copied(call.arguments)
+        returned = spoiled(op, factor)(*arguments, **call.options)
+        assert bool(problems(call, returned, arguments)) == (factor != 1.0)
 
 
 @pytest.mark.parametrize("op", [functional.syrk_accumulate_, dispatch.syrk_accumulate_])

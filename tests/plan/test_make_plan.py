@@ -28,16 +28,17 @@ def plan(facts: EngineFacts = FP32, costs=COSTS, model=LAYERS, **config) -> Plan
         return make_plan(model, facts, resolved(block), costs)
 
 
+def fraction(value: float | None) -> dict:
+    return {"assignment": {"gradient_worker_fraction": value}}
+
+
 # inverses in place of eigenbases
 
-INVERSE = {"method": "inverse"}
+INVERSE = {"preconditioner": {"method": "inverse"}}
 
 
 def test_tikhonov_inverses_keep_a_layer_together_and_its_a_to_itself():
-    tikhonov = {"kind": "tikhonov"}
-    made = plan(
-        preconditioner=INVERSE, damping=tikhonov, assignment={"gradient_worker_fraction": 1.0}
-    )
+    made = plan(damping={"kind": "tikhonov"}, **INVERSE, **fraction(1.0))
     assert made.method is METHODS["inverse"] and not made.sharing_candidates
     ranks = made.assignment.eigen_workers
     assert all(ranks[f"{layer.name}/A"] == ranks[f"{layer.name}/G"] for layer in LAYERS)
@@ -49,61 +50,63 @@ def test_moments_in_the_eigenbasis_iterate_it_where_the_device_is_faster_so():
     assert plan(rotating, gpu).method is ITERATED
     assert plan(rotating).method is EIGEN, "on a CPU"
     assert plan(FP32, gpu).method is EIGEN, "the K-FAC gradient"
-    assert plan(rotating, gpu, preconditioner=INVERSE).method is METHODS["inverse"]
+    assert plan(rotating, gpu, **INVERSE).method is METHODS["inverse"]
 
 
 def test_layers_share_the_inverse_of_a_only_if_g_is_the_identity_for_all_or_none():
     """Its damping is in A's inverse then."""
-    first, second = (replace(layer, A=Side.dense(9)) for layer in LAYERS[:2])
-    for other, alike in ((second, True), (replace(second, G=Side.identity(second.G.dim)), False)):
+    first, second = (replace(layer, A=Side.dense(9), bias=None) for layer in LAYERS[:2])
+    without_G = replace(second, G=Side.identity(second.G.dim))
+    for other, alike in ((second, True), (without_G, False)):
         for method, same in (("eigen", True), ("inverse", alike)):
-            kinds = sharing_candidates((replace(first, bias=second.bias), other), METHODS[method])
+            kinds = sharing_candidates((first, other), METHODS[method])
             assert (len(set(kinds.values())) == 1) == same, (method, alike)
 
 
 # how many ranks precondition a layer
 
 
-@pytest.mark.parametrize(
-    ("fraction", "workers"), [(0.01, 1), (0.25, 1), (0.5, 2), (1, 4), (0.499, 2)]
-)
+@pytest.mark.parametrize(("given", "workers"), [(0.01, 1), (0.5, 2), (1, 4), (0.499, 2)])
 @pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
-def test_what_is_given_is_taken_without_a_word(fraction, workers, name, dtype):
+def test_what_is_given_is_taken_without_a_word(given, workers, name, dtype):
     for facts, costs in ((FP32, FAST_LINK), (BF16, SLOW_LINK)):
-        given = {"gradient_worker_fraction": fraction}
-        made = plan(facts, costs, assignment=given, communication={"dtype": name})
+        made = plan(facts, costs, communication={"dtype": name}, **fraction(given))
         assert (made.workers, made.wire, made.reasons) == (workers, dtype, ())
         assert {len(ranks) for ranks in made.assignment.workers.values()} == {workers}
 
 
-def test_a_fraction_that_does_not_divide_the_world_is_refused_with_those_that_do():
-    with pytest.raises(
-        ValueError,
-        match=r"^kfac\.assignment\.gradient_worker_fraction: .*got 0\.7, .*4 ranks.*0\.5 ",
-    ):
-        plan(assignment={"gradient_worker_fraction": 0.7})
+@pytest.mark.parametrize(
+    ("facts", "given", "told"),
+    [
+        (FP32, 0.7, r"^kfac\.assignment\.gradient_worker_fraction: .*got 0\.7, .*4 ranks.*0\.5 "),
+        (ZERO, 0.5, r"gradient_worker_fraction is 0.5, but this ZeRO stage .* null"),
+        (ZERO, 1.0, r"gradient_worker_fraction is 1.0, but this ZeRO stage .* null"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_with_what_they_can(facts, given, told):
+    with pytest.raises(ValueError, match=told):
+        plan(facts, **fraction(given))
+    if facts is ZERO:
+        made = plan(facts)
+        assert made.workers == 1 and made.reasons == ()
+        assert plan(facts, **fraction(0.25)).assignment == made.assignment
 
 
 @pytest.mark.parametrize(
     "costs", [SLOW_LINK, COSTS, FAST_LINK], ids=["slow link", "builtin", "fast link"]
 )
 def test_without_a_fraction_the_fastest_is_taken_and_all_that_were_tried_are_named(costs):
-    given = {
-        n: plan(costs=costs, assignment={"gradient_worker_fraction": n / 4}).assignment
-        for n in (1, 2, 4)
-    }
+    given = {n: plan(costs=costs, **fraction(n / 4)).assignment for n in (1, 2, 4)}
     best = min(given, key=lambda n: max(given[n].loads))
     made = plan(costs=costs)
     assert made.workers == best and made.assignment == given[best]
+    assert costs is not SLOW_LINK or best == 4
     (reason,) = made.reasons
-    assert reason.startswith(
-        f"{best} of 4 ranks precondition a layer: predicted per step and rank "
-    )
+    begins = f"{best} of 4 ranks precondition a layer: predicted per step and rank "
+    assert reason.startswith(begins)
     for n, assignment in given.items():
-        assert (
-            f"{n}/4: {max(assignment.loads) * 1e3:.3g} ms and {max(assignment.memory):,} bytes"
-            in reason
-        )
+        seconds, nbytes = max(assignment.loads), max(assignment.memory)
+        assert f"{n}/4: {seconds * 1e3:.3g} ms and {nbytes:,} bytes" in reason
 
 
 def fits_in(made: Plan) -> int:
@@ -111,25 +114,22 @@ def fits_in(made: Plan) -> int:
     return max(made.assignment.peak)
 
 
-def test_a_slow_link_wants_many_workers_and_costly_memory_few():
-    assert plan(costs=SLOW_LINK).workers == 4
-    memory = {n: fits_in(plan(assignment={"gradient_worker_fraction": n / 4})) for n in (1, 2, 4)}
+def test_costly_memory_wants_few_workers():
+    memory = {n: fits_in(plan(**fraction(n / 4))) for n in (1, 2, 4)}
     assert memory[1] < memory[2] < memory[4]
-    for fits, over, allowed in (
-        (2, 1, (memory[2] + memory[4]) / 2),
-        (1, 2, (memory[1] + memory[2]) / 2),
-    ):
+    for fits, over in ((2, 1), (1, 2)):
+        allowed = (memory[fits] + memory[2 * fits]) / 2
         made = plan(costs=SLOW_LINK, assignment={"memory_budget_gb": allowed / 1e9})
         assert made.workers <= fits and fits_in(made) <= allowed
         assert f"{over} more over the budget of {allowed / 1e9} GB" in made.reasons[0]
 
 
 @pytest.mark.parametrize("facts", [FP32, ZERO], ids=["replicated", "zero"])
-@pytest.mark.parametrize("fraction", [None, 0.25])
-def test_a_budget_that_nothing_fits_names_what_is_needed(facts, fraction):
+@pytest.mark.parametrize("given", [None, 0.25])
+def test_a_budget_that_nothing_fits_names_what_is_needed(facts, given):
     def within(gigabytes: float) -> Plan:
-        given = {"memory_budget_gb": gigabytes, "gradient_worker_fraction": fraction}
-        return plan(facts, assignment=given)
+        budget = {"memory_budget_gb": gigabytes, "gradient_worker_fraction": given}
+        return plan(facts, assignment=budget)
 
     told = r"^kfac\.assignment\.memory_budget_gb: .*cap is 10000 bytes"
     with pytest.raises(ValueError, match=told) as error:
@@ -141,43 +141,31 @@ def test_a_budget_that_nothing_fits_names_what_is_needed(facts, fraction):
         within((needed - 1) / 1e9)
 
 
-def test_partitioned_gradients_have_one_worker_and_refuse_more():
-    made = plan(ZERO)
-    assert made.workers == 1 and made.reasons == ()
-    assert plan(ZERO, assignment={"gradient_worker_fraction": 0.25}).assignment == made.assignment
-    for fraction in (0.5, 1.0):
-        with pytest.raises(
-            ValueError,
-            match=rf"gradient_worker_fraction is {fraction}, but this ZeRO stage .* null",
-        ):
-            plan(ZERO, assignment={"gradient_worker_fraction": fraction})
-
-
 def test_a_layer_s_factors_are_split_only_if_bases_travel_anyway():
-    for fraction, split in ((0.25, False), (1, True)):
-        where = plan(assignment={"gradient_worker_fraction": fraction}).assignment.eigen_workers
+    for given, split in ((0.25, False), (1, True)):
+        where = plan(**fraction(given)).assignment.eigen_workers
         parted = [where[f"{layer.name}/A"] != where[f"{layer.name}/G"] for layer in LAYERS]
         assert any(parted) == split
 
 
-# dtypes
-
-
-def test_the_wire_has_16_bits_if_the_model_has_and_the_traffic_is_costly():
-    made = plan(BF16, SLOW_LINK)
-    assert made.wire == torch.bfloat16
-    assert "bf16 on the wire: batch sums are predicted to cost " in made.reasons[-1]
-    assert plan(replace(BF16, parameters=torch.float16), SLOW_LINK).wire == torch.bfloat16
-    for facts, costs in (
-        (BF16, FAST_LINK),
-        (FP32, SLOW_LINK),
-        (replace(BF16, world=1), SLOW_LINK),
-    ):
-        assert plan(facts, costs).wire == torch.float32
+@pytest.mark.parametrize(
+    ("facts", "costs", "wire"),
+    [
+        (BF16, SLOW_LINK, torch.bfloat16),
+        (replace(BF16, parameters=torch.float16), SLOW_LINK, torch.bfloat16),
+        (BF16, FAST_LINK, torch.float32),
+        (FP32, SLOW_LINK, torch.float32),
+        (replace(BF16, world=1), SLOW_LINK, torch.float32),
+    ],
+)
+def test_the_wire_has_16_bits_if_the_model_has_and_the_traffic_is_costly(facts, costs, wire):
+    made = plan(facts, costs)
+    told = "bf16 on the wire: batch sums are predicted to cost "
+    assert made.wire == wire
+    assert any(told in reason for reason in made.reasons) == (wire == torch.bfloat16)
 
 
 # when
-
 
 COSTLY = replace(COSTS, eigh_seconds=((16, 0.02),))
 """An eigh that takes long: everything at once is over 50 ms."""
@@ -187,21 +175,15 @@ def offsets(costs=COSTS, **config) -> dict[str, int]:
     return dict(plan(costs=costs, **config).offsets)
 
 
-def test_refreshes_are_spread_if_they_take_long():
-    assert offsets() == {}
-    assert (
-        set(offsets(COSTLY)) == {factor.key for factor in FACTORS} == set(offsets(plan=STAGGERED))
-    )
+def test_refreshes_are_spread_if_they_take_long_but_for_copies_of_other_ranks():
+    """Their plans may differ, and the copies would."""
+    keys = {factor.key for factor in FACTORS}
+    assert offsets() == {} and keys == set(offsets(COSTLY)) == set(offsets(plan=STAGGERED))
     config = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 1}}
     assert offsets(COSTLY, **config) == {}, "an interval of one step has nothing to spread over"
-
-
-def test_layers_of_which_other_ranks_have_copies_are_not_spread():
-    """Their plans may differ, and the copies would."""
     copied = [replace(layer, copies=1 + (index % 2)) for index, layer in enumerate(LAYERS)]
-    assert {key[:-2] for key in offsets(COSTLY, model=copied)} == {
-        layer.name for layer in copied if layer.copies == 1
-    }
+    spread = {layer.name for layer in copied if layer.copies == 1}
+    assert {key[:-2] for key in offsets(COSTLY, model=copied)} == spread
     assert offsets(COSTLY, model=[replace(layer, copies=2) for layer in LAYERS]) == {}
 
 
@@ -213,33 +195,31 @@ def test_the_worst_step_has_what_is_not_spread():
         for i, layer in enumerate(LAYERS[:6])
     ]
     made = plan(replace(FP32, world=1), BUILTIN["cuda"], [*copied, *LAYERS[:4]])
-    costly = 2 * len(copied) * BUILTIN["cuda"].decompose(side)
     assert made.offsets and not any(key.startswith("copied") for key in made.offsets)
-    spread = next(reason for reason in made.reasons if reason.startswith("refreshes spread"))
+    (spread,) = [reason for reason in made.reasons if reason.startswith("refreshes spread")]
+    costly = 2 * len(copied) * BUILTIN["cuda"].decompose(side)
     assert float(spread.split("predicted ")[1].split(" ms")[0]) >= 990 * costly
 
 
+# experts
+
+
 def test_experts_have_one_a_where_own_ones_are_over_the_budget():
-    expert, stacked = LAYERS[0], 4
+    stacked, one = 4, replace(FP32, world=1)
     own = tuple(
-        replace(expert, name=f"stack.{i}", weight="stack", part=(i, stacked))
+        replace(LAYERS[0], name=f"stack.{i}", weight="stack", part=(i, stacked))
         for i in range(stacked)
     )
     model = (*own, *LAYERS[1:])
-    one = replace(FP32, world=1)
-    apart = plan(one, model=model)
-    shared = plan(one, model=common.common_inputs(model))
+    apart, shared = (plan(one, model=each) for each in (model, common.common_inputs(model)))
     assert len(apart.assignment.factors) - len(shared.assignment.factors) == stacked - 1
-    assert {layer.shares for layer in shared.layers[1:stacked]} == {"stack.0"} and shared.layers[
-        0
-    ].shares is None
+    assert [layer.shares for layer in shared.layers[:stacked]] == [None] + ["stack.0"] * 3
     assert apart.layers == model and shared.layers[stacked:] == model[stacked:]
-    budget = {"memory_budget_gb": fits_in(shared) / 1e9}
-    made = plan(one, model=model, assignment=budget)
-    assert made.layers == shared.layers and fits_in(made) == fits_in(shared)
-    assert any(f"{stacked - 1} more are over" in reason for reason in made.reasons)
-    enough = {"memory_budget_gb": fits_in(apart) / 1e9}
-    assert plan(one, model=model, assignment=enough).layers == model
+    for expected in (shared, apart):
+        made = plan(one, model=model, assignment={"memory_budget_gb": fits_in(expected) / 1e9})
+        assert made.layers == expected.layers and fits_in(made) == fits_in(expected)
+        over = any(f"{stacked - 1} more are over" in reason for reason in made.reasons)
+        assert over == (expected is shared)
 
 
 EXPERTS, ADAM = 4, replace(FP32, world=1, moments=2, rotates=True)

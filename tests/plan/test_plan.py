@@ -9,7 +9,6 @@ from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.config import keys as kfac_config
 from ds_kfac.curvature.factor import Side
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.model.shared import agreed
 from ds_kfac.plan.plan import EngineFacts, Observations, Plan, make_plan
 from tests.choices import STAGGERED, chosen, resolved
 from tests.layer_tables import llama, zero_shards
@@ -40,19 +39,12 @@ def test_sharing_moves_nothing_and_drops_the_followers_factors(zero):
     assert before.sharing([]) == before
     after = before.sharing(GROUPS)
     gone = {f"{name}/A" for name in FOLLOWERS}
-    assert {f.key for f in before.assignment.factors} - {
-        f.key for f in after.assignment.factors
-    } == gone
-    assert (after.assignment.eigen_workers, after.offsets) == (
-        before.assignment.eigen_workers,
-        before.offsets,
-    )
-    assert after.assignment.workers == before.assignment.workers
-    assert (after.layers, after.schedule, after.wire) == (
-        before.layers,
-        before.schedule,
-        before.wire,
-    )
+    keys, fewer = ({f.key for f in made.assignment.factors} for made in (before, after))
+    assert keys - fewer == gone
+    for kept in ("eigen_workers", "workers"):
+        assert getattr(after.assignment, kept) == getattr(before.assignment, kept)
+    for kept in ("offsets", "layers", "schedule", "wire"):
+        assert getattr(after, kept) == getattr(before, kept)
     assert set(after.timetable().keys) == set(before.timetable().keys) - gone
     assert after.sharing(()) == before, "and back"
 
@@ -72,22 +64,16 @@ def test_candidates_are_layers_whose_rows_are_their_inputs(monkeypatch):
         layer("wide", A=Side.diagonal(9)),
         layer("identity", A=Side.identity(9)),
         layer("norm", kind="LayerNorm"),
+        replace(layer("copied"), copies=2),
     ]
     candidates = plan(model=layers).sharing_candidates
-    assert list(candidates) == ["linear", "with_bias", "conv1d", "wide"]
+    assert list(candidates) == ["linear", "with_bias", "conv1d", "wide", "copied"]
     # a 1 for the bias is a row's last entry: 5 inputs and a 1 are not 6 inputs
     assert candidates["linear"] == candidates["conv1d"] != candidates["with_bias"]
+    # another tensor-parallel rank plans a copied layer's A otherwise
+    assert candidates["linear"] != candidates["copied"]
     monkeypatch.setattr(kfac_config, "SHARES", False)
     assert plan(model=layers).sharing_candidates == {}
-
-
-def test_a_copied_layer_shares_no_a_with_a_shard():
-    """Another tensor-parallel rank plans that A otherwise: it would have other rows, at other
-    steps."""
-    shard, copy = LAYERS[0], replace(LAYERS[1], A=LAYERS[0].A, copies=2)
-    kinds = plan(model=[shard, copy]).sharing_candidates
-    assert kinds[shard.name] != kinds[copy.name]
-    assert agreed([{shard.name: ((0, True),), copy.name: ((0, True),)}], kinds) == ()
 
 
 def test_a_stacks_common_A_has_the_rows_of_all_its_layers_and_each_G_its_own():

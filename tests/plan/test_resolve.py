@@ -67,14 +67,9 @@ def test_eigenvalues_follow_the_optimizer(optimizer, block, eigenvalues):
     assert config.preconditioner.eigenvalues == eigenvalues
 
 
-def test_answers_follow_other_keys():
+def test_answers_follow_other_keys_and_unread_blocks_have_no_reason():
     config, _ = resolve(parse({"damping": {"kind": "tikhonov"}}), fisher="empirical")
     assert config.damping.value == Value.constant(1e-3)
-    config, _ = resolve(parse({"factor": {"update_interval": 3}}), fisher="empirical")
-    assert config.eigenbasis.refresh_interval == Value.constant(15)
-
-
-def test_no_reason_for_blocks_that_this_rule_does_not_read():
     _, reasons = resolve(parse({}), fisher="activations_only", blocks=("adam",))
     assert not any(reason.startswith(("damping", "preconditioner")) for reason in reasons)
     assert "factor.fisher activations_only (this optimizer's)" in reasons

@@ -84,23 +84,19 @@ def simulated(schedule: Schedule, steps: int) -> list[Due]:
 
 def random_value(rng: random.Random) -> Value:
     kind = rng.choice(["constant", "linear", "cosine", "exponential", "piecewise"])
+    first, last = rng.randint(1, 20), rng.randint(1, 20)
     if kind == "constant":
-        return constant(rng.randint(1, 20))
+        return constant(first)
     if kind == "piecewise":
         steps = sorted(rng.sample(range(1, 150), rng.randint(0, 5)))
         return piecewise([rng.randint(1, 20) for _ in range(len(steps) + 1)], steps)
-    return ramp(
-        kind, rng.randint(1, 20), rng.randint(1, 20), rng.randint(1, 100), rng.randint(0, 50)
-    )
+    return ramp(kind, first, last, rng.randint(1, 100), rng.randint(0, 50))
 
 
 def random_schedule(rng: random.Random) -> Schedule:
-    burn_in = (
-        BurnIn(rng.randint(1, 60), rng.randint(1, 5), rng.randint(1, 20))
-        if rng.random() < 0.5
-        else None
-    )
-    return Schedule(random_value(rng), random_value(rng), burn_in)
+    burn_in = BurnIn(rng.randint(1, 60), rng.randint(1, 5), rng.randint(1, 20))
+    chosen = rng.choice([burn_in, None])
+    return Schedule(random_value(rng), random_value(rng), chosen)
 
 
 @pytest.mark.parametrize("seed", range(100))

@@ -1,9 +1,8 @@
 """What a run does with the proof that rows make up gradients: when it proves, what is left of a
 layer that does not fit, when it comes back, and what fits though it is rounded on its way."""
 
-import contextlib
-import io
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import pytest
@@ -15,13 +14,19 @@ from ds_kfac.model.capture import Capture
 from ds_kfac.step import proving
 from tests.deepspeed.modes import BY_NAME, KFAC
 from tests.deepspeed.runs import build, micro_batches, train
+from tests.deepspeed.said import heard
 from tests.models import CLASSES, FEATURES, Net, cross_entropy
-from tests.ranks import run_ranks
+from tests.ranks import of_ranks
 
-pytestmark = pytest.mark.distributed
 OFTEN = {**KFAC, "eigenbasis": {"refresh_interval": 1}, "burn_in": {"steps": 0}}
 NAMES = ["z0", "adam-z2", "adam-z3"]
 BROKEN = ["z2", "adam-z3", "z2-offload"]
+
+
+def rare(interval: int) -> dict:
+    """So many steps between updates, and refreshes."""
+    factor = {**KFAC["factor"], "update_interval": interval}
+    return {"factor": factor, "eigenbasis": {"refresh_interval": interval}}
 
 
 class Helped(Net):
@@ -93,7 +98,7 @@ class Pulled(Heads):
         return loss + self.pull * self.v.weight.square().sum() if self.pull else loss
 
 
-@contextlib.contextmanager
+@contextmanager
 def broken(layer: str):
     """Of one rank's calls of a layer one row is lost."""
     plain = Capture._called
@@ -109,9 +114,21 @@ def broken(layer: str):
 
 
 def curved(engine) -> set[str]:
-    """Layers of which this rank has curvature."""
+    """Layers of which some rank has curvature. Collective."""
     state = engine.kfac.preconditioner.state
-    return {name for name, own in state.items() if own.preconditioner is not None}
+    own = {name for name, of_layer in state.items() if of_layer.preconditioner is not None}
+    return set().union(*of_ranks(own))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A step: whether it proves, layers that do not fit after it, layers with curvature, and
+    updates of all factors."""
+
+    proves: bool
+    unfit: set[str]
+    curved: set[str]
+    updates: dict[str, float]
 
 
 def run(
@@ -120,154 +137,138 @@ def run(
     steps: int,
     each=lambda engine, step: None,
     *,
+    every: int = 0,
     loses: tuple[str, range] = ("", range(0)),
     **block,
-) -> dict:
-    """What a rank sees after every step, and what was said.
+):
+    """The engine after some steps, and what was seen in each.
 
     Args:
+        each: called before every step.
+        every: steps between two proofs; 0: as a user's run.
         loses: a layer of which a row is lost, and in which steps.
     """
     proving.RAISES = False
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        kfac_block = {**BY_NAME[name].kfac, **OFTEN, **block}
-        engine = build(BY_NAME[name], 1, model=model(), kfac=kfac_block)
-        kfac, history = engine.kfac.preconditioner, []
-        for step in range(steps):
-            proves = kfac.capture.proof is not None
-            each(engine, step)
-            fault = broken(loses[0]) if step in loses[1] else contextlib.nullcontext()
-            with fault:
-                train(engine, 1, steps=1, first=step)
-            updates = {key: float(state.updates) for key, state in kfac.curvature.factors.items()}
-            unfit, numbers = dict(kfac.proving.unfit), kfac.metrics.values()
-            history.append((proves, unfit, curved(engine), updates, numbers))
-    report = engine.kfac.report
-    engine.destroy()
-    return {"history": history, "said": said.getvalue(), "report": report}
+    waits = patch.object(proving, "wait", lambda proofs: every) if every else nullcontext()
+    engine = build(BY_NAME[name], 1, model=model(), kfac={**BY_NAME[name].kfac, **OFTEN, **block})
+    kfac, seen = engine.kfac.preconditioner, []
+    for step in range(steps):
+        proves = kfac.capture.proof is not None
+        each(engine, step)
+        with broken(loses[0]) if step in loses[1] else nullcontext(), waits:
+            train(engine, 1, steps=1, first=step)
+        own = {key: float(state.updates) for key, state in kfac.curvature.factors.items()}
+        updates = {key: count for of_rank in of_ranks(own) for key, count in of_rank.items()}
+        seen.append(Seen(proves, set(kfac.proving.unfit), curved(engine), updates))
+    return engine, seen
 
 
-def worker(_) -> dict:
-    found = {}
-    rare = {
-        "factor": {**KFAC["factor"], "update_interval": 5},
-        "eigenbasis": {"refresh_interval": 5},
-    }
+def unfit(seen: list[Seen]) -> list[set[str]]:
+    return [step.unfit for step in seen]
+
+
+def a_run_proves_its_first_captured_step_and_one_of_so_many(name):
+    with patch.object(proving, "EVERY", 3), heard() as said:
+        _, seen = run(name, Net, 8)
+    assert [step.proves for step in seen] == [i in (0, 2, 5) for i in range(8)]
+    assert not any(unfit(seen)) and not any("do not make up" in text for text in said)
+
+
+def a_layer_that_does_not_fit_has_no_curvature_until_it_does(name):
+    numbers = []
 
     def helped(engine, step):
         engine.module.helped = step < 3
+        numbers.append(engine.kfac.counters()["unpreconditioned_layers"])
 
-    def pulled(engine, step):
-        engine.module.pull = float(step == 4)
-
-    for name in NAMES:
-        with patch.object(proving, "EVERY", 3):
-            found[name, "right"] = run(name, Net, 8)
-            found[name, "helped"] = run(name, Helped, 6, helped)
-        with patch.object(proving, "EVERY", 1):
-            found[name, "shared"] = run(name, Shared, 3)
-        found[name, "zero"] = run(name, Zero, 3, **rare)
-    for name in BROKEN:
-        late = {"eigenbasis": {"refresh_interval": 4}}
-        found[name, "broken"] = run(name, Net, 5, loses=("middle", range(2)), **late)
-    with patch.object(proving, "wait", lambda proofs: 3):
-        found["shared A"] = run("z2", Heads, 7, loses=("k", range(4, 5)))
-        late = {
-            "eigenbasis": {"refresh_interval": 20},
-            "factor": {**KFAC["factor"], "fisher": "activations_only"},
-        }
-        found["one of a shared A"] = run("adam-z2", Pulled, 8, pulled, **late)
-    return found
+    with patch.object(proving, "EVERY", 3), heard() as said:
+        engine, seen = run(name, Helped, 6, helped)
+    assert [step.curved for step in seen[:3]] == [{"first", "head"}] * 3, "from step 0 on"
+    assert seen[5].curved == {"first", "middle", "head"}, "and again once it fits"
+    assert unfit(seen) == [{"middle"}] * 3 + [set()] * 3
+    assert [step.proves for step in seen] == [True] * 4 + [False] * 2 and numbers[2] == 1
+    report = engine.kfac.report
+    assert report.count("middle: its gradient is not that of the rows of 2 calls") == 1
+    assert "test_proving.py" in report and "(mul)" in report and "linear.py" not in report
+    told = any("do not make up" in text for text in said)
+    assert told == (dist.get_rank() == 0), "one rank says it"
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict]:
-    return run_ranks("tests.step.test_proving:worker", world=2)
-
-
-def of_all(found: list[dict], case) -> list[tuple[set, set, dict]]:
-    """Of each step: layers that do not fit, those with curvature on some rank, updates of
-    factors."""
-    told = []
-    for steps in zip(*(rank[case]["history"] for rank in found), strict=True):
-        updates = {key: count for step in steps for key, count in step[3].items()}
-        told.append((set(steps[0][1]), set().union(*(step[2] for step in steps)), updates))
-    return told
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_run_proves_its_first_captured_step_and_one_of_so_many(found, name):
-    for rank in found:
-        proves = [step[0] for step in rank[name, "right"]["history"]]
-        assert proves == [True, False, True, False, False, True, False, False]
-        assert not any(step[1] for step in rank[name, "right"]["history"])
-        assert "do not make up" not in rank[name, "right"]["said"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_layer_that_does_not_fit_has_no_curvature_until_it_does(found, name):
-    layers = {"first", "middle", "head"}
-    steps = of_all(found, (name, "helped"))
-    assert [of_step[1] for of_step in steps[:3]] == [layers - {"middle"}] * 3, "from step 0 on"
-    assert steps[5][1] == layers, "and again once it fits"
-    for number, rank in enumerate(found):
-        history = rank[name, "helped"]["history"]
-        assert [set(step[1]) for step in history] == [{"middle"}] * 3 + [set()] * 3
-        assert [step[0] for step in history] == [True] * 4 + [False] * 2
-        assert history[1][4]["unpreconditioned_layers"] == 1
-        text = rank[name, "helped"]["report"]
-        assert text.count("middle: its gradient is not that of the rows of 2 calls") == 1
-        assert "test_proving.py" in text and "(mul)" in text and "linear.py" not in text
-        said = "do not make up" in rank[name, "helped"]["said"]
-        assert said == (number == 0), "one rank says it"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_layers_of_one_A_fit_in_later_proofs_whatever_their_other_sides(found, name):
+def layers_of_one_A_fit_in_later_proofs_whatever_their_other_sides(name):
     """In the first proof nobody knows yet that they share it."""
-    for rank in found:
-        history = rank[name, "shared"]["history"]
-        assert [(step[0], step[1]) for step in history] == [(True, {})] * 3
-        assert not any("wide/A" in step[3] for step in history)
+    with patch.object(proving, "EVERY", 1):
+        _, seen = run(name, Shared, 3)
+    assert all(step.proves for step in seen) and not any(unfit(seen))
+    assert not any("wide/A" in step.updates for step in seen)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_layers_without_any_gradient_yet_are_captured_again_at_the_next_step(found, name):
+def layers_without_any_gradient_yet_are_captured_again_at_the_next_step(name):
     """Not at the next update, which is steps away: as below a head that begins with zeros."""
-    first, second, third = (updates for *_, updates in of_all(found, (name, "zero")))
+    _, seen = run(name, Zero, 3, **rare(5))
+    first, second, third = (step.updates for step in seen)
     counts = {key: count for key, count in first.items() if key.endswith("/A")}
     assert counts == {"first/A": 0, "middle/A": 0, "head/A": 1}
     assert all(count >= 1 for count in second.values()), second
     assert third == second, "and then at their own interval"
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_only_rows_of_steps_that_fit_are_in_the_factors_of_a_layer_that_comes_back(found, name):
+def only_rows_of_steps_that_fit_are_in_the_factors_of_a_layer_that_comes_back(name):
     """And it comes back with the second of them, whenever the next refresh of all is."""
-    steps, others = of_all(found, (name, "broken")), {"first", "head"}
-    assert [unfit for unfit, *_ in steps] == [{"middle"}] * 2 + [set()] * 3
-    assert [curved for _, curved, _ in steps] == [others] * 3 + [others | {"middle"}] * 2
-    counts = [(updates["middle/A"], updates["middle/G"]) for *_, updates in steps]
-    assert counts == [(n, n) for n in (0, 0, 1, 2, 3)]
-    assert [updates["head/A"] for *_, updates in steps] == [1, 2, 3, 4, 5]
+    lost = {"loses": ("middle", range(2)), "eigenbasis": {"refresh_interval": 4}}
+    _, seen = run(name, Net, 5, **lost)
+    others = {"first", "head"}
+    assert unfit(seen) == [{"middle"}] * 2 + [set()] * 3
+    assert [step.curved for step in seen] == [others] * 3 + [others | {"middle"}] * 2
+    for side in "AG":
+        assert [step.updates[f"middle/{side}"] for step in seen] == [0, 0, 1, 2, 3]
+    assert [step.updates["head/A"] for step in seen] == [1, 2, 3, 4, 5]
 
 
-def test_layers_have_no_curvature_if_the_one_that_gave_their_common_A_does_not_fit(found):
-    steps = of_all(found, "shared A")
-    assert [unfit for unfit, *_ in steps] == [set()] * 4 + [{"q", "k"}] + [set()] * 2
-    assert steps[4][1] == {"first", "head"} and steps[4][2]["q/A"] == 0
-    assert steps[6][1] == {"first", "head", "q", "k"}
+def layers_have_no_curvature_if_the_one_that_gave_their_common_A_does_not_fit(name):
+    _, seen = run(name, Heads, 7, every=3, loses=("k", range(4, 5)))
+    assert unfit(seen) == [set()] * 4 + [{"q", "k"}] + [set()] * 2
+    assert seen[4].curved == {"first", "head"} and seen[4].updates["q/A"] == 0
+    assert seen[6].curved == {"first", "head", "q", "k"}
 
 
-def test_layers_of_one_A_lose_their_curvature_together_and_get_it_back_at_the_next_update(found):
+def layers_of_one_A_lose_their_curvature_together_and_get_it_back_at_the_next_update(name):
     """Not at the next refresh, 20 steps later. Any of them may have given the rows of their A."""
-    steps = of_all(found, "one of a shared A")
-    assert [unfit for unfit, *_ in steps[4:6]] == [{"q", "k", "v"}, set()]
-    assert steps[4][1] == {"first", "head"} and steps[7][1] == {"first", "head", "q", "k", "v"}
+
+    def pulled(engine, step):
+        engine.module.pull = float(step == 4)
+
+    late = {
+        "eigenbasis": {"refresh_interval": 20},
+        "factor": {**KFAC["factor"], "fisher": "activations_only"},
+    }
+    _, seen = run(name, Pulled, 8, pulled, every=3, **late)
+    assert unfit(seen[4:6]) == [{"q", "k", "v"}, set()]
+    assert seen[4].curved == {"first", "head"}
+    assert seen[7].curved == {"first", "head", "q", "k", "v"}
 
 
-def skipped_worker(_) -> list[bool]:
-    """Which steps prove, if DeepSpeed skips step 1 three times."""
+PROMISES = {
+    a_run_proves_its_first_captured_step_and_one_of_so_many: NAMES,
+    a_layer_that_does_not_fit_has_no_curvature_until_it_does: NAMES,
+    layers_of_one_A_fit_in_later_proofs_whatever_their_other_sides: NAMES,
+    layers_without_any_gradient_yet_are_captured_again_at_the_next_step: NAMES,
+    only_rows_of_steps_that_fit_are_in_the_factors_of_a_layer_that_comes_back: BROKEN,
+    layers_have_no_curvature_if_the_one_that_gave_their_common_A_does_not_fit: ["z2"],
+    layers_of_one_A_lose_their_curvature_together_and_get_it_back_at_the_next_update: ["adam-z2"],
+}
+"""Promise -> modes in which it is held; all in one spawn."""
+CASES = [(promise, name) for promise, names in PROMISES.items() for name in names]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("promise", "name"), CASES)
+def test_of_a_run_and_its_proofs(promise, name):
+    promise(name)
+
+
+@pytest.mark.ranks(1)
+def test_a_skipped_step_is_none_of_those_until_the_next_proof():
+    """DeepSpeed skips step 1 three times."""
     engine = build(BY_NAME["z2"], 1, kfac={**BY_NAME["z2"].kfac, **OFTEN})
     kfac, proves = engine.kfac.preconditioner, []
     for step, skips in enumerate((0, 3, 0)):
@@ -278,48 +279,24 @@ def skipped_worker(_) -> list[bool]:
             engine.kfac.job.end(applied=False)
         proves.append(kfac.capture.proof is not None)
         train(engine, 1, steps=1, first=step)
-    engine.destroy()
-    return proves
-
-
-def test_a_skipped_step_is_none_of_those_until_the_next_proof():
-    (proves,) = run_ranks("tests.step.test_proving:skipped_worker", world=1)
     assert proves == [True, False, False, False, False, True]
 
 
-def reloaded(folder: str, **block) -> tuple[list[bool], set[str]]:
-    """Whether a run proves before and after loading a checkpoint of its first step; layers with
-    curvature after a second one."""
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_loaded_run_proves_again_and_a_layer_that_did_not_fit_has_no_curvature(fits, tmp_path):
     proving.RAISES = False
-    with contextlib.redirect_stderr(io.StringIO()):
-        engine = build(BY_NAME["z2"], 1, kfac={**OFTEN, **block})
+    engine = build(BY_NAME["z2"], 1, kfac={**OFTEN, **({} if fits else rare(3))})
+    kfac = engine.kfac.preconditioner
+    with nullcontext() if fits else broken("middle"):
         train(engine, 1, steps=1)
-        proves = [engine.kfac.preconditioner.capture.proof is not None]
-        engine.save_checkpoint(folder, tag="tag")
-        engine.load_checkpoint(folder, tag="tag")
-        dist.barrier()
-        proves.append(engine.kfac.preconditioner.capture.proof is not None)
+        proves = [kfac.capture.proof is not None]
+        engine.save_checkpoint(str(tmp_path), tag="tag")
+        engine.load_checkpoint(str(tmp_path), tag="tag")
+        proves.append(kfac.capture.proof is not None)
         train(engine, 1, steps=1, first=1)
-        found = curved(engine)
-    engine.destroy()
-    return proves, found
-
-
-def saved_worker(folder: str) -> tuple[list[bool], set[str]]:
-    proves, _ = reloaded(f"{folder}/fits")
-    rare = {
-        "factor": {**KFAC["factor"], "update_interval": 3},
-        "eigenbasis": {"refresh_interval": 3},
-    }
-    with broken("middle"):
-        _, found = reloaded(f"{folder}/does not fit", **rare)
-    return proves, found
-
-
-def test_a_loaded_run_proves_again_and_a_layer_that_did_not_fit_has_no_curvature(tmp_path):
-    ranks = run_ranks("tests.step.test_proving:saved_worker", world=2, payload=str(tmp_path))
-    assert [proves for proves, _ in ranks] == [[False, True]] * 2
-    assert set().union(*(found for _, found in ranks)) == {"first", "head"}
+    assert proves == [False, fits]
+    assert curved(engine) == {"first", "head"} | ({"middle"} if fits else set())
 
 
 class Island(Net):

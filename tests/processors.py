@@ -1,7 +1,7 @@
 """Tests as other processors would compute them: the same sums in other orders.
 
-    make processors                    # every setting, all of make quick, and whole engines
-    python -m tests.campaign.processors --only shuffled -- tests/update tests/curvature
+    make processors              # every setting, with all of make quick, and engines
+    python -m tests.processors --only shuffled -- tests/update tests/curvature
 
 A setting makes torch, MKL and oneDNN use the instructions of another processor or more threads, or
 permutes what is summed (tests/shuffled.py); "as it is" is what the others are compared with. Prints
@@ -17,8 +17,6 @@ import os
 import subprocess
 import sys
 from typing import Any
-
-from tests.ranks import run_ranks
 
 LIMIT = 0.3
 """Of what is allowed: the rest is for processors that nobody here has seen."""
@@ -42,10 +40,6 @@ SETTINGS["everything default"] = {
 SHORT = ("tests/directions", "tests/update/test_moments.py", "tests/model/test_rows.py")
 """Products, sums, eigenvectors and orthogonal factors in seconds: what is run where no tests are
 named."""
-MODES = ("z0", "z2", "z3", "z2-bf16", "z2-fp16", "adam-z1", "adam-z2-all_reduce", "adam-z2-bf16")
-MODES += ("adam-z0-fp16",)
-GROUPS = ("corrected", "adam", "batched", "")
-"""Of tests/deepspeed/features.py, by a word of their names; the first that fits."""
 
 
 class Failures:
@@ -74,28 +68,6 @@ def run_tests(selection: list[str]) -> tuple[dict[str, float], list[str]]:
     return RATIOS, failures.names
 
 
-def run_engines() -> dict[str, float]:
-    """Group of cases of whole engines -> largest difference from tests/oracle.py / allowed
-    (tests/spread.py)."""
-    from tests.deepspeed.features import rows
-
-    found: dict[str, float] = {}
-
-    def note(group: str, value: float, bound: float) -> None:
-        found[group] = max(found.get(group, 0.0), value / bound)
-
-    def results(target: str, payload: Any = None) -> Any:
-        return run_ranks(f"tests.deepspeed.{target}", world=2, payload=payload)[0].items()
-
-    pairs = {name: mode for name, mode, world in rows() if world == 2}
-    for (name, _), (error, bound) in results("features:worker", [*pairs.items()]):
-        note("features " + next(word for word in GROUPS if word in name), error, bound)
-    for (name, _), result in results("runs:compare", [(name, 4) for name in MODES]):
-        kind = next((dtype for dtype in ("bf16", "fp16") if dtype in name), "fp32")
-        note(f"modes {kind}", result["difference"], result["bound"])
-    return found
-
-
 def report(
     name: str, ratios: dict[str, float], failed: list[str], plain: dict[str, float]
 ) -> tuple[str, bool]:
@@ -112,22 +84,18 @@ def report(
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.campaign.processors", description=__doc__.splitlines()[0]
+        prog="python -m tests.processors", description=__doc__.splitlines()[0]
     )
     add = parser.add_argument
     add("--only", nargs="+", default=[""], help="words of settings' names")
-    add("--engines", action="store_true", help="whole engines too, against tests/oracle.py")
     add("--here", action="store_true", help=argparse.SUPPRESS)
     add("selection", nargs="*", help="of tests, as pytest takes it, after --; default: a short one")
     options = parser.parse_args(argv)
     selection = options.selection or list(SHORT)
     if options.here:
-        ratios, failed = run_tests(selection)
-        engines = run_engines() if options.engines else {}
-        print(json.dumps([{**ratios, **engines}, failed]))
+        print(json.dumps(run_tests(selection)))
         return 0
-    command = [sys.executable, "-m", "tests.campaign.processors", "--here"]
-    command += ["--engines"] * options.engines + ["--", *selection]
+    command = [sys.executable, "-m", "tests.processors", "--here", "--", *selection]
     plain: dict[str, float] = {}
     wrong = False
     for name, setting in SETTINGS.items():
