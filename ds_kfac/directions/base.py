@@ -22,6 +22,12 @@ from ds_kfac.update.state import Moments
 from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
 
+DISABLED = (
+    'the optimizer {optimizer} needs K-FAC, but the "kfac" block has "enabled": false; to train '
+    'without K-FAC, use "AdamW"'
+)
+"""What to say if a config names a rule's optimizer and switches K-FAC off."""
+
 
 class UpdateRule(ABC):
     """A way of computing steps from preconditioned gradients. ``DIRECTIONS`` lists the rules.

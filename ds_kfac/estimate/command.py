@@ -22,6 +22,7 @@ from ds_kfac.diagnostics.recipes import config_far_from_recipes
 from ds_kfac.diagnostics.report import layer_lines, skipped_lines, summary, without_effect
 from ds_kfac.diagnostics.share import share
 from ds_kfac.diagnostics.text import columns, number
+from ds_kfac.directions.base import DISABLED
 from ds_kfac.directions.kfac_adamw.optimizer import NAME, PARAMS
 from ds_kfac.engine.refusals import check_model
 from ds_kfac.estimate.estimates import BESIDE, KINDS, PARTS, STATE, TRANSIENT, Estimate, same_block
@@ -430,6 +431,8 @@ def check(arguments: argparse.Namespace) -> str:
     if find_block(ds_config) is None and rule.optimizer_type is None:
         why = 'trains without K-FAC: it has no "kfac" block and its optimizer is not KFACAdamW'
         raise ValueError(f"{arguments.config} {why}")
+    if not config.enabled and rule.optimizer_type is not None:
+        raise ValueError(DISABLED.format(optimizer=rule.optimizer_type))
     if not config.enabled:
         raise ValueError(f"{arguments.config} trains without K-FAC: kfac.enabled is false")
     plan = subject.plan(subject.shards(arguments.world), costs_of("cuda"))

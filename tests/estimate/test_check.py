@@ -82,6 +82,7 @@ def lazy() -> nn.Module:
         ({"kfac": {}, "optimizer": {"type": "EigenSign"}}, "'EigenSign', which is in neither Deep"),
         ({"kfac": {}, "optimizer": {"type": "Adafactor"}}, ""),  # torch's
         ({"kfac": {"enabled": False}}, "kfac.enabled is false"),
+        (OURS | {"kfac": {"enabled": False}}, 'to train without K-FAC, use "AdamW"'),
         ({"kfac": {"layers": {"include": ["nothing_like_it"]}}}, "matches no module"),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ds_kfac.config.keys import KFACConfig
-from ds_kfac.directions.base import UpdateRule
+from ds_kfac.directions.base import DISABLED, UpdateRule
 from ds_kfac.directions.direction import Direction
 from ds_kfac.directions.kfac_adamw.direction import AdamDirection
 from ds_kfac.directions.kfac_adamw.facts import KFACAdamWFacts
@@ -77,10 +77,7 @@ class KFACAdamWRule(UpdateRule):
         self, arguments: dict[str, Any], config: KFACConfig, ds_config: Mapping[str, Any]
     ) -> None:
         if not config.enabled:
-            raise ValueError(
-                f'the optimizer {NAME} needs K-FAC, but the "kfac" block has "enabled": false; '
-                'to train without K-FAC, use "AdamW"'
-            )
+            raise ValueError(DISABLED.format(optimizer=NAME))
         config, _ = self.resolved(config)
         put_into(arguments, self.scanned(config), self.optimizer_params(ds_config), ds_config)
 
