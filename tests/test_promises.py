@@ -111,8 +111,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "`Conv1d` to `Conv3d`": (
             FEATURES,
-            "model/test_images.py::test_a_pixel_of_every_call_is_a_row"
-            "_and_G_has_those_of_the_convolution_nearest_to_the_loss",
+            "model/test_rule.py::test_the_hooks_have_the_factors_of_the_rule",
         ),
         "any module that multiplies": (
             "deepspeed/test_stacks.py::test_stacked_experts_step_as_experts_apart",

@@ -312,7 +312,7 @@ def factors_of_ranks(ranks: list[dict[str, Any]]) -> dict[str, tuple[Tensor, Ten
 
 def next_node() -> int:
     """The number that torch gives to an autograd node made now; later ones have larger numbers."""
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         return torch.zeros((), requires_grad=True).neg().grad_fn._sequence_nr()
 
 
