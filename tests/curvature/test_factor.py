@@ -19,14 +19,8 @@ from ds_kfac.curvature.factor import (
 from tests.close import close
 from tests.curvature.one_factor import SIDES, fold
 from tests.ops.specification import symmetric_pack
-from tests.oracle import ReferenceKFAC
 
 CPU = torch.device("cpu")
-
-
-def dense(factor: KroneckerFactor) -> torch.Tensor:
-    (blocks,) = factor.side.blocks(factor.packed_P)
-    return blocks[0]
 
 
 def batch(
@@ -112,25 +106,6 @@ def test_a_batch_without_rows_or_that_is_not_finite_changes_nothing_and_is_count
     assert update_([], [], torch.zeros(0), decays=[], device=CPU)[1].sum(dim=1).tolist() == [0, 0]
 
 
-def test_the_reference_treats_a_spike_alike():
-    model = torch.nn.Sequential(torch.nn.Linear(4, 3, bias=False))
-    kfac = ReferenceKFAC(model, decay=0.9, damping=0.1)
-    A, G = KroneckerFactor.empty(Side.dense(4)), KroneckerFactor.empty(Side.dense(3))
-    for step in range(SETTLED + 6):
-        x, g = (
-            torch.randn(20, d, generator=torch.Generator().manual_seed(100 * step + d))
-            for d in (4, 3)
-        )
-        x, g = (1e3 * x, 1e3 * g) if step in (4, SETTLED + 2) else (x, g)
-        model.zero_grad()
-        (model(x[:, None]) * g[:, None]).sum().div(20).backward()
-        kfac.update()
-        fold(A, symmetric_pack(x.T @ x), torch.tensor(20.0), decay=0.9)
-        fold(G, symmetric_pack(g.T @ g), torch.tensor(20.0), decay=0.9)
-        for actual, expected in zip((A, G), kfac.factors["0"], strict=True):
-            close(dense(actual), expected, sums=20 + step)
-
-
 @pytest.mark.parametrize("side", [*SIDES, Side.dense(5).repeated(3)], ids=str)
 def test_a_sum_has_the_blocks_of_the_second_moment_of_the_rows_that_count(side):
     """Whatever the other rows hold."""
@@ -148,8 +123,3 @@ def test_a_sum_has_the_blocks_of_the_second_moment_of_the_rows_that_count(side):
     assert bool(blocks) == (side.block > 0)
     if blocks:
         close(torch.block_diag(*blocks), moment, sums=33)
-
-
-@pytest.mark.parametrize(("dim", "block"), [(8, 8), (9, 5), (17, 6)])
-def test_a_long_side_is_cut_evenly(dim, block):
-    assert Side.blocks_of(dim, 8) == Side(dim, block)

@@ -1,21 +1,16 @@
 """SP-NGD's rule, and the comparison of factors that feeds it."""
 
 from copy import deepcopy
-from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks.held import bytes_in
-from ds_kfac.curvature import factor as of_factor
 from ds_kfac.curvature.factor import (
     PIECE,
     History,
-    KroneckerFactor,
     Side,
     compare_,
     frobenius,
-    update_,
 )
 from ds_kfac.schedule.timetable import next_interval
 from tests.close import close
@@ -118,30 +113,3 @@ def test_nothing_is_similar_to_what_was_not_refreshed_to_zero_or_to_nan():
         assert flags(history, value, 10.0) == wanted, old
     identity = Side.identity(3)
     assert flags(filled(identity, torch.zeros(0)), torch.zeros(0), 0.1) == [False, False]
-
-
-@pytest.mark.parametrize("offloaded", [False, True])
-def test_a_factor_and_its_history_keep_their_memory(offloaded, monkeypatch):
-    """Offloaded: what is computed on another device comes back into it."""
-    if offloaded:
-        monkeypatch.setattr(of_factor, "moved", lambda tensor, device: tensor.clone())
-    side, cpu = Side.dense(5), torch.device("cpu")
-    factor = replace(KroneckerFactor.empty(side), history=History.of(side))
-    tensors, values = [factor.packed_P, factor.history.last, factor.history.before], []
-    updates = factor.updates
-    for seed in range(3):
-        update_(
-            [factor],
-            [packed(side, seed)],
-            torch.tensor([11.0]),
-            decays=[0.9],
-            device=cpu,
-            tolerance=0.1,
-        )
-        values.append(factor.packed_P.clone())
-    for tensor, value in zip(tensors, (values[2], values[2], values[1]), strict=True):
-        assert torch.equal(tensor, value)
-    assert factor.updates is updates and updates == 3
-    assert bytes_in(factor) == 4 * (3 * side.numel + 1), (
-        "the factor, its last two values and a counter"
-    )

@@ -2,15 +2,18 @@
 layers that stand still or have no eigenbasis."""
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from ds_kfac.curvature.eigen import Eigenbasis
 from ds_kfac.curvature.factor import Side
-from ds_kfac.directions.direction import Outcome, StepContext
+from ds_kfac.directions.direction import StepContext
 from ds_kfac.directions.kfac_adamw.direction import AdamDirection
 from ds_kfac.directions.kfac_adamw.group_step import BASE
 from ds_kfac.directions.kfac_gradient import (
@@ -19,10 +22,11 @@ from ds_kfac.directions.kfac_gradient import (
     kl_clip_scale,
     weighted_by_rates,
 )
+from ds_kfac.model.layers import LayerSpec
+from ds_kfac.zero.exchange import Gradients
 from tests.choices import planned
 from tests.close import close, exact, polar_condition
 from tests.deepspeed.toys import Mean, SoftSign
-from tests.directions.outbox import exchange_of, whole
 from tests.models import linear_layer
 from tests.tape import taped
 from tests.update.test_moments import random_basis
@@ -31,6 +35,54 @@ ROWS, COLUMNS, RATE = 5, 8, 0.3
 SUMS = ROWS + COLUMNS
 """Of a product with both bases."""
 PLAIN, ORTHOGONAL = {"except_layers": [".*"]}, {"except_layers": []}
+
+
+def whole(gradients: Mapping[str, Tensor]) -> Gradients:
+    """Gradients by layer as an exchange gives them."""
+    return Gradients({name: (gradient, None) for name, gradient in gradients.items()})
+
+
+class Exchange(SimpleNamespace):
+    """What a direction reads of an exchange.
+
+    Attributes:
+        results: layer name -> matrix, of the last step.
+    """
+
+    def memory(self, layers: Sequence[LayerSpec]) -> None:
+        return None
+
+    def put(self, layers: Sequence[LayerSpec], matrices: Sequence[Tensor]) -> None:
+        assert not any(layer.name in self.results for layer in layers)
+        self.results.update(zip([layer.name for layer in layers], matrices, strict=True))
+
+    def begin(self) -> None:
+        self.results = {}
+
+
+def exchange_of(
+    layers: Sequence[LayerSpec],
+    device: torch.device | str = "cpu",
+    parts: Callable[..., Any] = lambda layer, matrix: (matrix.flatten(),),
+    groups: tuple[int, ...] = (0,),
+) -> Any:
+    """An exchange of these layers.
+
+    Args:
+        parts: a layer and its matrix -> its parameters.
+        groups: their parameter groups.
+    """
+    return Exchange(
+        results={},
+        owned=tuple(layers),
+        device=torch.device(device),
+        group_indices=lambda layer: groups,
+        parts=parts,
+        layout=SimpleNamespace(rank=0),
+        plan=SimpleNamespace(of_layer={}),
+        shards={},
+        params={},
+    )
 
 
 def make(
@@ -143,23 +195,8 @@ def test_kl_clips_sum_is_that_of_the_parts_with_their_rates(rates, eigenvalues):
 )
 def test_kl_clip_bounds_the_step(quadratic, expected):
     close(kl_clip_scale(torch.tensor(quadratic), kl_clip=0.001), torch.tensor(expected))
-
-
-@pytest.mark.parametrize("rates", [(0.3, 0.3), (0.3, 0.2)])
-def test_more_than_fp32_holds_is_clipped_to_nothing(rates):
-    large = {"a": 1e19 * torch.ones(ROWS, COLUMNS)}
-    outcome, *_ = stepped(**of_rates(*rates), gradients=large)
-    assert kl_clip_scale(outcome.numbers[0], kl_clip=0.001) == 0 and outcome.replaced == 0
     # an infinite product at a rate of zero is left out
     exact(weighted_by_rates(torch.tensor([math.inf, 2.0]), [0.0, 0.5]), torch.tensor(0.5))
-
-
-def test_kl_clip_scales_what_is_preconditioned_and_nothing_else():
-    """A layer without an eigenbasis has its raw gradient, whose part is not in the clip's sum."""
-    direction, flags = make(layers="ab"), torch.tensor([True, False])
-    scales = direction.finish(StepContext(0, []), Outcome(), [torch.tensor(0.1)], flags)
-    close(scales["a"], torch.tensor(0.1))
-    assert scales["a"] == direction.metrics.nu and scales["b"] == 1.0
 
 
 class Bounded(SoftSign):

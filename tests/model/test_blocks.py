@@ -8,18 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from ds_kfac.assignment.costs import factor_specs
-from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.factor import Side
-from ds_kfac.directions.kfac_adamw.facts import KFACAdamWFacts
-from ds_kfac.directions.kfac_adamw.group_step import row_blocks
 from ds_kfac.estimate.subject import Subject
 from ds_kfac.model import blocks as module
 from ds_kfac.model.blocks import blocks_text, cut
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import LayerChoice, scan
-from ds_kfac.plan.plan import rows_from
-from ds_kfac.zero.shards import parts_of
 from tests.model.written import written
 
 WIDTH = 24
@@ -58,6 +52,10 @@ def blocks(model: nn.Module, **chosen) -> dict[str, tuple[int, ...]]:
     ("model", "expected"),
     [
         (Holder("qkv", 72), (24, 24, 24)),
+        (Holder("qkv", 50), ()),
+        (Holder("qkv", 48, num_heads=5, num_kv_heads=2), ()),
+        (Holder("gate_up_proj", 49), ()),
+        (Holder("query_key_value", 72), ()),
         (NotReady("qkv", 72), (24, 24, 24)),
         (
             Holder(
@@ -108,25 +106,6 @@ def test_blocks_of_a_stack_are_those_of_every_entry():
     assert [layer.blocks for layer in scan(experts).layers] == [(24, 24), (24, 24)]
 
 
-ONE_MAP = "orthogonalized, as one map: nothing shows its parts"
-
-
-@pytest.mark.parametrize(
-    ("model", "text"),
-    [
-        (Holder("qkv", 50), ONE_MAP),
-        (Holder("qkv", 48, num_heads=5, num_kv_heads=2), ONE_MAP),
-        (Holder("gate_up_proj", 49), ONE_MAP),
-        (Holder("query_key_value", 72), ONE_MAP),
-        (Holder("query_key_value", 72, num_heads=4), "4 x (6 + 6 + 6) rows, by its name"),
-    ],
-)
-def test_what_was_looked_for_by_its_name_is_said(model, text):
-    (layer,) = scan(model).layers
-    assert (layer.blocks == ()) == (text == ONE_MAP)
-    assert text in KFACAdamWFacts().choice(KFACConfig(), layer)
-
-
 def test_a_pattern_goes_before_what_is_known():
     models = {"a": Holder("qkv", 72), "b": Holder("qkv", 72), "c": Holder("wide", 72)}
     model = nn.ModuleDict(models | {"d": nn.ModuleDict({"wide": nn.Conv2d(3, 12, 1)})})
@@ -146,19 +125,6 @@ def test_blocks_that_do_not_fit_are_an_error_that_names_the_layer(given, said):
         blocks(Holder("qkv", 72), qkv=given)
 
 
-@pytest.mark.parametrize("shape", [(6, 5), (2, 6, 5)])
-@pytest.mark.parametrize(
-    ("sizes", "rows"),
-    [((2, 4), [[0, 1], [2, 3, 4, 5]]), ((1, 2), [[0, 3], [1, 2, 4, 5]]), ((), [list(range(6))])],
-)
-def test_rows_of_blocks_are_those_of_their_maps(sizes, rows, shape):
-    """Of one matrix and of two at once, one after the other and in turn. They are views."""
-    x = torch.arange(float(torch.Size(shape).numel())).view(shape)
-    for block, of_block in zip(row_blocks(x, sizes), rows, strict=True):
-        assert torch.equal(block.flatten(-3, -2), x[..., of_block, :])
-        assert block.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-
-
 # parts of large heads
 
 
@@ -175,20 +141,6 @@ def parts(*layers: LayerSpec, by_rows=lambda layer: True) -> tuple[LayerSpec, ..
 def small(monkeypatch):
     monkeypatch.setattr(module, "LARGEST", 59)
     monkeypatch.setattr(module, "PART", 20)
-
-
-def test_a_large_layer_is_cut_into_equal_parts_that_cover_it_and_have_one_A(small):
-    layers = parts(head())
-    assert [layer.name for layer in layers] == ["head.0", "head.1", "head.2"]
-    assert {(layer.shape, layer.module, layer.parameters) for layer in layers} == {
-        ((4, 5), "head", ("head.w", "head.b"))
-    }
-    (factor,) = factor_specs(layers)
-    assert (factor.key, factor.layers) == ("head.0/A", ("head.0", "head.1", "head.2"))
-    # a row is every part's
-    assert rows_from(factor, {layer.name: layer for layer in layers}) == ("head.0",)
-    spans = [part.span(60) for part in parts_of(layers) if part.param == 0]
-    assert spans == [(0, 20), (20, 20), (40, 20)]
 
 
 def test_outputs_that_do_not_divide_take_the_next_number_of_parts(small):
