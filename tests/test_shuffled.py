@@ -25,16 +25,9 @@ def with_gradient(function):
 
 
 SUMS = {
-    "mm": lambda: normal(D, N) @ normal(N, 3),
-    "bmm": lambda: normal(2, D, N) @ normal(2, N, 3),
-    "mv": lambda: normal(D, N) @ normal(N),
     "addmm": lambda: torch.addmm(normal(D, 3), normal(D, N), normal(N, 3)),
-    "addmm_": lambda: normal(D, 3).addmm_(normal(D, N), normal(N, 3)),
-    "out": lambda: torch.mm(normal(D, N), normal(N, 3), out=torch.empty(D, 3)),
-    "baddbmm": lambda: torch.baddbmm(normal(2, D, 3), normal(2, D, N), normal(2, N, 3)),
+    "mv": lambda: normal(D, N) @ normal(N),
     "einsum": lambda: torch.einsum("nd,ne->de", normal(N, D), normal(N, 3)),
-    "sum of rows": lambda: normal(N, D).sum(0),
-    "mean": lambda: normal(N, D).mean((0,)),
     "norm": lambda: normal(N, D).norm(dim=0),
     "convolution": lambda: F.conv2d(normal(2, N, 3, 3), normal(4, N, 3, 3), padding=1),
     "linear": with_gradient(lambda x: F.linear(x, normal(3, D), normal(3)).tanh()),
