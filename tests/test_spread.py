@@ -32,14 +32,15 @@ def wrong(mistake: str) -> type[ReferenceKFAC]:
             if mistake == "sign":
                 for layer in self.layers.values():
                     layer.write = partial(lambda write, V: write(-V), layer.write)
+            elif mistake == "terms":
+                nearest_rows = self.passes.nearest_rows
+                self.passes.nearest_rows = lambda number: 2 * nearest_rows(number)
 
         def update(self) -> None:
-            if mistake == "terms":
-                self.passes.terms = [2 * terms for terms in self.passes.terms]
-            elif mistake == "a row" and self.steps == 0:
-                for layer in self.layers.values():
-                    for a, g, _ in layer.use.pairs:
-                        a[0], g[0] = 0, 0
+            if mistake == "a row" and self.steps == 0:
+                for call in self.passes.calls():
+                    for _, g in call.gradients:
+                        call.x[0], g[0] = 0, 0
             super().update()
 
     return Wrong

@@ -244,7 +244,11 @@ NONE: dict[Layout, str] = {
         torch.chain_matmul(x, self.w)
         torch.tensordot(x, self.w, 1)
         x.to_sparse() @ self.w
+        torch.einsum("ni,io", x, self.w)
+        torch.einsum("ni,io->o", x, self.w)
+        torch.einsum("ni,io->i", x, self.w)
     """,
+    ((E, I, O), True): "torch.einsum('ni,eio->eno', x, self.w)",
     ((E, O, I), False): """
         torch.einsum("eni,eoi->eno", dispatched(x)[:2], self.w[1:3])
         torch.einsum("eni,eoi->eno", dispatched(x)[:2], self.w.view(2, 2 * O, I))

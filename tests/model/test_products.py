@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from ds_kfac.model.product_code import MatrixLayout, borrowed_weights, contraction, multiplied
+from ds_kfac.model.product_code import MatrixLayout, borrowed_weights, multiplied
 from ds_kfac.model.products import Products
 from ds_kfac.model.scan import LayerChoice, scan
 from tests.close import close
@@ -43,39 +43,6 @@ def second_moment(x: torch.Tensor) -> torch.Tensor:
 
 
 # found in code
-
-
-@pytest.mark.parametrize(
-    ("equation", "place", "layout"),
-    [
-        ("ibh,hnd->ibnd", 1, MatrixLayout(True, 1)),
-        ("ibnd,hnd->ibh", 1, MatrixLayout(False, 1)),
-        ("hnd,ibnd->ibh", 0, MatrixLayout(False, 1)),
-        ("ab,bc->ac", 0, MatrixLayout(False, 1)),
-        ("b n h, d n h -> b d", 1, MatrixLayout(False, 1)),
-        ("bnij,bnd->bij", 1, None),
-        ("ij,jk", 1, None),
-        ("...i,io->...o", 1, MatrixLayout(True, 1)),
-        ("...hd,hod->...ho", 1, MatrixLayout(False)),
-        ("bi,...io->...bo", 1, None),
-        ("...i,...io->...o", 1, None),
-        ("...i,io->o", 1, None),
-        ("ii,io->o", 1, None),
-        ("bi,oio->bo", 1, None),
-        ("bi,oip->bop", 1, None),
-        ("bi,io->o", 1, None),
-        ("i,o->io", 1, None),
-        ("ecd,edf->ecf", 1, MatrixLayout(True)),
-        ("bsgd,grd->bsgr", 1, MatrixLayout(False)),
-        ("neo,bni->beno", 0, None),
-        ("ecd,edf->cf", 1, MatrixLayout(True, 2)),
-        ("cd,edf->ecf", 1, None),
-        ("ecdk,edkf->ecf", 1, None),
-    ],
-)
-def test_an_equation_says_how_a_matrix_lies(equation, place, layout):
-    found = contraction(equation, place)
-    assert (None if found is None else found.layout) == layout
 
 
 class Outer(nn.Module):

@@ -324,7 +324,7 @@ def test_the_hooks_have_the_factors_of_the_rule(name, plain):
     run(PROGRAMS[name], plain)
 
 
-Q = "trunk.blocks.0.q_proj"
+Q = "blocks.0.q_proj"
 COUNTS = {
     # rows of the named layer, sum of R_p
     "llama, padded on the right": (Q, 14, 14),
@@ -332,7 +332,7 @@ COUNTS = {
     "llama, padded on the left": (Q, 14, 17),
     "llama, padded micro-batches": (Q, 14, 14),
     "llama, pads without a mask": (Q, 20, 20),
-    "bert, classes": ("trunk.blocks.1.down_proj", 14, 4),
+    "bert, classes": ("blocks.1.down_proj", 14, 4),
     "tagger, examples": ("inner", 4, 4),
     "cnn, dense prediction": ("stem", 27, 3 * 6 * 8),
     "flattened tokens in the head": ("head", 20, 20),
