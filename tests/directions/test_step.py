@@ -26,10 +26,10 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.zero.exchange import Gradients
 from tests.choices import planned
 from tests.close import close, exact, polar_condition
+from tests.curvature.one_factor import random_basis
 from tests.deepspeed.toys import Mean, SoftSign
 from tests.models import linear_layer
 from tests.tape import taped
-from tests.update.test_moments import random_basis
 
 ROWS, COLUMNS, RATE = 5, 8, 0.3
 SUMS = ROWS + COLUMNS
