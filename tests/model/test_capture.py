@@ -13,8 +13,9 @@ from ds_kfac.model.convolutions import phase
 from ds_kfac.model.products import Products
 from ds_kfac.model.proof import Proof
 from ds_kfac.model.rows import ROWS
-from ds_kfac.model.scan import LayerChoice
+from ds_kfac.model.scan import LayerChoice, scan
 from tests.close import close, exact
+from tests.model.proven import proven
 from tests.model.recorder import Recorder, compared, equal_bits, same, unannounced
 from tests.model.written import written
 from tests.models import FEATURES, Stoppable, make_batch, make_net
@@ -281,69 +282,35 @@ def test_an_image_without_a_batch_dimension_is_a_batch_of_one():
     exact(found[0], found[1])
 
 
-class Causal(nn.Conv1d):
-    """Sees what was, gives its output beside a mask."""
-
-    def forward(self, x, mask=None):
-        return super().forward(F.pad(x, (2, 0))), mask
-
-
-class Same(nn.Conv1d):
-    def forward(self, x):
-        return F.conv1d(F.pad(x, (0, 1)), self.weight, self.bias, self.stride, groups=self.groups)
-
-
-class Reflecting(nn.Conv1d):
-    """Passes on what it was given; the weight in another dtype, which is a copy."""
-
-    def _conv_forward(self, x, weight, bias):
-        return super()._conv_forward(x.double(), weight.double(), bias.double()).float()
+FORWARDS = {
+    "causal": "return super(type(self), self).forward(F.pad(x, (2, 0)))",
+    "same": "return F.conv1d(F.pad(x, (0, 1)), self.weight, self.bias, self.stride, groups=2)",
+    # passes on what it was given; the weight in another dtype is a copy
+    "copied": """
+        def _conv_forward(self, x, weight, bias):
+            return super(type(self), self)._conv_forward(
+                x.double(), weight.double(), bias.double()
+            ).float()
+    """,
+    "of tokens [N, L, C]": "return super(type(self), self).forward(x.mT).mT[:, :4]",
+    "another window": "return F.conv1d(x, self.weight, self.bias, dilation=2, groups=2)",
+}
 
 
-class Head(nn.Conv1d):
-    """Of tokens [N, L, C]."""
-
-    def forward(self, x):
-        return super().forward(x.mT).mT
-
-
-class Own(nn.Module):
-    def __init__(self, plain: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        kinds = [nn.Conv1d] * 4 if plain else [Causal, Same, Reflecting, Head]
-        self.plain = plain
-        self.causal = kinds[0](3, 4, 3, bias=False)
-        self.same = kinds[1](4, 6, 2, stride=2, groups=2)
-        self.copied, self.head = kinds[2](6, 4, 3, padding=1), kinds[3](4, 2, 1)
-
-    def forward(self, x):
-        x = torch.tanh(self.causal(F.pad(x, (2, 0))) if self.plain else self.causal(x)[0])
-        x = torch.tanh(self.copied(torch.tanh(self.same(F.pad(x, (0, 1)) if self.plain else x))))
-        return (self.head(x) if self.plain else self.head(x.mT).mT).mean(-1)
-
-
-@pytest.mark.parametrize("sampled", [False, True])
-def test_a_convolution_with_a_forward_of_its_own_is_seen_where_it_convolves(sampled):
-    found = []
-    for plain in (True, False):
-        recorder = Recorder(Own(plain), sampled=sampled)
-        torch.manual_seed(1)
-        loss = recorder.model(torch.randn(5, 3, 9)).square().mean()
-        (recorder.sample if sampled else recorder.backward)(loss)
-        found.append(recorder.factors())
-    assert len(found[0]) == 4
-    same(found[1], found[0])
-
-
-def test_another_window_than_the_modules_is_not_taken_for_it():
-    class Wider(nn.Conv1d):
-        def forward(self, x):
-            return F.conv1d(x, self.weight, self.bias, dilation=2)
-
-    recorder = Recorder(nn.Sequential(Wider(3, 4, 3), nn.Conv1d(4, 2, 1)))
-    recorder.backward(recorder.model(torch.randn(5, 3, 9)).sum())
-    assert set(recorder.factors()) == {"1"}, "the first is silent, of which the engine warns"
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_convolution_with_a_forward_of_its_own_is_seen_where_it_convolves(name):
+    """A window that is not the module's is not taken for it: the layer is silent, of which the
+    engine warns."""
+    torch.manual_seed(0)
+    conv = written(FORWARDS[name], nn.Conv1d)(4, 6, 3, stride=1 + (name == "same"), groups=2)
+    model = nn.Sequential(conv, nn.Tanh(), nn.Conv1d(6, 2, 1))
+    if "tokens" in name:
+        model = nn.Sequential(conv)
+    x = torch.randn(5, 4, 4 if "tokens" in name else 9)
+    layers = scan(model, LayerChoice(types=("Conv1d",))).layers
+    found = proven(model, layers, [x], loss=lambda model, x: model(x).square().mean())
+    assert all(seen.fits for seen in found.values()) or name == "another window"
+    assert (found["0"].calls == 0) == (name == "another window")
 
 
 # other threads
