@@ -13,7 +13,7 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.masks import Forward
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.rows import ROWS, BatchSum, RowSums, is_nonzero, kept_rows
-from ds_kfac.model.shared import UNWATCHED, SharedInputs, agreed
+from ds_kfac.model.shared import SharedInputs, agreed
 from tests.close import close
 from tests.ops.specification import symmetric_pack
 
@@ -95,14 +95,6 @@ def test_a_row_whose_gradient_is_not_finite_counts():
 X = torch.arange(12.0).view(3, 4)
 
 
-def groups_of(*calls: tuple) -> tuple[tuple[str, ...], ...]:
-    """What a search makes of these (layer, input) or (layer, input, has a gradient)."""
-    shared = SharedInputs({name for name, *_ in calls})
-    for name, x, *alive in calls:
-        shared.arrived(name, shared.number(name, x), torch.tensor(all(alive)))
-    return agreed([shared.inputs_seen()], dict.fromkeys("abcd", "side"))
-
-
 @pytest.mark.parametrize(
     ("other", "same"),
     [
@@ -120,7 +112,8 @@ def groups_of(*calls: tuple) -> tuple[tuple[str, ...], ...]:
     ],
 )
 def test_the_same_memory_seen_in_one_way_is_the_same_input(other, same):
-    assert groups_of(("a", X), ("b", other(X))) == ((("a", "b"),) if same else ())
+    shared = SharedInputs("ab")
+    assert (shared.number("a", X) == shared.number("b", other(X))) == same
 
 
 def test_an_input_changed_in_place_in_between_is_another_one():
@@ -136,20 +129,6 @@ def test_memory_that_was_freed_and_taken_again_is_not_the_same_input():
         numbers.append(shared.number(name, x))
         del x
     assert numbers == [*range(8)]
-
-
-def test_all_calls_must_be_shared_also_in_whether_their_gradient_is_zero():
-    """As heads of several tasks on one trunk, each with losses in some batches."""
-    first, second = X, X.clone()
-    calls = [(name, first) for name in "abc"] + [("a", second), ("b", second), ("c", first)]
-    assert groups_of(*calls) == (("a", "b"),)
-    assert groups_of(("a", X, True), ("b", X, False), ("c", X, True)) == (("a", "c"),)
-
-
-def test_only_candidates_are_watched_and_none_means_no_search():
-    shared = SharedInputs("ab")
-    assert shared.number("c", X) == UNWATCHED != shared.number("a", X)
-    assert shared.searching and not SharedInputs().searching
 
 
 @pytest.mark.parametrize(
