@@ -6,7 +6,7 @@ from torch import nn
 
 from ds_kfac.curvature.factor import Side
 from ds_kfac.diagnostics.share import share_of
-from ds_kfac.directions.kfac_adamw.matrices import other_matrices
+from ds_kfac.directions.kfac_adamw.matrices import biases_of, other_matrices
 from ds_kfac.model.scan import LayerChoice, scan
 from tests.model.recorder import Recorder
 from tests.model.written import written
@@ -360,3 +360,17 @@ def test_large_parameters_of_no_known_shape_are_named():
     share = share_of(model, scan(model))
     assert share.unclear == (("flat.weight", 36),)
     assert share.unclear_fraction == 0.5
+
+
+def test_biases_of_matrices_are_found_by_their_module():
+    model = nn.ModuleDict(
+        {
+            "gru": nn.GRU(4, 4),
+            "normed": nn.utils.parametrizations.weight_norm(nn.Linear(4, 5)),
+            "norm": nn.LayerNorm(4),
+        }
+    )
+    named = dict(model.named_parameters())
+    matrices = {name for name, p in named.items() if p.ndim == 2}
+    expected = {"gru.bias_ih_l0", "gru.bias_hh_l0", "normed.bias"}
+    assert biases_of(matrices, named) == expected
