@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_kfac.curvature.eigen import Eigenbasis
 from ds_kfac.curvature.factor import Side
-from ds_kfac.directions.direction import StepContext
+from ds_kfac.directions.direction import Outcome, StepContext
 from ds_kfac.directions.kfac_adamw.direction import AdamDirection
 from ds_kfac.directions.kfac_adamw.group_step import BASE
 from ds_kfac.directions.kfac_gradient import (
@@ -91,12 +91,13 @@ def make(
     groups=None,
     batched=False,
     adam=PLAIN,
-    has_bases=True,
+    based=None,
     exchange=None,
     values=1.0,
     **preconditioner,
 ):
-    """A direction over layers of one shape, with random eigenbases.
+    """A direction over layers of one shape, with random eigenbases of those in ``based`` (None:
+    all).
 
     Args:
         groups: the optimizer's parameter groups.
@@ -125,7 +126,7 @@ def make(
     for group in direction.layer_groups:
         for index, name in enumerate(group.names):
             place = layers.index(name)
-            if has_bases:
+            if based is None or name in based:
                 basis = random_basis(ROWS, COLUMNS, seed=place)
                 A, G = (replace(side, values=values * side.values) for side in (basis.A, basis.G))
                 group.rebase(index, A=A, G=G)
@@ -185,6 +186,14 @@ def test_kl_clip_bounds_the_step(quadratic, expected):
     close(kl_clip_scale(torch.tensor(quadratic), kl_clip=0.001), torch.tensor(expected))
     # an infinite product at a rate of zero is left out
     exact(weighted_by_rates(torch.tensor([math.inf, 2.0]), [0.0, 0.5]), torch.tensor(0.5))
+
+
+def test_kl_clip_scales_what_is_preconditioned_and_nothing_else():
+    """A layer without an eigenbasis has its raw gradient, whose part is not in the clip's sum."""
+    direction, flags = make(layers="ab"), torch.tensor([True, False])
+    scales = direction.finish(StepContext(0, []), Outcome(), [torch.tensor(0.1)], flags)
+    close(scales["a"], torch.tensor(0.1))
+    assert scales["a"] == direction.metrics.nu and scales["b"] == 1.0
 
 
 class Bounded(SoftSign):
@@ -301,12 +310,37 @@ def test_adam_takes_the_betas_of_the_layers_own_group():
     )
 
 
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("eigenvalues", ["kronecker", "corrected"])
+def test_a_layer_without_a_basis_beside_others_keeps_its_gradient_and_moments(eigenvalues, batched):
+    """Layers of one shape are stepped in one batch, whether all of them have a basis or not."""
+    options = {"layers": "abc", "batched": batched, "eigenvalues": eigenvalues}
+    _, whole, _ = stepped(**options)
+    outcome, results, moments = stepped(based="ac", **options)
+    gradients = gradients_of("abc")
+    exact(results["b"], gradients["b"])
+    for name in "ac":
+        close(results[name], whole[name], sums=2 * SUMS)
+    assert int(outcome.replaced) == 0 and outcome.flags.sum() == 2
+    if eigenvalues == "corrected":
+        assert not moments["b"].updates and not moments["b"].second_OI.any()
+        assert moments["a"].updates == 1
+    products = torch.cat([(results[name] * gradients[name]).flatten() for name in "ac"]).double()
+    sums = SUMS + ROWS * COLUMNS
+    close(
+        outcome.numbers[0],
+        RATE**2 * products.sum(),
+        sums=2 * sums,
+        scale=RATE**2 * products.abs().sum(),
+    )
+
+
 @pytest.mark.parametrize("kind", [KFACGradient, AdamDirection])
 def test_a_step_that_was_recorded_without_a_basis_uses_the_first_one(kind):
     results, replays = [], []
     for steady in (1, math.inf):  # recorded at the second step; never
         with taped(steady) as repeated:
-            direction = make(kind, batched=True, has_bases=False, groups=ADAM)
+            direction = make(kind, batched=True, based="", groups=ADAM)
             for step in range(4):
                 if step == 3:
                     basis = random_basis(ROWS, COLUMNS)

@@ -13,6 +13,7 @@ from ds_kfac.update.groups import LayerGroup, evenly_spaced, group_by_shape
 from ds_kfac.update.rotation import (
     Rotation,
     change_basis_,
+    mask_null_space,
     norms,
     range_mask,
 )
@@ -268,6 +269,18 @@ def test_rounding_grows_as_the_root_of_the_width_from_64_on():
         values[-1] = 1.0
         expected = torch.tensor([0.0, 1.0]).repeat(width // 2)
         exact(range_mask((torch.eye(width)[None],), values), expected, what=str(width))
+
+
+def test_groups_of_a_layer_have_blocks_of_their_own():
+    """A convolution's: two groups of two outputs and three inputs."""
+    G = Eigenbasis((torch.eye(2).expand(2, 2, 2),), torch.tensor([0.0, 1.0, 1e-9, 1e-9]))
+    A = Eigenbasis((torch.eye(3).expand(2, 3, 3),), torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 1.0]))
+    x_gOI, basis = torch.ones(2, 2, 3), LayerBasis(G, A)
+    expected = torch.tensor([[[0.0, 0.0, 0.0], [1.0] * 3], [[0.0, 0.0, 1.0], [0.0, 0.0, 1.0]]])
+    exact(mask_null_space(x_gOI, basis), expected)  # for a rule of one layer at a time
+    turn = Rotation.of([basis], HIGHEST, maps=2)
+    columns = turn.columns_with_gradients(torch.zeros(2, 2, 3))
+    exact(turn.rows_with_gradients(torch.zeros(2, 2, 3))[:, :, None] * columns[:, None], expected)
 
 
 @pytest.mark.parametrize("piece", [7, 1 << 22])

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from ds_kfac.directions import step_tensors
 from ds_kfac.update import recorded
 from ds_kfac.update.recorded import ATTEMPTS, STEADY, Recorded
 from tests.close import exact
@@ -75,6 +76,20 @@ def test_after_a_capture_that_fails_at_its_end_the_stream_is_the_one_before():
         with pytest.raises(RuntimeError, match="previous error"):
             recorded.cuda_graph(lambda: None)
     assert current == ["default"]
+
+
+@pytest.mark.parametrize("case", ["yes", "device", "alone", "backend", "many", "large", "none"])
+def test_who_is_recorded(case):
+    config = SimpleNamespace(ops=SimpleNamespace(backend="torch" if case == "backend" else None))
+    plan = SimpleNamespace(batched=case != "alone", config=config)
+    each, most = recorded.RECORDED_LAYER, recorded.RECORDED_NUMEL
+    numel = {"large": each + 1, "none": 0}.get(case, each)
+    layers = [SimpleNamespace(numel=numel)] * (
+        1 if case == "large" else most // each + (case == "many")
+    )
+    assert step_tensors.is_recorded(plan, layers, "cpu" if case == "device" else "cuda") == (
+        case == "yes"
+    )
 
 
 CASES = {
