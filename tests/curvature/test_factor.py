@@ -136,7 +136,12 @@ def test_a_sum_has_the_blocks_of_the_second_moment_of_the_rows_that_count(side):
         close(torch.block_diag(*blocks), moment, sums=33)
 
 
-SIDES = [Side.dense(1), Side.dense(63), Side(63, 20), Side.diagonal(9)]
+COMPARED = [Side.dense(1), Side.dense(63), Side(63, 20), Side.diagonal(9)]
+
+
+@pytest.mark.parametrize(("dim", "block"), [(8, 8), (9, 5), (17, 6)])
+def test_a_long_side_is_cut_evenly(dim, block):
+    assert Side.blocks_of(dim, 8) == Side(dim, block)
 
 
 def intervals(flags: list[tuple[bool, bool]]) -> list[int]:
@@ -188,9 +193,9 @@ def flags(history: History, new: torch.Tensor, tolerance: float) -> list[bool]:
 
 def test_similar_is_a_small_relative_distance_of_whole_matrices():
     """Of all factors in one call."""
-    kept = [[packed(side, seed) for side in SIDES] for seed in (1, 2, 3)]
+    kept = [[packed(side, seed) for side in COMPARED] for seed in (1, 2, 3)]
     before, last, new = kept
-    histories = [filled(side, *old) for side, *old in zip(SIDES, before, last, strict=True)]
+    histories = [filled(side, *old) for side, *old in zip(COMPARED, before, last, strict=True)]
     for history, x, y in zip(histories, last, before, strict=True):
         assert torch.equal(history.last, x) and torch.equal(history.before, y)
     distances = [
@@ -198,7 +203,7 @@ def test_similar_is_a_small_relative_distance_of_whole_matrices():
             float((whole(side, x) - whole(side, y)).norm() / whole(side, y).norm())
             for y in (one, other)
         ]
-        for side, x, one, other in zip(SIDES, new, last, before, strict=True)
+        for side, x, one, other in zip(COMPARED, new, last, before, strict=True)
     ]
     for distance in (distance for pair in distances for distance in pair):
         for tolerance in (1.0001 * distance, 0.9999 * distance):

@@ -14,7 +14,7 @@ from ds_kfac.model.product_code import MatrixLayout, borrowed_weights, multiplie
 from ds_kfac.model.products import Products
 from ds_kfac.model.scan import LayerChoice, scan
 from tests.close import close
-from tests.deepspeed.expert_stacks import BIASED, STACKS, WIDTH, Apart, make
+from tests.deepspeed.expert_stacks import BIASED, STACKS, WIDTH, Apart, Dispatched, make
 from tests.model.proven import proven
 from tests.model.recorder import Recorder
 from tests.model.written import written
@@ -352,6 +352,15 @@ NAMES = {
     for apart, stack in (("into", "gate_up_proj"), ("out", "down_proj"))
     for e in range(3)
 }
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STACKS if kind is not Dispatched])
+@pytest.mark.parametrize("checkpointed", ["", "reentrant", "not"])
+def test_measured_rows_of_an_expert_are_its_own_also_where_a_stack_has_one_A(kind, checkpointed):
+    apart = mixture(Apart, checkpointed, measure=True, bias=kind in BIASED).capture.measured
+    stacked = mixture(kind, checkpointed, measure=True).capture.measured
+    rows = [int(stacked[name]) for name in NAMES]
+    assert rows == [int(apart[other]) for other in NAMES.values()] and sum(rows) == 4 * ROWS
 
 
 @pytest.mark.parametrize("kind", STACKS)
