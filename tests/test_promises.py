@@ -217,7 +217,7 @@ def rows_and_bullets(text: str) -> list[str]:
 
 
 @cache
-def tests() -> set[str]:
+def names_of_tests() -> set[str]:
     """The names of all tests."""
     files = TESTS.rglob("test_*.py")
     return {
@@ -234,7 +234,7 @@ def test_every_promise_is_on_the_page_and_has_a_test(section):
     text = " ".join(sections()[section].split())
     for promise, names in PROMISES[section].items():
         assert promise in text, f"no longer in section {section}: {promise}"
-        missing = set(names) - tests() - UNTESTED.keys()
+        missing = set(names) - names_of_tests() - UNTESTED.keys()
         assert names and not missing, f"{promise}: no such test: {missing}"
 
 

@@ -87,8 +87,8 @@ PARAMETERS = ("KFACConfig", "weight_decay", "adam_lr", "torch_adam", "FactorConf
 TEXTS = {
     # page -> (what it has, what it has not)
     "index.html": (("pip install", "ds_kfac.initialize", "front.png"), ()),
-    "math/index.html": (("<mfrac>",), ("\\begin",)),
-    "api/index.html": (PARAMETERS, (":func:", ":class:", ":meth:")),
+    "explanation/formulas/index.html": (("<mfrac>",), ("\\begin",)),
+    "reference/api/index.html": (PARAMETERS, (":func:", ":class:", ":meth:")),
 }
 
 
