@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.close import RATIOS, close, exact, near
-from tests.covering import covering, pairs
+from tests.covering import covering, pairs, some
 from tests.deepspeed.features import CASES, losses_of, whole_model
 from tests.deepspeed.modes import BY_NAME, MICRO_ROWS
 from tests.deepspeed.runs import Rounding16, reference
@@ -244,3 +244,8 @@ def test_every_pair_of_the_table_is_in_one_of_few_cases_in_their_order(table):
     assert chosen == [case for case in table if case in chosen]
     # nine pairs of two factors of three values need as many
     assert 9 <= len(chosen) <= 15
+
+
+def test_every_case_runs_on_one_rank_and_on_two_or_on_four():
+    assert some(TABLE, 1) == TABLE and some(range(9), 4) == [0, 3, 4, 7, 8]
+    assert sorted(some(range(9), 2) + some(range(9), 4)) == list(range(9))

@@ -3,8 +3,12 @@ layers."""
 
 from dataclasses import replace
 
-from ds_kfac.config.keys import AdamConfig
+import torch
+
+from ds_kfac.config.keys import AdamConfig, parse
+from ds_kfac.directions.kfac_adamw.facts import KFACAdamWFacts
 from ds_kfac.directions.kfac_adamw.group_step import adam_factor, keeps_direction
+from ds_kfac.model.scan import LayerChoice, scan
 from tests.models import linear_layer
 
 BODY = """
@@ -55,3 +59,17 @@ def test_heads_rates_fall_with_the_width_to_lr():
     assert adam_factor(options, norm, 8.0) == 8
     shard = replace(linear_layer("lm_head", 1024, 9), cut=(1, 4))
     assert adam_factor(options, shard, 64.0) == 2
+
+
+def test_blocks_of_layers_that_keep_adams_direction_are_said_to_have_no_effect():
+    """A head, and one among layers that have them."""
+    body = torch.nn.ModuleDict({"lm_head": torch.nn.Linear(4, 6), "up": torch.nn.Linear(4, 6)})
+    config = parse({"adam": {"blocks": {"lm_head": 2, "up|lm_head": 2, "gone": 2}}})
+    said = KFACAdamWFacts().idle(
+        config, scan(body, LayerChoice(blocks=tuple(config.adam.blocks.items()))).layers
+    )
+    assert said == [
+        "kfac.adam.blocks 'gone': no layer's name ends with it",
+        "kfac.adam.blocks 'lm_head', whose layers keep Adam's direction "
+        "(kfac.adam.except_layers '([^.]*_)?head(_dist)?')",
+    ]
