@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.factor import Side
+from ds_kfac.directions.kfac_adamw.facts import KFACAdamWFacts
 from ds_kfac.directions.kfac_adamw.group_step import row_blocks
 from ds_kfac.estimate.subject import Subject
 from ds_kfac.model import blocks as module
@@ -105,6 +107,15 @@ def test_blocks_of_a_stack_are_those_of_every_entry():
     experts = written(code)()
     experts.gate_up_proj = nn.Parameter(torch.zeros(2, WIDTH, 48))
     assert [layer.blocks for layer in scan(experts).layers] == [(24, 24), (24, 24)]
+
+
+def test_blocks_by_a_name_and_a_name_without_blocks_are_said():
+    for holder, words in (
+        (Holder("qkv", 50), "as one map: nothing shows its parts"),
+        (Holder("query_key_value", 72, num_heads=4), "4 x (6 + 6 + 6) rows, by its name"),
+    ):
+        (layer,) = scan(holder).layers
+        assert words in KFACAdamWFacts().choice(KFACConfig(), layer)
 
 
 def test_a_pattern_goes_before_what_is_known():
