@@ -18,174 +18,91 @@ to its outputs:
         W <- W - lr (U + decay W); a layer whose dW is exactly 0, not finite, or of norm 1e15 and
         more is not touched
 
-A row is left out if its gradient is zero and the attention mask leaves it out, or if its input and
-its gradient are both zero. A call whose gradient is zero in every entry has no rows. A layer
-without a row keeps its factors.
-
-K is the number of backward passes of the step. R_p is the number of rows of the layer nearest to
-the loss in pass p: the linear layer or convolution whose gradient arrives first, with the rows of
-all its calls, whether they have a gradient or not, without those that the mask leaves out. If the
-loss of each pass is a mean over R_p terms and the step's loss the mean over the passes, the
-gradient of one term is K R_p g, so that G is the second moment of the terms' gradients. M, the
-number of terms, is the sum of all R_p.
+tests/truth.py says which rows count and what K and R_p are. M, the number of terms, is the sum of
+all R_p.
 
 After the backward of a whole batch: ``kfac.step(lr); optimizer.step()``.
 """
 
-from collections import defaultdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-
-def _node(y: Tensor) -> Any:
-    """The node that made an output. An in-place activation would take a hook on the tensor, or on a
-    view, along."""
-    return (y if y._base is None else y._base).grad_fn
-
-
-class _Passes:
-    """The backward passes of a step.
-
-    Attributes:
-        terms: R_p of each pass; None until a gradient of a linear layer or convolution arrives.
-        listens: whether gradients that arrive now are those of the loss that G is made of.
-        calls: shapes (N, T) of the rows of each module's calls in the forwards of the last pass, or
-            of the next.
-        used: whether a pass has come for these calls.
-    """
-
-    def __init__(self, owner: "ReferenceKFAC", model: nn.Module) -> None:
-        self.owner = owner
-        self.listens = owner.fisher != "monte_carlo"
-        self.terms: list[float | None] = []
-        self.calls: dict[nn.Module, list[tuple[int, int]]] = defaultdict(list)
-        self.used = False
-        self.graph_task = -1
-        for module in model.modules():
-            if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
-                module.register_forward_hook(self._called)
-
-    def index(self) -> int:
-        """Number of the backward pass that runs."""
-        graph_task = torch._C._current_graph_task_id()
-        if graph_task != self.graph_task:
-            self.graph_task = graph_task
-            self.terms.append(None)
-        return len(self.terms) - 1
-
-    def _called(self, module: nn.Module, inputs: tuple, y: Tensor) -> None:
-        if y.requires_grad:
-            if self.used:
-                self.clear_calls()
-            channels = -1 if isinstance(module, nn.Linear) else 1
-            rows = y.detach().movedim(channels, -1)
-            call = (len(rows), rows.shape[1:-1].numel())
-            self.calls[module].append(call)
-            shape = y.shape
-            _node(y).register_prehook(
-                lambda g: self._arrived(module, call, g[0].reshape(shape).movedim(channels, -1))
-            )
-
-    def _arrived(self, module: nn.Module, call: tuple[int, int], g: Tensor) -> None:
-        if self.listens and self.terms[index := self.index()] is None:
-            self.terms[index] = 0.0
-            for other in self.calls[module]:
-                counted = self.owner.attended(*other, g.device)
-                if other is call:  # here a row with a gradient counts in any case
-                    counted = counted | g.any(-1).reshape(call)
-                counted = counted.any(1) if self.owner.sharing == "reduce" else counted
-                self.terms[index] += float(counted.sum())
-            self.used = True
-
-    def clear_calls(self) -> None:
-        self.calls.clear()
-        self.used = False
-
-    def clear(self) -> None:
-        """Begin a step."""
-        self.terms.clear()
-        self.clear_calls()
+from tests.truth import CONVOLUTIONS, TRANSPOSED, Call, Truth
 
 
 class _Use:
-    """One module's rows. ``pairs``: (a [N, T, I], g [N, T, O], number of the pass) of its calls in
-    this step."""
+    """One module's rows, or one group's of a convolution."""
 
-    def __init__(self, owner: "ReferenceKFAC", module: Any) -> None:
-        self.module, self.owner = module, owner
-        self.bias = getattr(module, "bias", None) is not None
-        self.inputs = isinstance(module, nn.Linear)  # a norm's A is made of gradients
+    def __init__(self, owner: "ReferenceKFAC", module: Any, group: int = 0) -> None:
+        self.module, self.owner, self.group = module, owner, group
+        is_transposed = isinstance(module, TRANSPOSED)
+        self.bias = getattr(module, "bias", None) is not None and not is_transposed
+        # a norm's A is made of gradients
+        self.inputs = isinstance(module, (nn.Linear, *CONVOLUTIONS))
         self.name = ""
-        self.pairs: list[tuple[Tensor, Tensor, int]] = []
-        module.register_forward_hook(self._capture)
 
-    def _capture(self, module: Any, inputs: tuple, y: Tensor) -> None:
-        if y.requires_grad:
-            x, shape = inputs[0].detach(), y.shape
-            _node(y).register_prehook(lambda g: self._arrived(x, g[0].reshape(shape)))
+    @property
+    def pairs(self) -> list[tuple[Call, int, Tensor]]:
+        """(call, number of the pass, gradient) of this step, whose gradient is not zero."""
+        own = [call for call in self.owner.passes.calls() if call.module is self.module]
+        pairs = [(call, number, g) for call in own for number, g in call.gradients]
+        return [pair for pair in pairs if pair[-1].any()]
 
-    def _arrived(self, x: Tensor, g: Tensor) -> None:
-        if self.owner.passes.listens:
-            index = self.owner.passes.index()
-            if g.any():
-                self.pairs.append((*self.rows(x, g), index))
-
-    def rows(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    def rows(self, call: Call, g: Tensor) -> tuple[Tensor, Tensor]:
         """A call's a [N, T, I], without the bias' 1, and g [N, T, O]."""
-        g = g.detach().float()
-        g = g.reshape(len(g), -1, g.shape[-1])
-        if isinstance(self.module, nn.Linear):
-            a = x.float()
-        elif isinstance(self.module, nn.LayerNorm):
-            # its rows are those of its parameters' own gradients
-            a = torch.stack(
-                [F.layer_norm(x.float(), x.shape[-1:], eps=self.module.eps), torch.ones_like(x)], -1
-            )
-            a = (a * g.view(*x.shape, 1)).flatten(-2)
+        if self.inputs:
+            return call.rows(g)[self.group]
+        x, module = call.x, self.module
+        # a norm's rows are those of its parameters' own gradients
+        if isinstance(module, nn.LayerNorm):
+            normal = F.layer_norm(x, x.shape[-1:], eps=module.eps)
+            a = (torch.stack([normal, torch.ones_like(x)], -1) * g.unsqueeze(-1)).flatten(-2)
+        elif isinstance(module, nn.RMSNorm):
+            eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps
+            a = F.rms_norm(x, x.shape[-1:], eps=eps) * g
         else:
-            eps = torch.finfo(torch.float32).eps if self.module.eps is None else self.module.eps
-            a = F.rms_norm(x.float(), x.shape[-1:], eps=eps) * g.view(x.shape)
-        return a.reshape(len(g), -1, a.shape[-1]), g
+            sums = [(image_norm(module, x) * g).flatten(2).sum(-1), g.flatten(2).sum(-1)]
+            a, g = torch.stack(sums, -1).flatten(1), sums[1]
+        return tuple(part.reshape(len(g), -1, part.shape[-1]) for part in (a, g))
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        """This step's A and G. Forgets the rows."""
-        owner, rows_a, rows_g = self.owner, [], []
-        passes = owner.passes.terms
-        only_a, only_g = (
-            (owner.only(self.name, side) for side in "AG") if owner.only else (None, None)
-        )
-        for a, g, index in self.pairs:
-            # K R_p goes to G, a square
-            root = (len(passes) * (passes[index] or 0.0)) ** 0.5 / owner.scale
-            kept = g.any(-1) | (owner.attended(*g.shape[:2], g.device) & a.any(-1))
-            kept = kept.unsqueeze(-1).to(a)
-            if self.inputs and self.bias:
-                a = torch.cat([a, torch.ones_like(a[..., :1])], -1)
-            if owner.sharing == "reduce":
-                a, g = (
-                    (a * kept).sum(1) / (kept.sum(1).clamp(min=1) if self.inputs else 1),
-                    g.sum(1),
-                )
-                kept = kept.amax(1)
-            else:
-                a, g, kept = (a * kept).flatten(0, 1), g.flatten(0, 1), kept.flatten(0, 1)
-            rows_a.append(torch.cat([a if self.inputs else a * root, kept], 1))
-            rows_g.append(g * root)
-        self.pairs.clear()
-        a, g = torch.cat(rows_a), torch.cat(rows_g)
-        weigh_a, weigh_g = a.new_ones(len(a)), a.new_ones(len(a))
-        if only_g is not None:
-            weigh_a, weigh_g = (
-                only.to(a).repeat_interleave(len(a) // len(only)) for only in (only_a, only_g)
+        """This step's A and G."""
+        owner, R = self.owner, self.owner.passes.terms()
+        found = []
+        for call, number, gradient in self.pairs:
+            a, g, kept = call.taken(
+                *self.rows(call, gradient),
+                owner.sharing,
+                bias=self.inputs and self.bias,
+                mean=self.inputs,
             )
+            # K R_p goes to G, a square
+            root = (len(R) * R[number]) ** 0.5 / owner.scale
+            found.append((a if self.inputs else a * root, g * root, kept.to(a)))
+        a, g, kept = (torch.cat(parts) for parts in zip(*found, strict=True))
+        weigh_a = weigh_g = torch.ones_like(kept)
+        if owner.only is not None:
+            weigh_a, weigh_g = (
+                only.to(a).repeat_interleave(len(a) // len(only))
+                for only in (owner.only(self.name, side) for side in "AG")
+            )
+        A = (a.T * weigh_a) @ a
         if self.inputs:
-            A = (a[:, :-1].T * weigh_a) @ a[:, :-1] / (weigh_a * a[:, -1]).sum()
-            return A, (g.T * weigh_g) @ g
-        a = a[:, :-1]
-        return (a.T * weigh_a) @ a, a.new_ones(1, 1)
+            return A / (weigh_a * kept).sum(), (g.T * weigh_g) @ g
+        return A, a.new_ones(1, 1)
+
+
+def image_norm(module: Any, x: Tensor) -> Tensor:
+    """What a BatchNorm or GroupNorm multiplies by its weight."""
+    if isinstance(module, nn.GroupNorm):
+        return F.group_norm(x, module.num_groups, eps=module.eps)
+    moments = None, None
+    if not module.training:
+        moments = module.running_mean.to(x), module.running_var.to(x)
+    return F.batch_norm(x, *moments, training=module.training, eps=module.eps)
 
 
 class _Layer:
@@ -206,19 +123,31 @@ class _Layer:
         self.v: Any = 0.0
         self.terms, self.damping = 1.0, 0.0  # of the last batch, at the last refresh
 
+    def of_group(self, parameter: Tensor) -> Tensor:
+        """A weight's or a bias' matrix of the group, which is a view."""
+        own = parameter.unflatten(0, (getattr(self.module, "groups", 1), -1))[self.use.group]
+        if own.ndim == 1:
+            return own[:, None]
+        return own.flatten(1).mT if isinstance(self.module, TRANSPOSED) else own.flatten(1)
+
     def matrix(self) -> Tensor:
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad.float() for p in self.params]
+        for p in self.params:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        grads = [p.grad.float() for p in self.params]
         if self.norm:
             return torch.stack(grads, 1).view(1, -1)
-        return grads[0] if len(grads) == 1 else torch.cat([grads[0], grads[1][:, None]], 1)
+        return torch.cat([self.of_group(grad) for grad in grads], 1)
 
+    @torch.no_grad()
     def write(self, V: Tensor) -> None:
+        grads = [p.grad for p in self.params]
         if self.norm:
-            parts = list(V.view(-1, len(self.params)).T)
+            targets, parts = grads, V.view(-1, len(grads)).unbind(1)
         else:
-            parts = [V[:, : self.module.in_features], V[:, -1]][: len(self.params)]
-        for p, part in zip(self.params, parts, strict=True):
-            p.grad = part.contiguous()
+            targets = [self.of_group(grad) for grad in grads]
+            parts = V.split([target.shape[1] for target in targets], 1)
+        for target, part in zip(targets, parts, strict=True):
+            target.copy_(part)
 
     def fold(self, decay: float) -> None:
         """A batch into the running averages, none of it larger than 10 times the average once that
@@ -249,7 +178,7 @@ class _Layer:
 
     def batch(self) -> list[Tensor]:
         A, G = self.use.moments()
-        self.terms = sum(terms or 0.0 for terms in self.use.owner.passes.terms)
+        self.terms = float(sum(self.use.owner.passes.terms().values()))
         return [_blocks(A, self.blocks[0]), _blocks(G, self.blocks[1])]
 
 
@@ -327,7 +256,7 @@ class ReferenceKFAC:
     {linear: (A's block or None, G's block or None)}; a bias stays apart where A is cut.
 
     Attributes that may be set before a backward:
-        mask: [N, T], the attention mask. It holds for calls of N T rows.
+        mask: [N, T], the attention mask.
         scale: by which the loss is multiplied.
         only: (layer, "A" or "G") -> [N] or [N T], for how many each example, or each row, stands;
             0: it is not taken.
@@ -339,6 +268,7 @@ class ReferenceKFAC:
     mask: Tensor | None = None
     scale = 1.0
     only: Any = None
+    passes: Any = None
 
     def __init__(
         self,
@@ -373,7 +303,6 @@ class ReferenceKFAC:
         self.steps = self.refreshed = 0
         self.nu = 1.0
         self.layers: dict[str, _Layer] = {}
-        self.passes = _Passes(self, model)
 
         def block(dim: int, other: int) -> int:
             if not longest or dense_max is None or dim <= dense_max:
@@ -401,15 +330,23 @@ class ReferenceKFAC:
                 self.layers[name] = _Layer(use, A, G)
             else:
                 self.layers[name] = _Layer(_Use(self, m), 2 if kind == "LayerNorm" else 1, 0)
+        self.listen(model)
+
+    def listen(self, model: nn.Module) -> None:
+        """Keep the rows of all layers from now on."""
+        if self.passes is not None:
+            self.passes.leave()
         for name, layer in self.layers.items():
             layer.use.name = name
-
-    def attended(self, examples: int, positions: int, device: torch.device) -> Tensor:
-        """Which rows [N, T] of a call the attention mask does not leave out: all if its size is
-        another one."""
-        if self.mask is not None and self.mask.numel() == examples * positions:
-            return self.mask.reshape(examples, positions).to(device, torch.bool)
-        return torch.ones(examples, positions, device=device, dtype=torch.bool)
+        self.passes = Truth(
+            model,
+            mask=lambda *_: self.mask,
+            sharing=self.sharing,
+            norms=[layer.module for layer in self.layers.values() if layer.norm],
+            dtype=torch.get_default_dtype(),
+        )
+        self.passes.listens = self.fisher != "monte_carlo"
+        self.passes.listen()
 
     @property
     def factors(self) -> dict[str, list[Tensor]]:
@@ -439,8 +376,6 @@ class ReferenceKFAC:
             for layer in self.layers.values():
                 if layer.use.pairs:
                     layer.fold(self.decay)
-        for layer in self.layers.values():
-            layer.use.pairs.clear()
         self.passes.clear()
 
     def refresh(self, *, iterate: bool = False) -> None:

@@ -35,63 +35,68 @@ class Conv1D(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention of two heads, and a gated MLP. ``linear`` makes the linear maps."""
+    """Attention and an MLP. ``linear`` makes the linear maps."""
 
     def __init__(self, linear: Callable[[int, int], nn.Module], causal: bool) -> None:
         super().__init__()
-        self.causal = causal
-        self.norm_1, self.norm_2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
-            linear(WIDTH, WIDTH) for _ in range(4)
-        )
-        self.gate_proj, self.up_proj = (linear(WIDTH, 12) for _ in range(2))
-        self.down_proj = linear(12, WIDTH)
+        self.causal, self.norm = causal, nn.RMSNorm(WIDTH)
+        self.q_proj, self.k_proj, self.v_proj = (linear(WIDTH, WIDTH) for _ in range(3))
+        self.up_proj, self.down_proj = linear(WIDTH, 12), linear(12, WIDTH)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        h = self.norm_1(x)
-        x = x + self.o_proj(self.attention(self.q_proj(h), self.k_proj(h), self.v_proj(h), mask))
-        h = self.norm_2(x)
-        return x + self.down_proj(F.silu(self.gate_proj(h), inplace=True) * self.up_proj(h))
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """On [N, T, D]. A token may always attend to itself."""
-        q, k, v = (x.unflatten(-1, (2, -1)).transpose(1, 2) for x in (q, k, v))
-        T = q.shape[2]
-        allowed = torch.ones(T, T, dtype=torch.bool)
-        if self.causal:
-            allowed = allowed.tril()
+        """On [N, T, C]. A token may always attend to itself."""
+        q, k, v = (proj(self.norm(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        allowed = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool)
+        allowed = allowed.tril() if self.causal else allowed
         if mask is not None:
-            allowed = (allowed & mask.bool()[:, None, None, :]) | torch.eye(T, dtype=torch.bool)
-        scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~allowed, -torch.inf)
-        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+            allowed = (allowed & mask.bool()[:, None]) | torch.eye(len(allowed), dtype=torch.bool)
+        scores = (q @ k.mT / WIDTH**0.5).masked_fill(~allowed, -torch.inf)
+        x = x + scores.softmax(-1) @ v
+        return x + self.down_proj(F.silu(self.up_proj(x), inplace=True))
 
 
-class Trunk(nn.Module):
-    """Two blocks.
+def without_bias(inputs: int, outputs: int) -> nn.Module:
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+class Decoder(nn.Module):
+    """A language model as Llama, with :class:`Conv1D` as GPT-2, or as BERT.
 
     Args:
         linear: makes a linear map of some inputs and outputs.
-        causal: whether tokens see those before them only.
+        task: "next" token, "words" of the masked language model, or "classes", by the first token.
         reentrant: which kind of activation checkpointing the blocks use; None: none.
         nested: whether both blocks together are checkpointed, too.
     """
 
     def __init__(
         self,
-        linear: Callable[[int, int], nn.Module] = nn.Linear,
+        linear: Callable[[int, int], nn.Module] = without_bias,
         *,
-        causal: bool = False,
+        task: str = "next",
         reentrant: bool | None = None,
         nested: bool = False,
     ) -> None:
         super().__init__()
-        self.reentrant, self.nested = reentrant, nested
-        self.blocks = nn.ModuleList(Block(linear, causal) for _ in range(2))
+        self.task, self.reentrant, self.nested = task, reentrant, nested
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(linear, task == "next") for _ in range(2))
+        self.lm_head = nn.Linear(WIDTH, CLASSES if task == "classes" else VOCABULARY, bias=False)
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        x = self.embed(input_ids)
         if self.nested:
-            return checkpoint(self.run_blocks, x, mask, use_reentrant=self.reentrant)
-        return self.run_blocks(x, mask)
+            x = checkpoint(self.run_blocks, x, attention_mask, use_reentrant=self.reentrant)
+        else:
+            x = self.run_blocks(x, attention_mask)
+        if self.task == "classes":
+            return F.cross_entropy(self.lm_head(x[:, 0]), labels)
+        logits = self.lm_head(x)
+        if self.task == "next":
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
     def run_blocks(self, x: Tensor, mask: Tensor | None) -> Tensor:
         for block in self.blocks:
@@ -100,46 +105,6 @@ class Trunk(nn.Module):
             else:
                 x = checkpoint(block, x, mask, use_reentrant=self.reentrant)
         return x
-
-
-def without_bias(inputs: int, outputs: int) -> nn.Module:
-    return nn.Linear(inputs, outputs, bias=False)
-
-
-class Decoder(nn.Module):
-    """A language model as Llama, or with :class:`Conv1D` as GPT-2. Options are the trunk's."""
-
-    def __init__(self, linear: Any = without_bias, **options: bool) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.trunk = Trunk(linear, causal=True, **options)
-        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(
-        self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
-    ) -> Tensor:
-        logits = self.lm_head(self.trunk(self.embed(input_ids), attention_mask))
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-
-class Encoder(nn.Module):
-    """As BERT. ``task``: "classes", by the first token, or "words", the masked language model."""
-
-    def __init__(self, task: str) -> None:
-        super().__init__()
-        self.task = task
-        self.embed, self.trunk = nn.Embedding(VOCABULARY, WIDTH), Trunk()
-        self.transform = nn.Linear(WIDTH, WIDTH)
-        self.decoder = nn.Linear(WIDTH, CLASSES if task == "classes" else VOCABULARY)
-
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
-    ) -> Tensor:
-        x = self.trunk(self.embed(input_ids), attention_mask)
-        if self.task == "classes":
-            return F.cross_entropy(self.decoder(torch.tanh(self.transform(x[:, 0]))), labels)
-        logits = self.decoder(F.gelu(self.transform(x)))
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 class Cnn(nn.Module):
@@ -449,9 +414,9 @@ CASES = {
     "llama, a mask from the user": Case(Decoder, one_pass(unmasked_texts), mask=mask_of_labels),
     "llama, pads without a mask": Case(Decoder, one_pass(unmasked_texts)),
     "gpt2": Case(lambda: Decoder(Conv1D), one_pass(prompts)),
-    "bert, words": Case(lambda: Encoder("words"), one_pass(words)),
+    "bert, words": Case(lambda: Decoder(nn.Linear, task="words"), one_pass(words)),
     "bert, classes": Case(
-        lambda: Encoder("classes"),
+        lambda: Decoder(nn.Linear, task="classes"),
         one_pass(lambda rank: {**texts(rank, pads="right"), "labels": vectors(rank, 4)[1]}),
     ),
     "tagger, examples": Case(

@@ -22,7 +22,7 @@ FACTOR = 10.0
 """An engine rounds where the reference does not (micro-batches, packed sums, the wire, a
 decomposition of its own) and each of a table's many cases is one draw of a distribution with long
 tails, of which the spread is the largest of five. On one machine 180 engine modes were 0.4 to 2.9
-spreads away, a wrong sign is 200 or more: see tests/test_spread.py."""
+spreads away, a wrong sign is 200 or more: see tests/test_comparisons.py."""
 FLOOR = 2e-6
 """16 roundings in fp32, relative to how far training moved: where the order of the rows happens to
 change nothing."""

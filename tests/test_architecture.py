@@ -1,10 +1,26 @@
-"""The rules of the layout that a machine can check: imports go down, no circles."""
+"""The rules of the package that a machine can check: imports go down, without circles, and cost
+little; all is said by one logger."""
 
 import ast
+import logging
+import logging.config
+import os
 import re
+import resource
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+import pytest
+
+from ds_kfac import __all__ as names
+from ds_kfac.config.keys import PreconditionerConfig
+from ds_kfac.curvature.methods import METHODS
+from ds_kfac.log import logger, say, warn
+from tests.ranks import ROOT
 
 PACKAGE = Path(__file__).parent.parent / "ds_kfac"
 FLOORS = (
@@ -107,3 +123,120 @@ def test_the_mathematics_knows_neither_deepspeed_nor_ranks():
 def test_reference_stands_alone():
     names = {target.split(".")[0] for target in imports(PACKAGE / "reference.py")}
     assert names == {"torch", "typing"}
+
+
+CACHE = tempfile.TemporaryDirectory()
+"""Of bytecode, which the environment may keep Python from writing beside the sources."""
+HEAVY = {"torch", "deepspeed", "numpy", "transformers", "matplotlib"}
+
+
+def cpu_seconds(*arguments: str) -> tuple[float, subprocess.CompletedProcess]:
+    """Of a process and what it starts, whatever else the machine does."""
+    env = os.environ | {"PYTHONPYCACHEPREFIX": CACHE.name, "PYTHONDONTWRITEBYTECODE": ""}
+    command, used = [sys.executable, *arguments], resource.RUSAGE_CHILDREN
+    before = sum(resource.getrusage(used)[:2])
+    options = {"capture_output": True, "text": True, "timeout": 300, "check": True}
+    run = subprocess.run(command, cwd=ROOT, env=env, **options)
+    return sum(resource.getrusage(used)[:2]) - before, run
+
+
+def seconds_to(*command: str) -> float:
+    """The best of two runs, of which the first may write bytecode."""
+    return min(cpu_seconds(*command)[0] for _ in range(2))
+
+
+@pytest.fixture(scope="module")
+def deepspeeds() -> float:
+    return seconds_to("-c", "import deepspeed")
+
+
+@pytest.mark.parametrize("command", ["--help", "--version", "schema", "config", "plot --help"])
+def test_commands_about_keys_import_nothing_heavy(command, deepspeeds):
+    _, run = cpu_seconds("-X", "importtime", "-m", "ds_kfac", *command.split())
+    imported = set(re.findall(r"\| +(\w+)$", run.stderr, re.MULTILINE))
+    assert "ds_kfac" in imported and not imported & HEAVY, imported & HEAVY
+    assert run.stdout
+    assert seconds_to("-m", "ds_kfac", *command.split()) < 0.33 * deepspeeds
+
+
+def test_the_import_takes_at_most_a_third_more_than_deepspeeds(deepspeeds):
+    assert seconds_to("-c", "import ds_kfac") < 1.33 * deepspeeds
+    _, run = cpu_seconds("-X", "importtime", "-c", "import ds_kfac")
+    for slow in ("torch._dynamo", "setuptools"):  # more than a second, and a quarter of one
+        assert f" {slow}\n" not in run.stderr, slow
+
+
+def test_a_commands_model_may_use_all_of_ds_kfac():
+    """There it is imported when it is asked for."""
+    code = (
+        "import sys; sys.argv = ['-m']; sys.orig_argv = ['python', '-mds_kfac']\n"
+        "import ds_kfac; assert 'torch' not in sys.modules and 'deepspeed' not in sys.modules\n"
+        f"print([getattr(ds_kfac, name) is not None for name in {names!r}].count(True))\n"
+        "import deepspeed; assert deepspeed.initialize.__wrapped__\n"
+        "try: ds_kfac.nothing\n"
+        "except AttributeError as error: print(error)"
+    )
+    _, run = cpu_seconds("-c", code)
+    error = "module 'ds_kfac' has no attribute 'nothing'"
+    assert run.stdout.splitlines()[-2:] == [str(len(names)), error]
+
+
+def test_the_names_of_methods_are_those_of_the_table():
+    """The config knows them without torch."""
+    field = PreconditionerConfig.model_fields["method"]
+    assert get_args(field.annotation) == tuple(METHODS)
+
+
+PRINTS = {
+    "__main__.py",
+    "estimate/command.py",
+    "factors/command.py",
+    "ops/build.py",
+    "factors/progress.py",
+    "log.py",
+}
+"""Files that print results of commands, a bar, or what pip shows while it builds."""
+
+
+def test_rank_0_says_it_once_whatever_the_root_logger_prints(capsys, monkeypatch):
+    monkeypatch.setattr(logging.root, "handlers", [logging.StreamHandler()])  # as basicConfig does
+    say("attached")
+    warn("a thing")
+    monkeypatch.setenv("RANK", "1")
+    say("not by rank 1")
+    warn("but this one", here=True)
+    assert capsys.readouterr().err.splitlines() == [
+        "attached",
+        "ds_kfac: WARNING: a thing",
+        "ds_kfac: WARNING: but this one",
+    ]
+
+
+def test_it_is_said_although_a_framework_disables_loggers_and_not_if_the_program_asks_for_less(
+    capsys,
+):
+    logging.config.dictConfig({"version": 1})
+    assert logger.disabled, "what existed before"
+    warn("heard")
+    logger.setLevel("ERROR")
+    try:
+        warn("not heard")
+    finally:
+        logger.setLevel("INFO")
+    assert capsys.readouterr().err == "ds_kfac: WARNING: heard\n"
+
+
+def test_no_file_has_another_way_of_saying_things():
+    for path in PACKAGE.rglob("*.py"):
+        name, nodes = path.relative_to(PACKAGE).as_posix(), [*ast.walk(ast.parse(path.read_text()))]
+        called = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
+        imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+        imported = {
+            alias.name
+            for node in imports
+            for alias in node.names
+            if node.module == "deepspeed.utils"
+        }
+        others = {"warnings.warn", "log_dist"}
+        others |= set() if name in PRINTS else {"print", "logging.getLogger"}
+        assert not called & others and not imported & {"logger", "log_dist"}, name

@@ -106,33 +106,38 @@ def in_version(
     return found
 
 
-def ran(names: Sequence[str], newest: str, place: Path) -> dict[str, dict[str, dict[str, str]]]:
-    """Version -> column -> mode -> "" where it did as it should, else what happened."""
-    results, losses = {}, {}
+def ran(names: Sequence[str], place: Path, short: bool) -> dict[str, dict[str, dict[str, str]]]:
+    """Version -> column -> mode -> "" where it did as it should, else what happened.
+
+    Args:
+        place: an empty folder for saves.
+        short: a few modes; nothing of pipelines, universal checkpoints and transformers.
+    """
+    groups, saves = ({"short": SHORT}, SHORT_SAVES) if short else (GROUPS, CHECKPOINTS)
+    newest, results, losses = tested()[-1], {}, {}
     for name in dict.fromkeys((newest, *names)):  # whose save the others load
-        own, save = str(place / name), {"saved": ("saved", str(place / name), CHECKPOINTS)}
+        own, save = str(place / name), {"saved": ("saved", str(place / name), saves)}
         if name not in names:
             losses[name] = in_version(name, save)["saved"]
             continue
         jobs = {
             column: ("equal", "", modes)
-            for column, modes in GROUPS.items()
+            for column, modes in groups.items()
             if (name, column) not in LACKING
         }
-        jobs |= {
-            "pipelines": ("piped", "", COLUMNS["pipelines"]),
-            **save,
-            "own save": ("loaded", own, CHECKPOINTS),
-        }
-        jobs["newest's save"] = ("loaded", str(place / newest), CHECKPOINTS)
-        jobs["universal"] = ("converted", f"{own}/universal", COLUMNS["universal"])
+        jobs |= {**save, "own save": ("loaded", own, saves)}
+        jobs["newest's save"] = ("loaded", str(place / newest), saves)
+        if not short:
+            jobs["pipelines"] = ("piped", "", COLUMNS["pipelines"])
+            jobs["universal"] = ("converted", f"{own}/universal", COLUMNS["universal"])
         results[name] = found = in_version(name, jobs)
         losses[name] = found.pop("saved")
         for column, saver in (("own save", name), ("newest's save", newest)):
             found[column] = gone_on(losses[saver], found[column])
-        job = {"HF Trainer": ("trained", f"{own}/trainer", COLUMNS["HF Trainer"])}
-        found |= in_version(name, job, f"{sys.prefix}/integrations/bin/python")
-    back = in_version(newest, {name: ("loaded", str(place / name), CHECKPOINTS) for name in names})
+        if not short:
+            job = {"HF Trainer": ("trained", f"{own}/trainer", COLUMNS["HF Trainer"])}
+            found |= in_version(name, job, f"{sys.prefix}/integrations/bin/python")
+    back = in_version(newest, {name: ("loaded", str(place / name), saves) for name in names})
     for name, found in results.items():
         found["save in newest"] = gone_on(losses[name], back[name])
     return results
@@ -310,12 +315,11 @@ def main() -> None:
         found = {name: here(*job) for name, job in arguments.jobs.items()}
         print("result", json.dumps(found), flush=True)
         return
-    oldest, newest = tested()[0], tested()[-1]
+    names = arguments.only or tested()
+    if arguments.short:
+        names = (tested()[0], tested()[-1])
     with tempfile.TemporaryDirectory() as place:
-        if arguments.short:
-            results = short(oldest, newest, place)
-        else:
-            results = ran(arguments.only or tested(), newest, Path(place))
+        results = ran(names, Path(place), arguments.short)
     problems = [
         f"deepspeed {name}, {column}, {mode}: {problem}"
         for name, found in results.items()
@@ -327,23 +331,6 @@ def main() -> None:
     if arguments.short:
         sys.exit(bool(problems))
     write(table(results, rows() if arguments.only else {}))
-
-
-def short(oldest: str, newest: str, place: str) -> dict[str, dict[str, dict[str, str]]]:
-    """As :func:`ran`, of two versions, whose saves go both ways."""
-    jobs: dict[str, Job] = {"short": ("equal", "", SHORT), "saved": ("saved", "", SHORT_SAVES)}
-    results = {
-        name: in_version(
-            name, {job: (task, f"{place}/{name}", modes) for job, (task, _, modes) in jobs.items()}
-        )
-        for name in (oldest, newest)
-    }
-    losses = {name: found.pop("saved") for name, found in results.items()}
-    for saver, loader in ((oldest, newest), (newest, oldest)):
-        column = f"save in {loader}"
-        found = in_version(loader, {column: ("loaded", f"{place}/{saver}", SHORT_SAVES)})
-        results[saver][column] = gone_on(losses[saver], found[column])
-    return results
 
 
 if __name__ == "__main__":

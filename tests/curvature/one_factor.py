@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ds_kfac.curvature import factor as factors
-from ds_kfac.curvature.eigen import Eigenbasis, Refreshed, Request, refresh_all
+from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis, Refreshed, Request, refresh_all
 from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.ops.functional import block_product
 
@@ -53,3 +53,15 @@ def dense_vectors(basis: Eigenbasis) -> Tensor:
     """The eigenvectors in the columns of one matrix, in float64."""
     identity = torch.eye(len(basis.values), device=basis.values.device)
     return block_product(basis.vectors, identity, ()).double()
+
+
+def random_basis(rows: int, columns: int, seed: int = 0) -> LayerBasis:
+    """Of factors of random rows."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def side(dim: int):
+        x = torch.randn(3 * dim, dim, generator=generator)
+        total = Side.dense(dim).accumulate_(torch.zeros(dim * (dim + 1) // 2), x)
+        return refresh(KroneckerFactor(Side.dense(dim), total / len(x), torch.ones(()))).basis
+
+    return LayerBasis(side(rows), side(columns))

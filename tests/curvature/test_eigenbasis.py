@@ -1,13 +1,17 @@
-"""Eigenbases of factors: right and orthogonal, alone and in stacks, in fp32 or by their fallbacks;
-what changes with them."""
+"""Eigenbases of factors: right and orthogonal, alone and in stacks, by eigh, its fallbacks or a
+step of orthogonal iteration, whose guards refuse wrong ones. tests/deepspeed/test_features.py
+compares the iteration with the oracle's."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from ds_kfac.curvature import eigen
+from ds_kfac.curvature import eigen, iteration
 from ds_kfac.curvature.eigen import Refreshed, Request, eigh, refresh_all
 from ds_kfac.curvature.factor import KroneckerFactor, Side
-from tests.close import close, exact
+from ds_kfac.curvature.iteration import EPS, orthogonal_iteration, refresh_from_last
+from tests.close import close, exact, near
 from tests.curvature.one_factor import SIDES, dense_matrix, dense_vectors, random_factor, refresh
 
 MIXED = [*SIDES, Side.dense(63), Side.dense(2), Side.dense(257), Side(257, 64), Side.dense(20)]
@@ -51,26 +55,6 @@ def test_on_a_cpu_a_result_does_not_depend_on_what_else_is_refreshed():
         if kept.side.block > 1:
             plain = [eigh(group) for group in kept.side.blocks(kept.packed_P)]
             exact(list(found.basis.vectors), [vectors for _, vectors in plain])
-
-
-def test_stacks_give_what_single_calls_give(as_on_a_gpu, monkeypatch):
-    shapes = []
-
-    def watched(stack):
-        shapes.append(tuple(stack.shape[:2]))
-        assert not torch.is_grad_enabled()
-        return eigh(stack)
-
-    monkeypatch.setattr(eigen, "eigh", watched)
-    with torch.no_grad():
-        found = refresh_all([*map(Request, mixed())])
-    assert len(shapes) == len(set(shapes)) and {(2, 63), (33, 2), (4, 20), (4, 64)} <= {*shapes}
-    for kept, result in zip(mixed(), found, strict=True):
-        assert_solved(kept, result)
-        assert result.retries == 0
-        for tensor in (*result.basis.vectors, result.basis.values):
-            # a view would keep others' results alive
-            assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 @pytest.mark.gpu
@@ -121,3 +105,185 @@ def test_a_failure_is_retried_in_float64_and_spoils_no_other(as_on_a_gpu, monkey
         else:
             assert result.how == "eigh" and result.basis.vectors[0].dtype == torch.float32
             assert_solved(kept, result)
+
+
+# --- a step of orthogonal iteration ---
+
+WIDTHS = (1, 2, 3, 63, 130)
+
+
+def orthogonal(width: int, seed: int = 5) -> torch.Tensor:
+    x = torch.randn(
+        width, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
+    return torch.linalg.qr(x)[0].float()
+
+
+def second_moment(
+    width: int, decades: float, *, rows: int | None = None, seed: int = 1
+) -> torch.Tensor:
+    """Of ``rows`` rows whose root mean squares fall over so many decades, in coordinates of its
+    own."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows or 3 * width, width, generator=generator) * torch.logspace(
+        0, -decades, width
+    )
+    return (x.T @ x / len(x)).double()
+
+
+def turned(C: torch.Tensor, width: int, seed: int = 5) -> torch.Tensor:
+    U = orthogonal(width, seed).double()
+    return (U @ C @ U.T).float()
+
+
+def off(C: torch.Tensor, Q: torch.Tensor) -> float:
+    B = Q.double().T @ C.double() @ Q.double()
+    return float((B - B.diagonal().diag()).norm() / (C.double().norm() or 1.0))
+
+
+def cases(width: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Factor, and the last eigenvectors."""
+
+    def moved(decades: float, rows: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        before = turned(second_moment(width, decades, rows=rows), width)
+        after = 0.8 * before + 0.2 * turned(second_moment(width, decades, rows=rows, seed=2), width)
+        return after, torch.linalg.eigh(before)[1]
+
+    cluster = torch.eye(width, dtype=torch.float64)
+    cluster[: width // 2] *= 1e-3
+    found = {
+        "moved": moved(0.5),
+        "steep": moved(2),
+        "few rows": moved(1, max(1, width // 3)),
+        "clusters": (turned(cluster, width), orthogonal(width)),
+        "zero": (torch.zeros(width, width), orthogonal(width)),
+        "as it was": (turned(second_moment(width, 0.5), width), moved(0.5)[1]),
+    }
+    C, Q = found["moved"]
+    return found | {
+        "a basis of 16 bits": (C, Q.bfloat16().float()),
+        "tiny": (1e-20 * C, Q),
+        "huge": (1e16 * C, Q),
+    }
+
+
+NAMES = list(cases(1))
+
+
+def iterated(C: torch.Tensor, Q: torch.Tensor, device: str) -> list[torch.Tensor]:
+    """Values, vectors, and whether they can be used."""
+    return [part[0].cpu() for part in orthogonal_iteration(C[None].to(device), Q[None].to(device))]
+
+
+@DEVICES
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_gives_an_orthogonal_basis_with_its_own_values(name, width, device):
+    C, Q = cases(width)[name]
+    values, vectors, right = iterated(C, Q, device)
+    assert right and torch.equal(values, values.sort().values) and values.min() >= 0
+    strayed = (vectors.double().T @ vectors.double() - torch.eye(width)).abs().max()
+    near(strayed, 0.0, eigen.TOLERANCE, "two passes of Cholesky-QR where Z is nearly singular")
+    own = ((C.double() @ vectors.double()) * vectors.double()).sum(0).clamp(min=0)
+    terms = {"sums": 2 * width, "scale": float(C.double().norm()), "dtype": torch.float32}
+    close(values, own, **terms)
+    assert off(C, vectors) <= off(C, Q) + width * EPS, "a step never leaves more off the diagonal"
+
+
+def test_what_stays_off_the_diagonal_is_refused(monkeypatch):
+    C, Q = cases(63)["moved"]
+    left = off(C, orthogonal_iteration(C[None], Q[None])[1][0])
+    for part, accepted in ((0.9, False), (1.1, True)):
+        monkeypatch.setattr(iteration, "OFF", part * left)
+        assert bool(orthogonal_iteration(C[None], Q[None])[2]) is accepted
+
+
+@pytest.mark.parametrize("where", ["C", "Q"])
+def test_a_value_that_is_not_finite_is_refused_and_spoils_no_other(where):
+    pairs = [cases(20)[name] for name in ("moved", "steep", "moved")]
+    C, Q = (torch.stack([pair[index] for pair in pairs]) for index in (0, 1))
+    (C if where == "C" else Q)[1, 3, 3] = torch.nan
+    values, _, right = orthogonal_iteration(C, Q)
+    assert right.tolist() == [True, False, True] and values[[0, 2]].isfinite().all()
+
+
+# --- factors ---
+
+
+def requests() -> list[Request]:
+    """Factors of mixed sides that have moved, with their last bases."""
+    lasts = refresh_all([*map(Request, mixed())])
+    asked = []
+    for seed, (kept, last) in enumerate(zip(mixed(), lasts, strict=True)):
+        other = random_factor(kept.side, 100 + seed, decades=2)
+        moved = replace(kept, packed_P=0.9 * kept.packed_P + 0.1 * other.packed_P)
+        asked.append(Request(moved, last=last.basis))
+    return asked
+
+
+@pytest.mark.parametrize("how", ["eigh", "iteration"])
+def test_blocks_of_one_width_are_decomposed_together_and_as_well_as_alone(
+    as_on_a_gpu, monkeypatch, how
+):
+    module, name = (eigen, "eigh") if how == "eigh" else (iteration, "orthogonal_iteration")
+    decompose, shapes, asked = getattr(module, name), [], requests()
+
+    def watched(C_nbb, *Q_nbb):
+        shapes.append(tuple(C_nbb.shape[:2]))
+        return decompose(C_nbb, *Q_nbb)
+
+    monkeypatch.setattr(module, name, watched)
+    if how == "eigh":
+        found = refresh_all([Request(request.factor) for request in asked])
+    else:
+        found = refresh_from_last(asked)
+    assert len(shapes) == len(set(shapes)) and {(2, 63), (33, 2), (4, 20), (4, 64)} <= {*shapes}
+    for request, result in zip(asked, found, strict=True):
+        side, Q = request.factor.side, dense_vectors(result.basis)
+        assert result.how in (how, "diagonal") and result.retries == 0
+        if how == "eigh":
+            assert_solved(request.factor, result)
+        else:
+            (alone,) = refresh_from_last([replace(request, alone=True)])
+            close(alone.basis.values, result.basis.values, sums=8 * max(1, side.block))
+            strayed = (Q.T @ Q - torch.eye(side.dim)).abs().max()
+            near(strayed, 0.0, eigen.TOLERANCE, "see orthogonal_iteration")
+            assert not side.block or off(dense_matrix(request.factor), Q) < iteration.OFF
+        for tensor in (*result.basis.vectors, result.basis.values):
+            # a view would keep others' results alive
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_one_with_copies_elsewhere_has_the_same_bits_whatever_is_beside_it(as_on_a_gpu):
+    first, *others = [
+        request for request in requests() if request.factor.side == Side.dense(63)
+    ] * 2
+    copy = replace(first, alone=True)
+    (by_itself,), (beside, *_) = refresh_from_last([copy]), refresh_from_last([copy, *others])
+    assert torch.equal(by_itself.basis.vectors[0], beside.basis.vectors[0])
+
+
+def test_eigh_takes_what_has_no_last_basis_or_is_refused_and_says_so(as_on_a_gpu):
+    side = Side.dense(63)
+    by_side = {request.factor.side: request for request in requests()}
+    usual, other = by_side[side], by_side[Side(63, 20)]
+    fresh = Request(random_factor(side, 50, decades=2))
+    few = (
+        turned(second_moment(63, 2, rows=21), 63),
+        turned(second_moment(63, 2, rows=21, seed=3), 63, seed=8),
+    )
+    kept = [
+        KroneckerFactor(side, C[tuple(torch.tril_indices(63, 63))], torch.ones(())) for C in few
+    ]
+    jumped = Request(kept[1], last=refresh_all([Request(kept[0])])[0].basis)
+    strange = replace(fresh, last=other.last)  # of another block
+    found = refresh_from_last([usual, fresh, jumped, strange])
+    assert [(result.how, result.retries) for result in found] == [
+        ("iteration", 0),
+        ("eigh", 0),
+        ("eigh", 1),
+        ("eigh", 0),
+    ]
+    exact = refresh_all([fresh, jumped, strange])
+    for ours, expected in zip(found[1:], exact, strict=True):
+        assert torch.equal(ours.basis.values, expected.basis.values)

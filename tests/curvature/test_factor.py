@@ -1,4 +1,5 @@
-"""A factor: the sum of a batch, and the running average."""
+"""A factor: the sum of a batch, the running average, its history with SP-NGD's rule that this
+feeds, and its damped inverse."""
 
 import math
 from copy import deepcopy
@@ -8,25 +9,29 @@ import pytest
 import torch
 
 from ds_kfac.curvature.factor import (
+    PIECE,
     SETTLED,
     SPIKE,
+    History,
     KroneckerFactor,
     Side,
     average_,
+    compare_,
+    frobenius,
     update_,
     usable,
 )
+from ds_kfac.curvature.inverse import (
+    cholesky_inverse,
+    passes_residual_check,
+    refresh_inverse,
+)
+from ds_kfac.schedule.timetable import next_interval
 from tests.close import close
-from tests.curvature.one_factor import SIDES, fold
+from tests.curvature.one_factor import SIDES, dense_matrix, fold, random_factor
 from tests.ops.specification import symmetric_pack
-from tests.oracle import ReferenceKFAC
 
 CPU = torch.device("cpu")
-
-
-def dense(factor: KroneckerFactor) -> torch.Tensor:
-    (blocks,) = factor.side.blocks(factor.packed_P)
-    return blocks[0]
 
 
 def batch(
@@ -112,25 +117,6 @@ def test_a_batch_without_rows_or_that_is_not_finite_changes_nothing_and_is_count
     assert update_([], [], torch.zeros(0), decays=[], device=CPU)[1].sum(dim=1).tolist() == [0, 0]
 
 
-def test_the_reference_treats_a_spike_alike():
-    model = torch.nn.Sequential(torch.nn.Linear(4, 3, bias=False))
-    kfac = ReferenceKFAC(model, decay=0.9, damping=0.1)
-    A, G = KroneckerFactor.empty(Side.dense(4)), KroneckerFactor.empty(Side.dense(3))
-    for step in range(SETTLED + 6):
-        x, g = (
-            torch.randn(20, d, generator=torch.Generator().manual_seed(100 * step + d))
-            for d in (4, 3)
-        )
-        x, g = (1e3 * x, 1e3 * g) if step in (4, SETTLED + 2) else (x, g)
-        model.zero_grad()
-        (model(x[:, None]) * g[:, None]).sum().div(20).backward()
-        kfac.update()
-        fold(A, symmetric_pack(x.T @ x), torch.tensor(20.0), decay=0.9)
-        fold(G, symmetric_pack(g.T @ g), torch.tensor(20.0), decay=0.9)
-        for actual, expected in zip((A, G), kfac.factors["0"], strict=True):
-            close(dense(actual), expected, sums=20 + step)
-
-
 @pytest.mark.parametrize("side", [*SIDES, Side.dense(5).repeated(3)], ids=str)
 def test_a_sum_has_the_blocks_of_the_second_moment_of_the_rows_that_count(side):
     """Whatever the other rows hold."""
@@ -150,6 +136,144 @@ def test_a_sum_has_the_blocks_of_the_second_moment_of_the_rows_that_count(side):
         close(torch.block_diag(*blocks), moment, sums=33)
 
 
+COMPARED = [Side.dense(1), Side.dense(63), Side(63, 20), Side.diagonal(9)]
+
+
 @pytest.mark.parametrize(("dim", "block"), [(8, 8), (9, 5), (17, 6)])
 def test_a_long_side_is_cut_evenly(dim, block):
     assert Side.blocks_of(dim, 8) == Side(dim, block)
+
+
+def intervals(flags: list[tuple[bool, bool]]) -> list[int]:
+    interval, previous, seen = 1, 1, []
+    for similar in flags:
+        interval, previous = next_interval(interval, previous, *similar)
+        seen.append(interval)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("flags", "seen"),
+    [
+        ([(True, True)] * 6, [2, 3, 5, 8, 13, 21]),
+        ([(False, True)] * 5, [1] * 5),
+        ([(False, False)] * 5, [1] * 5),
+        (
+            [(True, True)] * 4 + [(True, False)] * 2 + [(False, False)] * 5,
+            [2, 3, 5, 8, 8, 8, 4, 2, 1, 1, 1],
+        ),
+    ],
+    ids=["stays", "changes", "always new", "a change halves and a small one waits"],
+)
+def test_intervals_grow_like_fibonacci_while_a_factor_stays_and_halve_where_it_changes(flags, seen):
+    assert intervals(flags) == seen
+
+
+def packed(side: Side, seed: int) -> torch.Tensor:
+    x = torch.randn(2 * side.dim + 1, side.dim, generator=torch.Generator().manual_seed(seed))
+    return side.accumulate_(torch.zeros(side.numel), x)
+
+
+def whole(side: Side, kept: torch.Tensor) -> torch.Tensor:
+    return torch.block_diag(*(block for group in side.blocks(kept) for block in group)).double()
+
+
+def filled(side: Side, *values: torch.Tensor) -> History:
+    """After ``values``, in that order."""
+    history = History.of(side)
+    for value in values:
+        compare_([history], [value], tolerance=0.1)
+    return history
+
+
+def flags(history: History, new: torch.Tensor, tolerance: float) -> list[bool]:
+    """What a new value is compared to; the history stays."""
+    return compare_([deepcopy(history)], [new], tolerance=tolerance)[0].tolist()
+
+
+def test_similar_is_a_small_relative_distance_of_whole_matrices():
+    """Of all factors in one call."""
+    kept = [[packed(side, seed) for side in COMPARED] for seed in (1, 2, 3)]
+    before, last, new = kept
+    histories = [filled(side, *old) for side, *old in zip(COMPARED, before, last, strict=True)]
+    for history, x, y in zip(histories, last, before, strict=True):
+        assert torch.equal(history.last, x) and torch.equal(history.before, y)
+    distances = [
+        [
+            float((whole(side, x) - whole(side, y)).norm() / whole(side, y).norm())
+            for y in (one, other)
+        ]
+        for side, x, one, other in zip(COMPARED, new, last, before, strict=True)
+    ]
+    for distance in (distance for pair in distances for distance in pair):
+        for tolerance in (1.0001 * distance, 0.9999 * distance):
+            wanted = [[one < tolerance for one in pair] for pair in distances]
+            assert compare_(deepcopy(histories), new, tolerance=tolerance).tolist() == wanted
+
+
+def test_norms_of_millions_of_elements_keep_their_digits():
+    """torch's own is off by 2e-4 at this length."""
+    sides = [Side.dense(4096), Side.diagonal(3 * PIECE + 1), Side(63, 20), Side.identity(3)]
+    kept = [torch.rand(side.numel, generator=torch.Generator().manual_seed(1)) for side in sides]
+    wanted = [
+        (2 * x.double().square().sum() - side.diagonal_of(x).double().square().sum()).sqrt()
+        for side, x in zip(sides, kept, strict=True)
+    ]
+    wanted = torch.stack(wanted)
+    # pieces keep the length of one sum short
+    close(frobenius(kept, sides), wanted, sums=4096, scale=wanted)
+
+
+def test_nothing_is_similar_to_what_was_not_refreshed_to_zero_or_to_nan():
+    side, new = Side.dense(3), packed(Side.dense(3), 1)
+    zero, nan, vast = torch.zeros_like(new), new * torch.nan, torch.full_like(new, 1e30)
+    for old, value, wanted in (
+        ((), new, [False, False]),
+        ((new,), new, [True, False]),
+        ((new, zero), zero, [False, True]),
+        ((nan, new), new, [True, False]),
+        ((new, new), nan, [False, False]),
+        ((new, vast), new, [False, True]),  # the square of its norm is not finite
+    ):
+        history = filled(side, *old)
+        assert flags(history, value, 10.0) == wanted, old
+    identity = Side.identity(3)
+    assert flags(filled(identity, torch.zeros(0)), torch.zeros(0), 0.1) == [False, False]
+
+
+def test_relative_damping_needs_no_partner_and_16_bits_would_cost_an_inverse_its_definiteness():
+    kept, options = random_factor(Side.dense(9)), {"damping": 0.3, "damping_kind": "relative"}
+    alone = refresh_inverse(kept, None, **options)
+    paired = refresh_inverse(kept, random_factor(Side.dense(4)), **options)
+    assert (alone.how, alone.retries) == ("cholesky", 0)
+    assert alone.basis.blocks[0].is_contiguous(), "as kernels take them"
+    assert torch.equal(alone.basis.blocks[0], paired.basis.blocks[0])
+    assert alone.basis.rounded(torch.bfloat16) is alone.basis
+
+
+def test_damping_that_fp32_rounds_away_is_added_in_float64():
+    # 1 + 1e-9 is 1 in fp32
+    ones = KroneckerFactor(Side.dense(2), symmetric_pack(torch.ones(2, 2)), torch.ones(()))
+    found = refresh_inverse(ones, None, damping=1e-18, damping_kind="relative")
+    assert (found.how, found.retries) == ("cholesky", 1)
+    expected = torch.linalg.inv(torch.ones(2, 2, dtype=torch.float64) + 1e-9 * torch.eye(2))
+    close(found.basis.blocks[0][0], expected)
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan")])
+def test_what_has_no_inverse_fails_in_every_attempt(bad):
+    """A negative value is not met with more damping than was asked for."""
+    broken = KroneckerFactor(Side(3, 2), torch.tensor([1.0, 0.0, bad, 1.0]), torch.ones(()))
+    found = refresh_inverse(broken, None, damping=1e-3, damping_kind="relative")
+    assert found.basis is None and (found.how, found.retries) == ("failed", 2)
+
+
+def test_a_wrong_inverse_fails_the_residual_check():
+    factor = dense_matrix(random_factor(Side.dense(65))).float()
+    blocks = torch.stack([factor * (size + 1) for size in range(3)])
+    inverse = cholesky_inverse(blocks, added=0.01, scale=0.5)
+    assert passes_residual_check(blocks, inverse, added=0.01, scale=0.5).all()
+    inverse[1, 7, 7] *= 1.5
+    inverse[2] = torch.eye(65)
+    right = passes_residual_check(blocks, inverse, added=0.01, scale=0.5)
+    assert right.tolist() == [True, False, False]

@@ -12,7 +12,7 @@ from ds_kfac.curvature.eigen import (
 )
 from ds_kfac.directions.kfac_gradient import precondition
 from ds_kfac.update.rotation import Rotation
-from tests.update.test_moments import random_basis
+from tests.curvature.one_factor import random_basis
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PRODUCTS = {

@@ -2,14 +2,10 @@
 tests/integrations."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from ds_kfac.__main__ import main
 from ds_kfac.factors.command import condition, effective_rank, table
@@ -17,6 +13,7 @@ from ds_kfac.factors.convert import convert
 from ds_kfac.factors.files import Factors, FactorsError
 from tests.close import close, exact
 from tests.factors.test_fit import CLASSES, WIDTH, Images, Sequences, fit, images, sequences
+from tests.programs import python
 from tests.ranks import ROOT
 
 ROWS = 4 * 18
@@ -97,17 +94,6 @@ def test_the_table_says_what_spectra_are_like(factors):
     assert len(lines) == 3
 
 
-class Net(nn.Module):
-    """What the command is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own = Sequences()
-
-    def forward(self, x, labels):
-        return self.own(x, labels)
-
-
 def data(rank: int, ranks: int) -> list[dict]:
     return sequences(4)[rank::ranks]
 
@@ -117,17 +103,17 @@ def no_model() -> None:
 
 
 HERE = "tests.factors.test_convert"
-COMMAND = ["factors", "--model", f"{HERE}:Net", "--data", f"{HERE}:data", "--out"]
+COMMAND = ["factors", "--model", f"{HERE}:Sequences", "--data", f"{HERE}:data", "--out"]
 
 
 def test_the_commands_compute_and_convert(tmp_path, capfd):
     assert main([*COMMAND, str(tmp_path / "made")]) == 0
     said = capfd.readouterr()
     assert "2 layers, empirical Fisher, 12 sequences" in said.out
-    assert "own.twice" in said.out
+    assert "twice" in said.out
     assert "batches/s" in said.err  # the bar
     found = Factors.load(tmp_path / "made")
-    assert found.factor("own.head", "G").shape == (CLASSES, CLASSES)
+    assert found.factor("head", "G").shape == (CLASSES, CLASSES)
     convert_it = ["convert", str(tmp_path / "made"), "--to", "gptq", "--out"]
     assert main([*convert_it, str(tmp_path / "gptq")]) == 0
     assert "wrote 2 of 2 layers for gptq" in capfd.readouterr().out
@@ -136,7 +122,7 @@ def test_the_commands_compute_and_convert(tmp_path, capfd):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--model", "nowhere:Net"], "no module nowhere"),
+        (["--model", "nowhere:Sequences"], "no module nowhere"),
         (["--model", f"{HERE}:Nut"], "has no attribute 'Nut'"),
         (["--model", f"{HERE}:no_model"], "returned NoneType; must return an nn.Module"),
         (["--config", "nowhere.json"], "nowhere.json"),
@@ -156,15 +142,7 @@ def test_the_command_says_what_is_wrong(more, said, tmp_path, capfd, monkeypatch
 def test_a_model_is_cut_without_a_launcher_too(tmp_path):
     config, out = tmp_path / "ds.json", tmp_path / "made"
     config.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    for name in ("RANK", "LOCAL_RANK"):
-        environment.pop(name, None)
-    subprocess.run(
-        [sys.executable, "-m", "ds_kfac", *COMMAND, str(out), "--config", str(config)],
-        cwd=ROOT,
-        env=environment,
-        check=True,
-        timeout=300,
-    )
-    whole = fit(Net(), data(0, 1), out=tmp_path / "whole")
-    exact(Factors.load(out).factor("own.head", "G"), whole.factor("own.head", "G"))
+    command = ["-m", "ds_kfac", *COMMAND, str(out), "--config", str(config)]
+    python(*command, folder=ROOT, DS_ACCELERATOR="cpu")
+    whole = fit(Sequences(), data(0, 1), out=tmp_path / "whole")
+    exact(Factors.load(out).factor("head", "G"), whole.factor("head", "G"))

@@ -71,13 +71,9 @@ def sequences(count: int, *, padded: bool = False, labelled: bool = True) -> lis
 
 def images(count: int) -> list[dict]:
     generator = torch.Generator().manual_seed(5)
-    return [
-        {
-            "x": torch.randn(N, 2, 5, 7, generator=generator),
-            "labels": torch.randint(CLASSES, (N,), generator=generator),
-        }
-        for _ in range(count)
-    ]
+    x = torch.randn(count, N, 2, 5, 7, generator=generator)
+    labels = torch.randint(CLASSES, (count, N), generator=generator)
+    return [{"x": x[number], "labels": labels[number]} for number in range(count)]
 
 
 class Pooled(Sequences):
@@ -376,6 +372,3 @@ def test_what_is_wrong_is_said_and_nothing_loads(case, tmp_path):
         fit(make(), data, out=tmp_path, **options)
     with pytest.raises(FactorsError, match="not finished"):
         Factors.load(tmp_path)
-
-
-# what it costs

@@ -1,14 +1,8 @@
-"""Factors of engines on several ranks; what the tests of this folder run."""
-
-from pathlib import Path
+"""A model, its data, and configs of engines that factors are computed with."""
 
 import torch
 
-import ds_kfac
-from ds_kfac.factors.files import FactorsError
-from ds_kfac.factors.fitting import fit
 from examples.gpt import GPT, GPTConfig
-from tests.ranks import init_deepspeed
 
 MODEL = GPTConfig(width=16, blocks=2, heads=2, context=8)
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
@@ -48,74 +42,3 @@ def config(stage: int, *, optimizer: bool, dtype: str = "fp32", offload: bool = 
     if dtype != "fp32":
         found[dtype] = {"enabled": True}
     return found
-
-
-def spoilt(at: int, rank: int, how: str):
-    """A loss that is no number in one batch of rank 1, no scalar, none of the layers', or
-    raises."""
-    calls = iter(range(1 << 30))
-
-    def loss(own, batch):
-        bad, value = rank == 1 and next(calls) == at, own(*batch)
-        if bad and how == "raises":
-            raise RuntimeError("no memory")
-        if not bad:
-            return value
-        return {
-            "nan": value * float("nan"),
-            "vector": value[None, None].expand(2, 1),
-            "apart": value.detach(),
-        }[how]
-
-    return loss
-
-
-def main(payload: dict):
-    """Fit on this rank's share of the batches; engines of ``payload["modes"]``, or the bare model
-    where None.
-
-    ``out``: None: engines train without it.
-    ``spoils``: how the loss of rank 1's second batch is wrong (:func:`spoilt`), or "number": that
-        batch is one.
-    ``idle``: rank 0 has all batches.
-    """
-    init_deepspeed()
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    # ranks have different numbers of batches
-    data = batches(payload["batches"])[rank::world]
-    if payload.get("idle"):
-        data = batches(payload["batches"]) if rank == 0 else []
-    said = {}
-    for name, mode in payload["modes"].items():
-        own = model()
-        if mode is not None:
-            own = ds_kfac.engine.entry._plain_initialize(model=own, config=mode)[0]
-        before = [p.detach().clone() for p in getattr(own, "module", own).parameters()]
-        if how := payload.get("spoils"):
-            if how == "number" and rank == 1:
-                data[1] = 1
-            try:
-                fit(
-                    own, data, spoilt(1, rank, how), out=Path(payload["out"]) / name, progress=False
-                )
-            except FactorsError as problem:
-                said[name] = str(problem)
-            continue
-        if payload["out"] is not None:
-            fit(own, data, out=Path(payload["out"]) / name, progress=False)
-        after = list(getattr(own, "module", own).parameters())
-        said[name] = {
-            "grads": sum(p.grad is not None for p in after),
-            "moved": sum(not torch.equal(a, b) for a, b in zip(before, after, strict=True)),
-            "training": getattr(own, "module", own).training,
-        }
-        if mode is not None and "optimizer" in mode:
-            # the engine goes on training
-            for batch in batches(2):
-                loss = own(*batch)
-                own.backward(loss)
-                own.step()
-            said[name]["loss"] = float(own(*batch))
-        if mode is not None:
-            own.destroy()
-    return said

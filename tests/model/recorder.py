@@ -132,9 +132,15 @@ def compared(
     """
     truth = Truth(copy.deepcopy(model), sharing=sharing, mask=options.get("mask"))
     recorder = Recorder(model, sharing=sharing, **options)
+    recorder.begin(measure=True)
     program(model, unannounced if plain else recorder.backward)
     assert not recorder.capture.failed
+    measured = recorder.capture.measured
     found = recorder.factors()
+    if sharing == "expand":
+        assert {name: float(rows) for name, rows in measured.items() if rows > 0} == {
+            name: factors.rows for name, factors in found.items()
+        }
     with truth:
         program(truth.model, unannounced)
     same(found, true_factors(truth, recorder.layers))

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from ds_kfac.assignment.costs import factor_specs
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.factor import Side
 from ds_kfac.directions.kfac_adamw.facts import KFACAdamWFacts
@@ -18,8 +17,6 @@ from ds_kfac.model import blocks as module
 from ds_kfac.model.blocks import blocks_text, cut
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import LayerChoice, scan
-from ds_kfac.plan.plan import rows_from
-from ds_kfac.zero.shards import parts_of
 from tests.model.written import written
 
 WIDTH = 24
@@ -58,6 +55,10 @@ def blocks(model: nn.Module, **chosen) -> dict[str, tuple[int, ...]]:
     ("model", "expected"),
     [
         (Holder("qkv", 72), (24, 24, 24)),
+        (Holder("qkv", 50), ()),
+        (Holder("qkv", 48, num_heads=5, num_kv_heads=2), ()),
+        (Holder("gate_up_proj", 49), ()),
+        (Holder("query_key_value", 72), ()),
         (NotReady("qkv", 72), (24, 24, 24)),
         (
             Holder(
@@ -108,23 +109,13 @@ def test_blocks_of_a_stack_are_those_of_every_entry():
     assert [layer.blocks for layer in scan(experts).layers] == [(24, 24), (24, 24)]
 
 
-ONE_MAP = "orthogonalized, as one map: nothing shows its parts"
-
-
-@pytest.mark.parametrize(
-    ("model", "text"),
-    [
-        (Holder("qkv", 50), ONE_MAP),
-        (Holder("qkv", 48, num_heads=5, num_kv_heads=2), ONE_MAP),
-        (Holder("gate_up_proj", 49), ONE_MAP),
-        (Holder("query_key_value", 72), ONE_MAP),
+def test_blocks_by_a_name_and_a_name_without_blocks_are_said():
+    for holder, words in (
+        (Holder("qkv", 50), "as one map: nothing shows its parts"),
         (Holder("query_key_value", 72, num_heads=4), "4 x (6 + 6 + 6) rows, by its name"),
-    ],
-)
-def test_what_was_looked_for_by_its_name_is_said(model, text):
-    (layer,) = scan(model).layers
-    assert (layer.blocks == ()) == (text == ONE_MAP)
-    assert text in KFACAdamWFacts().choice(KFACConfig(), layer)
+    ):
+        (layer,) = scan(holder).layers
+        assert words in KFACAdamWFacts().choice(KFACConfig(), layer)
 
 
 def test_a_pattern_goes_before_what_is_known():
@@ -175,20 +166,6 @@ def parts(*layers: LayerSpec, by_rows=lambda layer: True) -> tuple[LayerSpec, ..
 def small(monkeypatch):
     monkeypatch.setattr(module, "LARGEST", 59)
     monkeypatch.setattr(module, "PART", 20)
-
-
-def test_a_large_layer_is_cut_into_equal_parts_that_cover_it_and_have_one_A(small):
-    layers = parts(head())
-    assert [layer.name for layer in layers] == ["head.0", "head.1", "head.2"]
-    assert {(layer.shape, layer.module, layer.parameters) for layer in layers} == {
-        ((4, 5), "head", ("head.w", "head.b"))
-    }
-    (factor,) = factor_specs(layers)
-    assert (factor.key, factor.layers) == ("head.0/A", ("head.0", "head.1", "head.2"))
-    # a row is every part's
-    assert rows_from(factor, {layer.name: layer for layer in layers}) == ("head.0",)
-    spans = [part.span(60) for part in parts_of(layers) if part.param == 0]
-    assert spans == [(0, 20), (20, 20), (40, 20)]
 
 
 def test_outputs_that_do_not_divide_take_the_next_number_of_parts(small):

@@ -13,12 +13,12 @@ from ds_kfac.model.convolutions import phase
 from ds_kfac.model.products import Products
 from ds_kfac.model.proof import Proof
 from ds_kfac.model.rows import ROWS
-from ds_kfac.model.scan import LayerChoice
-from tests.close import close
+from ds_kfac.model.scan import LayerChoice, scan
+from tests.close import close, exact
+from tests.model.proven import proven
 from tests.model.recorder import Recorder, compared, equal_bits, same, unannounced
 from tests.model.written import written
-from tests.models import FEATURES, Stoppable, cross_entropy, make_batch, make_net
-from tests.ops.specification import symmetric_pack
+from tests.models import FEATURES, Stoppable, make_batch, make_net
 
 N, TOKENS = 4, 3
 ALL_ROWS = {"first": 12, "middle": 12, "head": 12}
@@ -33,86 +33,6 @@ def captured(model: nn.Module, **options):
     recorder = Recorder(model, **options)
     loss_of(recorder.model, recorder.backward)
     return recorder.factors()
-
-
-class Twice(nn.Module):
-    """One module called twice, or two with the same parameters."""
-
-    def __init__(self, names: int) -> None:
-        super().__init__()
-        self.inner, self.head = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 5)
-        self.again = self.inner
-        if names > 1:
-            self.again = nn.Linear(FEATURES, FEATURES)
-            self.again.weight, self.again.bias = self.inner.weight, self.inner.bias
-
-    def forward(self, x, y):
-        return cross_entropy(self.head(self.again(torch.tanh(self.inner(x)))), y)
-
-
-@pytest.mark.parametrize("names", [1, 2])
-def test_modules_with_the_same_parameters_count_as_one_that_is_called_twice(names):
-    found = compared(Twice(names), loss_of)
-    assert found["inner"][2:] == (2 * N * TOKENS, N * TOKENS)
-
-
-def test_what_has_no_backward_counts_nothing_whatever_mode_it_runs_in():
-    """And a model in eval mode counts as in training: from_pretrained leaves it so."""
-    recorder = Recorder(make_net().eval())
-    for mode in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
-        with mode:
-            recorder.model(*make_batch(0, N, TOKENS))
-    loss_of(recorder.model, recorder.backward)
-    equal_bits(recorder.factors(), captured(make_net()))
-
-
-@pytest.mark.parametrize("how", ["inactive", "removed"])
-def test_inactive_and_removed_hooks_do_nothing(how):
-    recorder = Recorder(make_net())
-    recorder.begin(active=False)
-    if how == "removed":
-        recorder.capture.remove()
-        recorder.begin()
-    loss_of(recorder.model, recorder.backward)
-    assert not (recorder.capture.sums or recorder.capture.counted or recorder.capture.passes)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_saves_the_16_bit_copy_and_sums_in_fp32(dtype):
-    """The input itself may be changed in place after the layer: its product has a copy."""
-    code = "x = x * 1.0\nz = self.linear(x)\nx.zero_()\nreturn z.float().square().mean()"
-    model = written(code)()
-    model.linear = nn.Linear(FEATURES, 5)
-    recorder, x = Recorder(model), make_batch(0, N, TOKENS)[0].flatten(0, 1)
-    with torch.autocast("cpu", dtype):
-        loss = model(x)
-    recorder.backward(loss)
-    assert not recorder.capture.failed
-    x = torch.cat([x.to(dtype).double(), torch.ones(len(x), 1)], dim=1)
-    A = recorder.factors()["linear"].A
-    assert A.dtype is torch.float32
-    close(A, symmetric_pack(x.T @ x / len(x)), sums=len(x))
-
-
-@pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-def test_an_empty_batch_counts_no_rows(sharing, sampled):
-    names = {"norm": nn.LayerNorm(7), "linear": nn.Linear(7, 5), "other": nn.Linear(5, 3)}
-    model = nn.Sequential()
-    for name, module in names.items():
-        model.add_module(name, module)
-    choice = LayerChoice(types=("Linear", "LayerNorm"))
-    recorder = Recorder(model, choice, sharing=sharing, sampled=sampled)
-
-    def run(*shape: int) -> dict[str, float]:
-        loss = model(torch.randn(*shape, 7).requires_grad_()).square().sum()
-        (recorder.sample if sampled else recorder.backward)(loss)
-        assert not recorder.capture.failed
-        return recorder.rows()
-
-    for shape in ((0, TOKENS), (0,)):
-        assert not run(*shape)
-    assert run(N, TOKENS) == dict.fromkeys(names, N if sharing == "reduce" else N * TOKENS)
 
 
 def test_rows_by_a_stride_are_in_the_mean_over_its_places_all_of_them():
@@ -134,22 +54,6 @@ def test_rows_by_a_stride_are_in_the_mean_over_its_places_all_of_them():
 
 
 # which passes count
-
-
-@pytest.mark.parametrize("announced", [True, False])
-def test_a_forward_without_backward_counts_nothing(announced):
-    """A batch whose loss is NaN and is skipped, a second training-mode forward: before, between and
-    after."""
-    recorder = Recorder(make_net())
-    nan = torch.full((N, TOKENS, FEATURES), float("nan"))
-    # its graph stays alive
-    skipped = recorder.model(nan, torch.zeros(N, TOKENS, dtype=torch.long))
-    loss = recorder.model(*make_batch(0, N, TOKENS))
-    recorder.model(nan)
-    recorder.backward(loss) if announced else loss.backward()
-    recorder.model(nan)
-    assert torch.isnan(skipped)
-    equal_bits(recorder.factors(), captured(make_net()))
 
 
 def test_a_plain_backward_counts_until_the_engine_has_announced_one():
@@ -334,71 +238,79 @@ def test_hooks_of_others_come_after_ours():
 
 # rows that are examples
 
-REDUCED = {
-    # model's code -> rows of inner, of head; R
-    "two batches of different numbers of examples in one pass": (
-        "one, more = (self.head(self.inner(x).tanh()).mean(1) for x in (x[:1], x[1:]))\n"
-        "return torch.cat([one, more])",
-        (4, 4),
-    ),
-    "single rows": ("return self.head(self.inner(x[:, 0]).tanh())", (4, 4)),
-    "unequal tiles": (
-        "z = self.inner(x).tanh()\nreturn torch.cat([self.head(tile) for tile in z.split([1, 3])])",
-        (4, 4),
-    ),
-    "padding": (
-        "return (self.head(self.inner(x).tanh()) * self.mask()[..., None]).sum(1)",
-        (3, 3),
-    ),
-    "flattened rows": (
-        "z = self.head(self.inner(x.flatten(0, 1)).tanh())\n"
-        "return z * self.mask().flatten()[:, None]",
-        (6, 6),
-    ),
-}
-MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0], [1, 1, 1]], dtype=torch.bool)
-
-
-def reducing(code: str) -> nn.Module:
-    torch.manual_seed(0)
-    model = written(code)()
-    model.inner, model.head, model.dummy = nn.Linear(6, 6), nn.Linear(6, 5), nn.Linear(2, 1)
-    model.mask = MASK.float
-    return model
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("name", REDUCED)
-def test_with_reduce_a_row_is_an_example(name, frozen):
-    code, (rows, terms) = REDUCED[name]
-    model, x = reducing(code), torch.randn(N, TOKENS, 6)
-    model.head.requires_grad_(not frozen)
-    mask = (lambda *_: MASK) if "mask" in code else lambda *_: None
-    program = lambda model, backward: backward(model(x).square().mean())  # noqa: E731
-    assert compared(model, program, sharing="reduce", mask=mask)["inner"][2:] == (rows, terms)
-
-
-@pytest.mark.parametrize("last", [False, True])
-def test_with_reduce_the_examples_are_not_those_of_a_layer_with_a_gradient_of_zeros(last):
-    """A call of other dimensions that only keeps a weight in the graph; its gradient comes first or
-    last."""
-    first = "zero = 0 * self.dummy(torch.ones(1, 2))\n"
-    code = "z = self.head(self.inner(x).tanh()).mean(1)\n"
-    recorder = Recorder(
-        reducing((first + code if last else code + first) + "return z + zero"), sharing="reduce"
-    )
-    recorder.backward(recorder.model(torch.randn(N, TOKENS, 6)).square().mean())
-    assert not recorder.capture.failed and recorder.rows() == {"inner": N, "head": N}
-
 
 def test_with_reduce_another_first_dimension_than_the_nearest_layers_is_said(caplog):
     """The rows of a layer whose examples are not its first dimension would be means over other
     things."""
     code = "return self.head(self.inner(x.transpose(0, 1)).tanh().transpose(0, 1)).mean(1)"
-    recorder = Recorder(reducing(code), sharing="reduce")
+    model = written(code)()
+    model.inner, model.head = nn.Linear(6, 6), nn.Linear(6, 5)
+    recorder = Recorder(model, sharing="reduce")
     recorder.backward(recorder.model(torch.randn(N, TOKENS, 6)).square().mean())
     assert recorder.capture.failed.keys() == {"inner"} and recorder.rows() == {"head": N}
     assert "but here that is 3, and 4 in head" in caplog.text
+
+
+# convolutions
+
+
+def test_both_sides_of_a_sample_are_from_the_same_positions():
+    """With one-hot images A and G say where their rows came from."""
+    recorder = Recorder(nn.Sequential(nn.Conv2d(64, 64, 1, bias=False)), positions=True)
+    x = torch.eye(64).view(1, 64, 8, 8).repeat(20, 1, 1, 1)
+    weight = torch.randn(20, 64, 8, 8)
+    diagonal = torch.arange(1, 65).cumsum(0) - 1
+    for turn in range(3):
+        recorder.begin(turn)
+        y = recorder.model(x)
+        recorder.backward((y * weight * x).sum())  # channel c has a gradient at position c only
+        seen = [packed[diagonal] > 0 for packed in recorder.factors()["0"][:2]]
+        assert torch.equal(seen[0], seen[1]) and 0 < int(seen[0].sum()) < 64
+
+
+def test_an_image_without_a_batch_dimension_is_a_batch_of_one():
+    torch.manual_seed(0)
+    up = nn.ConvTranspose2d(4, 4, 2, groups=2)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), up)
+    x = torch.randn(3, 6, 6)  # of 4 channels and 4 rows where the second layer sees it
+    found = []
+    for image in (x, x[None]):
+        recorder = Recorder(copy.deepcopy(model))
+        recorder.backward(recorder.model(image).square().mean())
+        found.append(recorder.factors())
+    assert [factors.rows for factors in found[0].values()] == [16, 16]
+    exact(found[0], found[1])
+
+
+FORWARDS = {
+    "causal": "return super(type(self), self).forward(F.pad(x, (2, 0)))",
+    "same": "return F.conv1d(F.pad(x, (0, 1)), self.weight, self.bias, self.stride, groups=2)",
+    # passes on what it was given; the weight in another dtype is a copy
+    "copied": """
+        def _conv_forward(self, x, weight, bias):
+            return super(type(self), self)._conv_forward(
+                x.double(), weight.double(), bias.double()
+            ).float()
+    """,
+    "of tokens [N, L, C]": "return super(type(self), self).forward(x.mT).mT[:, :4]",
+    "another window": "return F.conv1d(x, self.weight, self.bias, dilation=2, groups=2)",
+}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_convolution_with_a_forward_of_its_own_is_seen_where_it_convolves(name):
+    """A window that is not the module's is not taken for it: the layer is silent, of which the
+    engine warns."""
+    torch.manual_seed(0)
+    conv = written(FORWARDS[name], nn.Conv1d)(4, 6, 3, stride=1 + (name == "same"), groups=2)
+    model = nn.Sequential(conv, nn.Tanh(), nn.Conv1d(6, 2, 1))
+    if "tokens" in name:
+        model = nn.Sequential(conv)
+    x = torch.randn(5, 4, 4 if "tokens" in name else 9)
+    layers = scan(model, LayerChoice(types=("Conv1d",))).layers
+    found = proven(model, layers, [x], loss=lambda model, x: model(x).square().mean())
+    assert all(seen.fits for seen in found.values()) or name == "another window"
+    assert (found["0"].calls == 0) == (name == "another window")
 
 
 # other threads

@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.model.scan import LayerChoice
 from tests.model.recorder import Recorder, Watched
-from tests.models import Net, cross_entropy, make_batch, make_net
 
 CHOICE = LayerChoice(types=("Linear", "Conv1D", "Conv2d", "LayerNorm", "BatchNorm"))
 KINDS = ["plain", "reentrant", "non_reentrant"]
@@ -109,20 +108,6 @@ def test_as_many_inputs_live_at_any_time_as_without_capture(kind):
     assert seen[0] == seen[1] and len(seen[0][1]) == 6
 
 
-def test_inputs_are_kept_with_a_retained_graph_and_counted_again():
-    recorder = Recorder(Normed(), CHOICE)
-    watched = Watched(recorder.model)
-    loss = recorder.model(batch())
-    recorder.backward(loss, retain_graph=True)
-    assert watched.living() > 0
-    once = recorder.rows()
-    loss = recorder.model(batch())
-    for retains in (True, False):
-        recorder.backward(loss, retain_graph=retains)
-    assert recorder.rows() == {name: 2 * rows for name, rows in once.items()} and len(once) == 9
-    assert watched.living() == 1, "x alone"
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("captures", [(True, False), (False, True), (True, True)])
 def test_a_backward_pass_after_the_steps_boundary_runs_and_counts_nothing(kind, captures):
@@ -161,32 +146,6 @@ def test_an_early_end_of_a_recomputation_passes_through_our_hooks(reentrant, las
     for _ in range(2):
         recorder.backward(recorder.model(batch()))
         assert not recorder.capture.failed and recorder.rows() == {"linear": 5, "norm": 5}
-
-
-class Hidden:
-    """An output that nobody can look into, and that does not show its backward pass."""
-
-    def __init__(self, loss):
-        self.loss = loss
-
-
-def test_a_recomputation_belongs_to_the_forward_whose_backward_runs():
-    """Of two forwards each has its own mask, as a pipeline has several on their way. The node that
-    recomputes was made after its forward began."""
-
-    class Opaque(Net):
-        def forward(self, x, y, attention_mask):
-            z = checkpoint(self.middle, self.norm(self.silu(self.first(x))), use_reentrant=True)
-            return Hidden(cross_entropy(self.head(torch.tanh(z)), y))
-
-    recorder, outputs = Recorder(make_net(Opaque)), []
-    for length in (1, 2):
-        mask = torch.arange(3).expand(4, -1) < length
-        x, y = make_batch(length, 4)
-        outputs.append(recorder.model(x, y.masked_fill(~mask, -100), mask))
-    for output in outputs:
-        recorder.backward(output.loss)
-    assert recorder.rows() == dict.fromkeys(("first", "middle", "head"), 4 * (1 + 2))
 
 
 def test_a_compiled_block_that_a_backward_runs_again_is_captured():

@@ -85,6 +85,7 @@ NAMES = {
     "without_gradient": without_gradient,
     "view_of_deleted_copy": view_of_deleted_copy,
     "groups": groups,
+    "nested": lambda x: torch.nested.nested_tensor([x[:1], x[1:]]),
     "dispatched": lambda x: groups(x)[0],
     "wide": lambda x: F.pad(x, (2, 1)),  # grouped products need rows of 16 bytes
     "PICKED": torch.tensor([2, 0, 2, 3, -1, 0]),
@@ -230,6 +231,7 @@ NONE: dict[Layout, str] = {
         F.linear(x, self.w[torch.tensor([0, 2])])
         F.linear(x, self.w.view(torch.int32).view(torch.float32))
         torch.func.vmap(lambda row: F.linear(row, self.w))(x)
+        torch.nested.to_padded_tensor(F.linear(nested(x), self.w), 0.0)
     """,
     ((4, O), False): "F.linear(self.v, self.w)",
     ((6, I), False): "F.linear(x, self.w[0::2]) * (x @ self.w[1::2].T)",
@@ -242,7 +244,11 @@ NONE: dict[Layout, str] = {
         torch.chain_matmul(x, self.w)
         torch.tensordot(x, self.w, 1)
         x.to_sparse() @ self.w
+        torch.einsum("ni,io", x, self.w)
+        torch.einsum("ni,io->o", x, self.w)
+        torch.einsum("ni,io->i", x, self.w)
     """,
+    ((E, I, O), True): "torch.einsum('ni,eio->eno', x, self.w)",
     ((E, O, I), False): """
         torch.einsum("eni,eoi->eno", dispatched(x)[:2], self.w[1:3])
         torch.einsum("eni,eoi->eno", dispatched(x)[:2], self.w.view(2, 2 * O, I))

@@ -10,15 +10,13 @@ from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from ds_kfac.curvature.methods import EIGEN
-from ds_kfac.model.product_code import MatrixLayout, borrowed_weights, contraction, multiplied
+from ds_kfac.model.product_code import MatrixLayout, borrowed_weights, multiplied
 from ds_kfac.model.products import Products
 from ds_kfac.model.scan import LayerChoice, scan
-from ds_kfac.plan.common import own_inputs
 from tests.close import close
 from tests.deepspeed.expert_stacks import BIASED, STACKS, WIDTH, Apart, Dispatched, make
 from tests.model.proven import proven
-from tests.model.recorder import Recorder, equal_bits, same, unannounced
+from tests.model.recorder import Recorder, equal_bits, unannounced
 from tests.model.written import written
 from tests.ops.specification import symmetric_pack
 
@@ -45,39 +43,6 @@ def second_moment(x: torch.Tensor) -> torch.Tensor:
 
 
 # found in code
-
-
-@pytest.mark.parametrize(
-    ("equation", "place", "layout"),
-    [
-        ("ibh,hnd->ibnd", 1, MatrixLayout(True, 1)),
-        ("ibnd,hnd->ibh", 1, MatrixLayout(False, 1)),
-        ("hnd,ibnd->ibh", 0, MatrixLayout(False, 1)),
-        ("ab,bc->ac", 0, MatrixLayout(False, 1)),
-        ("b n h, d n h -> b d", 1, MatrixLayout(False, 1)),
-        ("bnij,bnd->bij", 1, None),
-        ("ij,jk", 1, None),
-        ("...i,io->...o", 1, MatrixLayout(True, 1)),
-        ("...hd,hod->...ho", 1, MatrixLayout(False)),
-        ("bi,...io->...bo", 1, None),
-        ("...i,...io->...o", 1, None),
-        ("...i,io->o", 1, None),
-        ("ii,io->o", 1, None),
-        ("bi,oio->bo", 1, None),
-        ("bi,oip->bop", 1, None),
-        ("bi,io->o", 1, None),
-        ("i,o->io", 1, None),
-        ("ecd,edf->ecf", 1, MatrixLayout(True)),
-        ("bsgd,grd->bsgr", 1, MatrixLayout(False)),
-        ("neo,bni->beno", 0, None),
-        ("ecd,edf->cf", 1, MatrixLayout(True, 2)),
-        ("cd,edf->ecf", 1, None),
-        ("ecdk,edkf->ecf", 1, None),
-    ],
-)
-def test_an_equation_says_how_a_matrix_lies(equation, place, layout):
-    found = contraction(equation, place)
-    assert (None if found is None else found.layout) == layout
 
 
 class Outer(nn.Module):
@@ -163,16 +128,6 @@ def test_a_class_that_has_only_the_name_of_a_known_one_is_like_any_other(name):
     model.gate = nn.Linear(IN, OUT)
     assert borrowed_weights(model) == [] and multiplied(model) == {}
     assert [layer.name for layer in scan(model).layers] == ["gate"]
-
-
-def test_a_number_that_does_not_divide_the_rows_cuts_nothing():
-    code = """
-        if self.grouped:
-            return torch.einsum("ngi,gri->ngr", x, self.wo_a.weight.view(self.parts, -1, 5))
-        return self.wo_a(x)
-    """
-    model = module(code, wo_a=nn.Linear(IN, 6), grouped=False, parts=4)
-    assert borrowed_weights(model) == [] and scan(model).layers[0].name == "wo_a"
 
 
 # seen in products
@@ -379,17 +334,6 @@ def test_products_are_watched_in_captured_forwards_and_their_backwards_only():
     assert modes == [watched, [], watched, watched, []] and F.linear is plain
 
 
-def test_a_nested_input_is_no_product_and_no_error():
-    """It has no sizes to read; the forward goes on, and the layer shows no rows."""
-    code = """
-        nested = torch.nested.nested_tensor([*x.split([1, len(x) - 1])])
-        return torch.nested.to_padded_tensor(F.linear(nested, self.w), 0.0)
-    """
-    recorder = Recorder(nn.Sequential(module(code, w=(OUT, IN))))
-    recorder.backward(recorder.model(X.clone().requires_grad_()).sum())
-    assert not recorder.factors() and recorder.model[0].w.grad is not None
-
-
 # stacks of experts
 
 
@@ -408,17 +352,6 @@ NAMES = {
     for apart, stack in (("into", "gate_up_proj"), ("out", "down_proj"))
     for e in range(3)
 }
-
-
-@pytest.mark.parametrize("kind", STACKS)
-@pytest.mark.parametrize("checkpointed", ["", "reentrant", "not"])
-def test_a_stacks_entries_have_the_rows_of_the_same_experts_apart(kind, checkpointed):
-    apart = mixture(Apart, checkpointed, APART, bias=kind in BIASED).factors()
-    stacked = mixture(kind, checkpointed, APART).factors()
-    same(
-        {name: stacked[name] for name in NAMES},
-        {name: apart[other] for name, other in NAMES.items()},
-    )
 
 
 @pytest.mark.parametrize("kind", [kind for kind in STACKS if kind is not Dispatched])
@@ -443,33 +376,6 @@ def test_a_common_A_is_that_of_all_tokens_that_enter(kind):
     for layer in apart.layers:  # each G is of its own rows, also the first one's
         one, other = (recorder.capture.sums[f"{layer.name}/G"] for recorder in (together, apart))
         close((one.sum_P, one.counts), (other.sum_P, other.counts), sums=ROWS)
-
-
-GATE_AND_UP = """
-parts = [x[e::4] for e in range(3)]
-inner = [F.silu(F.linear(part, self.gate[e])) * F.linear(part, self.up[e])
-         for e, part in enumerate(parts)]
-return sum(F.linear(part, self.down[e]).square().mean() for e, part in enumerate(inner))
-"""
-
-
-def test_own_as_of_two_stacks_with_one_input_are_common_expert_by_expert():
-    """Gates and ups are stacks of their own, as AutoEP's w1 and w3."""
-    model = module(GATE_AND_UP, gate=(3, 8, IN), up=(3, 8, IN), down=(3, IN, 8))
-    # what an expert computes itself has an A of its own, unless that would exceed the weight
-    assert [layer.shares for layer in scan(model).layers[-3:]] == [None, "down.0", "down.0"]
-    layers, _ = own_inputs(scan(model).layers, EIGEN, moments=2, world=1)
-    shares = [layer.shares for layer in layers]
-    assert shares == [None] * 3 + [f"gate.{e}" for e in range(3)] + [None] * 3
-    sums = []
-    for options in ({"choice": APART}, {"layers": layers}):
-        recorder = Recorder(model, **options)
-        recorder.backward(model(X))
-        sums.append({key: (one.sum_P, one.counts[0]) for key, one in recorder.capture.sums.items()})
-        recorder.capture.remove()
-    apart, common = sums
-    assert apart.keys() - common.keys() == {f"up.{e}/A" for e in range(3)}
-    close(common, {key: apart[key] for key in common}, sums=ROWS)
 
 
 @pytest.mark.parametrize("experts", [1, 2])

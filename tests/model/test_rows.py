@@ -1,5 +1,7 @@
-"""Rows: weight sharing, sub-samples, formats; by themselves, without hooks."""
+"""Rows: weight sharing, sub-samples, formats, by themselves, without hooks; and layers that see the
+same tensor, and what merely looks like it."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -10,33 +12,27 @@ from ds_kfac.model.convolutions import phase
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.masks import Forward
 from ds_kfac.model.registry import LAYERS
-from ds_kfac.model.rows import ROWS, BatchSum, RowSums, by_example, is_nonzero, kept_rows, pairs
+from ds_kfac.model.rows import ROWS, BatchSum, RowSums, is_nonzero, kept_rows
+from ds_kfac.model.shared import SharedInputs, agreed
 from tests.close import close
 from tests.ops.specification import symmetric_pack
 
-MASK = torch.tensor([[True, True, False], [True, False, False]])
 
-
-def call_of(shape: tuple[int, ...], inputs: int, bias: bool = False) -> Call:
-    sides = Side.dense(inputs + bias), Side.dense(shape[-1])
-    layer = LayerSpec("layer", "Linear", "", "w", "b" if bias else None, *sides)
-    rows = Rows("w", Forward(), shape[:-1], torch.Size(shape[:-1]).numel(), recomputed=False)
-    return Call(layer, LAYERS["Linear"], nn.Identity(), rows, torch.Size(shape))
-
-
-def sums_of(x, g, kept=None, sharing="expand", scale=1.0, bias=False):
-    """(sum of A, rows of A, sum of G)."""
-    call, rows = call_of(tuple(g.shape), x.shape[-1], bias), RowSums(sharing)
-    A, G = (
-        BatchSum.empty(side.numel, torch.device("cpu")) for side in (call.layer.A, call.layer.G)
-    )
-    if kept is None:
-        kept = torch.ones(x.shape[:-1], dtype=torch.bool)
-    else:
-        call.rows.forward.masks = [kept]
-    rows.add_inputs(call, x, kept, kept.any(), A)
-    rows.add_gradients(call, x, g, g.any(), G, scale)
+def sums_of(x, g, sharing="expand", scale=1.0):
+    """(sum of A, rows of A, sum of G) of a call of a linear layer without bias."""
+    A, G = (BatchSum.empty(side.numel, torch.device("cpu")) for side in sides_of(x, g))
+    layer = LayerSpec("layer", "Linear", "", "w", None, *sides_of(x, g))
+    leading = g.shape[:-1]
+    rows = Rows("w", Forward(), leading, leading.numel(), recomputed=False)
+    call = Call(layer, LAYERS["Linear"], nn.Identity(), rows, g.shape)
+    kept = torch.ones(x.shape[:-1], dtype=torch.bool)
+    RowSums(sharing).add_inputs(call, x, kept, kept.any(), A)
+    RowSums(sharing).add_gradients(call, x, g, g.any(), G, scale)
     return A.sum_P, float(A.counts[ROWS]), G.sum_P
+
+
+def sides_of(x, g):
+    return Side.dense(x.shape[-1]), Side.dense(g.shape[-1])
 
 
 def second_moment(x: torch.Tensor) -> torch.Tensor:
@@ -69,18 +65,6 @@ def test_each_rule_of_weight_sharing_is_exact_in_its_own_setting(pooled):
     assert (fishers[other] - exact).norm() > 0.1 * exact.norm()
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_rows_that_do_not_count_are_in_no_sum_and_in_no_mean_nor_are_their_ones(bias):
-    x, g = torch.randn(2, 3, 5), torch.randn(2, 3, 2)
-    of_rows = torch.cat([x, torch.ones(2, 3, 1)], dim=-1) if bias else x
-    x[0, 2] = float("nan")  # a row that does not count may hold anything
-    means = torch.stack([of_rows[0, :2].mean(0), of_rows[1, 0]])
-    for sharing, expected in (("expand", of_rows[MASK]), ("reduce", means)):
-        A, rows, _ = sums_of(x, g, MASK, sharing, bias=bias)
-        assert rows == len(expected)
-        close(A, second_moment(expected), sums=3)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_in_16_bits_are_divided_after_the_product(dtype):
     g = torch.randn(2, 3, 5).to(dtype)
@@ -108,13 +92,59 @@ def test_a_row_whose_gradient_is_not_finite_counts():
     assert kept.tolist() == [True, False]
 
 
-def test_rows_by_example():
-    shapes = {(5,): (1, 1, 5), (4, 5): (4, 1, 5), (4, 3, 2, 5): (4, 6, 5), (0, 3, 5): (0, 3, 5)}
-    assert {shape: tuple(by_example(torch.ones(shape)).shape) for shape in shapes} == shapes
+X = torch.arange(12.0).view(3, 4)
 
 
-def test_pairs_have_the_bias_and_zeros_where_a_row_does_not_count():
-    x, g = torch.randn(2, 3, 5), torch.randn(2, 3, 4)
-    a, b = pairs(call_of((2, 3, 4), 5, bias=True), x, g, MASK)
-    assert torch.equal(a[..., -1], MASK.float()) and torch.equal(a[0, 2], torch.zeros(6))
-    assert torch.equal(a[MASK][:, :-1], x[MASK]) and torch.equal(b, g)
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        (lambda x: x, True),
+        (lambda x: x.detach(), True),
+        (lambda x: x.view(3, 4), True),
+        (lambda x: x[:], True),
+        (lambda x: x.T.T, True),
+        (lambda x: x.clone(), False),
+        (lambda x: x[:2], False),
+        (lambda x: x.view(4, 3), False),
+        (lambda x: x.T.contiguous().T, False),
+        (lambda x: x.as_strided((3, 4), (1, 3)), False),
+        (lambda x: x.flatten()[1:], False),
+    ],
+)
+def test_the_same_memory_seen_in_one_way_is_the_same_input(other, same):
+    shared = SharedInputs("ab")
+    assert (shared.number("a", X) == shared.number("b", other(X))) == same
+
+
+def test_an_input_changed_in_place_in_between_is_another_one():
+    x, shared = X.clone(), SharedInputs("ab")
+    first = shared.number("a", x)
+    assert shared.number("b", x.add_(0)) != first
+
+
+def test_memory_that_was_freed_and_taken_again_is_not_the_same_input():
+    shared, memory, numbers = SharedInputs("ab"), np.ones(1000, dtype=np.float32), []
+    for name in "abababab":
+        x = torch.from_numpy(memory)  # a storage of its own at the same place
+        numbers.append(shared.number(name, x))
+        del x
+    assert numbers == [*range(8)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([{"a": (0,), "b": (0,), "c": (0,)}, {"a": (0,), "b": (0,), "c": (1,)}], (("a", "b"),)),
+        ([{"a": (0,), "b": (0,), "c": (1,)}, {"a": (0,), "b": (0,), "c": (0,)}], (("a", "b"),)),
+        # a rank that called neither has no say, but one that called half of them has
+        ([{"a": (0,), "b": (0,)}, {}], (("a", "b"),)),
+        ([{"a": (0,), "b": (0,)}, {"a": (0,)}], ()),
+        # layers that nobody called are not a group
+        ([{"c": (0,)}, {}], ()),
+        # layers of different kinds are apart, and groups come in module order
+        ([dict.fromkeys("dCBa", (0,)) | {"E": (1,), "e": (1,)}], (("a", "d"), ("B", "C"))),
+    ],
+)
+def test_groups_are_those_that_every_rank_has_seen(ranks, expected):
+    kinds = {name: "capital" if name.isupper() else "small" for name in "abBcCdEe"}
+    assert agreed(ranks, kinds) == expected

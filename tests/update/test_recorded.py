@@ -105,13 +105,12 @@ were."""
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("rule", CASES)
-def test_engines_with_recorded_steps_match_the_reference(rule, world):
+def test_engines_with_recorded_steps_match_the_reference(rule):
     prefix = "adam-" if rule == "adam" else ""
-    cases = [(prefix + name, 4) for name in CASES[rule].split()[:: 3 - world]]  # half on one rank
-    results = run_ranks("tests.deepspeed.recorded:compare", world=world, payload=cases)[0]
-    assert len(results) == len(cases) == 5 * world
+    cases = [(prefix + name, 4) for name in CASES[rule].split()]
+    results = run_ranks("tests.deepspeed.recorded:compare", world=2, payload=cases)[0]
+    assert len(results) == len(cases)
     for case, result in results.items():
         check(case, result)
         assert result["replays"] == REPLAYS, case
