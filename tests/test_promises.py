@@ -26,21 +26,23 @@ VERSIONS = "zero/test_deepspeed_versions.py::"
 VERSION_TABLE = (
     f"{VERSIONS}test_the_table_of_versions_has_a_row_a_tested_version_and_a_cell_a_column"
 )
-SEQUENCE = "deepspeed/test_sequence_parallel.py::test_sequence_parallelism_matches_one_process"
-PIPELINES = "deepspeed/test_pipeline.py::test_pipelines_match_one_process"
-TENSOR = "deepspeed/test_tensor_parallel.py::test_shards_match_one_process"
+MODEL_PARALLEL = "deepspeed/test_model_parallel.py::test_model_parallelism_matches_one_process"
+TOGETHER = (
+    "deepspeed/test_model_parallel.py"
+    "::test_with_everything_on_what_several_ranks_have_is_the_same_bits"
+)
+PARALLEL_REFUSED = (
+    "deepspeed/test_model_parallel.py"
+    "::test_what_model_parallelism_cannot_do_is_refused_on_every_rank"
+)
+SAVED_ONCE = "deepspeed/test_model_parallel.py::test_a_checkpoint_holds_every_layer_of_the_job_once"
 SHARD_SIZE = (
     "deepspeed/test_tensor_parallel.py::test_a_shard_takes_steps_of_the_size_of_a_whole_layers"
 )
-EXPERTS = "deepspeed/test_experts.py::test_experts_match_one_process"
-AUTOEP = "deepspeed/test_autoep.py::test_experts_match_one_process"
-AUTOEP_REFUSED = "deepspeed/test_autoep.py::test_what_autoep_cannot_do_is_refused"
-PIPELINE_REFUSED = (
-    "deepspeed/test_pipeline.py::test_what_pipelines_cannot_do_is_refused_on_every_rank"
-)
-TIED = (
-    "deepspeed/test_pipeline.py"
-    "::test_tied_layers_are_left_to_the_optimizer_and_checkpoints_hold_every_stage"
+AUTOEP_REFUSED = "deepspeed/test_model_parallel.py::test_what_autoep_cannot_do_is_refused"
+MADE_BEFORE = (
+    "deepspeed/test_model_parallel.py"
+    "::test_an_optimizer_made_before_the_layers_were_replaced_is_refused"
 )
 ESTIMATED = "deepspeed/test_estimate.py::test_bytes_calls_memory_and_shards_are_those_of_an_engine"
 COUNTED = ESTIMATED
@@ -102,7 +104,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "deepspeed/test_moving.py"
             "::test_weights_step_schedule_and_adamws_moments_move_to_the_other_optimizer",
         ),
-        "model parallelism": (SEQUENCE, PIPELINES, TENSOR, EXPERTS, AUTOEP),
+        "model parallelism": (MODEL_PARALLEL,),
     },
     "Layers": {
         "`nn.Linear`, transformers' `Conv1D`": (
@@ -215,48 +217,44 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "reserved memory": ("GPU",),
     },
     "Model parallelism": {
-        "Ulysses, by an `mpu`": (SEQUENCE,),
-        "`PipelineModule`": (PIPELINES,),
-        "AutoTP": (TENSOR,),
-        "Megatron's `ColumnParallelLinear`": (TENSOR,),
-        "`deepspeed.moe.layer.MoE`": (EXPERTS,),
-        "AutoEP": (AUTOEP,),
+        "Ulysses, by an `mpu`": (MODEL_PARALLEL,),
+        "`PipelineModule`": (MODEL_PARALLEL,),
+        "AutoTP": (MODEL_PARALLEL,),
+        "Megatron's `ColumnParallelLinear`": (MODEL_PARALLEL,),
+        "`deepspeed.moe.layer.MoE`": (MODEL_PARALLEL,),
+        "AutoEP": (MODEL_PARALLEL,),
     },
-    "Ulysses": {"DeepSpeed sums gradients over a sequence's ranks": (SEQUENCE,)},
+    "Ulysses": {"DeepSpeed sums gradients over a sequence's ranks": (MODEL_PARALLEL,)},
     "Pipelines": {
-        "In a step that updates factors, all outputs of a stage": (PIPELINES,),
+        "In a step that updates factors, all outputs of a stage": (MODEL_PARALLEL,),
         "At stage 0 DeepSpeed clips by the norm": ("NOT OURS",),
-        "A stage's arguments have no names": (PIPELINES,),
-        "Each stage takes the [scale of G]": (PIPELINES,),
+        "A stage's arguments have no names": (MODEL_PARALLEL,),
+        "Each stage takes the [scale of G]": (MODEL_PARALLEL,),
         "KFACAdamW looks for a [head by its shape]": (
             "deepspeed/test_pipeline.py"
             "::test_a_head_is_found_by_its_shape_though_the_embedding_is_in_another_stage",
         ),
     },
     "Tensor parallelism": {
-        "A shard is a layer of its own": (TENSOR,),
+        "A shard is a layer of its own": (MODEL_PARALLEL,),
         "KFACAdamW orthogonalizes each shard by itself": (SHARD_SIZE,),
-        "A row-parallel bias": (TENSOR,),
-        "Layers that are not cut": (
-            "deepspeed/test_tensor_parallel.py::test_copies_are_the_same_bits"
-            "_where_shards_differ_in_size_and_results_travel_in_16_bits",
-        ),
+        "A row-parallel bias": (MODEL_PARALLEL,),
+        "Layers that are not cut": (TOGETHER,),
     },
     "Experts": {
-        "A is the mean over the tokens": (EXPERTS,),
+        "A is the mean over the tokens": (MODEL_PARALLEL,),
         "Places that only fill the capacity": (
             "model/test_products.py::test_places_without_a_token_are_no_rows_of_a_stack_s_expert",
         ),
-        "AutoEP replaces a model's blocks": (AUTOEP,),
-        "Name KFACAdamW in the DeepSpeed config": (
-            "deepspeed/test_autoep.py"
-            "::test_an_optimizer_made_before_the_layers_were_replaced_is_refused",
-        ),
+        "AutoEP replaces a model's blocks": (MODEL_PARALLEL,),
+        "Name KFACAdamW in the DeepSpeed config": (MADE_BEFORE,),
         "The experts of a rank share one A": (
-            "deepspeed/test_autoep.py::test_an_A_that_experts_share_continues_at_another_ep_size",
+            "deepspeed/test_model_parallel.py"
+            "::test_an_A_that_experts_share_continues_at_another_ep_size",
         ),
         "The experts run as `torch._grouped_mm`": (
-            "deepspeed/test_autoep.py::test_grouped_experts_that_share_A_step_as_experts_in_a_loop",
+            "deepspeed/test_model_parallel.py"
+            "::test_grouped_experts_that_share_A_step_as_experts_in_a_loop",
         ),
         "DeepSpeed 0.19.8 with transformers 5.23": ("NOT OURS",),
         "`check` and `estimate` do not know AutoEP": (
@@ -264,39 +262,22 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "Names in checkpoints": {
-        "A checkpoint holds every layer of the job once": (
-            TIED,
-            "deepspeed/test_experts.py::test_a_checkpoint_holds_the_experts_of_every_rank",
-            "deepspeed/test_tensor_parallel.py"
-            "::test_a_checkpoint_holds_every_shard_and_every_copy_once",
-        ),
+        "A checkpoint holds every layer of the job once": (SAVED_ONCE,),
         "K-FAC's state therefore loads with other stages and at another `ep_size`": (
             "deepspeed/test_pipeline.py"
             "::test_another_number_of_stages_takes_weights_or_kfacs_state_alone",
-            "deepspeed/test_experts.py::test_a_checkpoint_holds_the_experts_of_every_rank",
+            SAVED_ONCE,
         ),
-        "With another number of shards these layers start empty": (
-            "deepspeed/test_tensor_parallel.py"
-            "::test_a_checkpoint_holds_every_shard_and_every_copy_once",
-        ),
+        "With another number of shards these layers start empty": (SAVED_ONCE,),
     },
     "Refused combinations": {
-        "`mesh_param`; tensor with sequence parallelism": (REFUSED, COMBINATIONS, PIPELINE_REFUSED),
-        '"reduce" weight sharing with Ulysses or experts': (
-            "deepspeed/test_sequence_parallel.py"
-            "::test_reduced_rows_are_refused_where_a_sequence_is_cut",
-            "deepspeed/test_experts.py::test_what_experts_cannot_do_is_refused",
-            PIPELINE_REFUSED,
-        ),
-        "KFACAdamW with AutoTP": (
-            "deepspeed/test_tensor_parallel.py::test_what_shards_cannot_do_is_refused",
-            PIPELINE_REFUSED,
-        ),
+        "`mesh_param`; tensor with sequence parallelism": (REFUSED, COMBINATIONS, PARALLEL_REFUSED),
+        '"reduce" weight sharing with Ulysses or experts': (PARALLEL_REFUSED,),
+        "KFACAdamW with AutoTP": (PARALLEL_REFUSED,),
         "deepspeed.moe's experts at stage 3": (REFUSED, COMBINATIONS),
         "AutoEP with AutoTP": (
             AUTOEP_REFUSED,
-            "deepspeed/test_autoep.py"
-            "::test_an_optimizer_made_before_the_layers_were_replaced_is_refused",
+            MADE_BEFORE,
         ),
     },
 }
