@@ -99,8 +99,6 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "checkpoints": (
             "deepspeed/test_checkpoint.py::test_resuming_gives_the_losses_of_not_stopping",
             "deepspeed/test_checkpoint.py::test_state_loads_at_any_world_size_and_stage",
-            "deepspeed/test_universal.py"
-            "::test_a_universal_checkpoint_resumes_at_another_world_size",
             "deepspeed/test_moving.py"
             "::test_weights_step_schedule_and_adamws_moments_move_to_the_other_optimizer",
         ),
