@@ -39,7 +39,6 @@ SAVED_ONCE = "deepspeed/test_model_parallel.py::test_a_checkpoint_holds_every_la
 SHARD_SIZE = (
     "deepspeed/test_tensor_parallel.py::test_a_shard_takes_steps_of_the_size_of_a_whole_layers"
 )
-AUTOEP_REFUSED = "deepspeed/test_model_parallel.py::test_what_autoep_cannot_do_is_refused"
 MADE_BEFORE = (
     "deepspeed/test_model_parallel.py"
     "::test_an_optimizer_made_before_the_layers_were_replaced_is_refused"
@@ -274,7 +273,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "KFACAdamW with AutoTP": (PARALLEL_REFUSED,),
         "deepspeed.moe's experts at stage 3": (REFUSED, COMBINATIONS),
         "AutoEP with AutoTP": (
-            AUTOEP_REFUSED,
+            COMBINATIONS,
             MADE_BEFORE,
         ),
     },

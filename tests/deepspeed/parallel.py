@@ -31,6 +31,32 @@ EVERYTHING = {
 """What no oracle follows: ranks must still agree, and none wait for another."""
 
 EVERY_TYPE = {"layers": {"types": ["Linear", "LayerNorm"]}}
+FP32_WIRE = {"communication": {"dtype": "fp32"}}
+SCALED = {
+    "burn_in": {"steps": 0},
+    "eigenbasis": {"refresh_interval": 2},
+    "plan": STAGGERED,
+    **FP32_WIRE,
+}
+"""Refreshes at several steps, everything in fp32 on the wire, inputs shared."""
+INVERSE = {
+    "preconditioner": {"method": "inverse", "kl_clip": 1e-4},
+    "damping": {"kind": "relative", "value": 0.3},
+}
+COMM_OPT = {"assignment": {"gradient_worker_fraction": 1.0}, "offload": {"device": "cpu"}}
+
+
+def clip(value: float) -> dict:
+    """Small enough that kl-clip acts on this model."""
+    return {"preconditioner": {"kl_clip": value}}
+
+
+SOME = {**EVERY_TYPE, **clip(5e-5)}
+
+
+def adam(name: str, stage: int, **options) -> Mode:
+    return Mode(f"{name}-adam-z{stage}", stage, adam=True, **options)
+
 
 Refreshes = list[set[tuple[str, str]]]
 """Per step, (layer, "A" or "G")."""

@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -303,6 +304,14 @@ class Load:
         return f"{self.saved}-{self.ranks}" + "-sgd" * self.sgd
 
 
+UNIVERSAL = [
+    Load("z2", 2, "z2", 1),
+    Load("adam-z2", 2, "adam-z1", 1),
+    Load("adam-z1", 2, "adam-z2", 1),
+    Load("adam-z1-bf16-accum32", 2, "adam-z1-bf16-accum32", 1),
+    Load("adam-z3", 2, "adam-z3", 1),
+]
+"""AdamW steps the norm's parameters, whose moments are DeepSpeed's to convert."""
 LOADS = [
     Load("z2", 2, "z2", 1, "engine"),
     Load("z3", 2, "z2", 1, "state"),
@@ -312,19 +321,14 @@ LOADS = [
     Load("adam-z0", 1, "adam-z2", 2, "state"),
     Load("z2", 2, "z1", 4, "engine"),
     Load("z3", 2, "z3", 4, "state"),
-    # AdamW steps the norm's parameters, whose moments are DeepSpeed's to convert
-    Load("z2", 2, "z2", 1),
-    Load("adam-z2", 2, "adam-z1", 1),
-    Load("adam-z1", 2, "adam-z2", 1),
-    Load("adam-z1-bf16-accum32", 2, "adam-z1-bf16-accum32", 1),
-    Load("adam-z3", 2, "adam-z3", 1),
+    *UNIVERSAL,
 ]
 
 
-def save_states(ranks, folder) -> None:
+def save_states(folder, loads) -> None:
     """Save after four steps. A file beside the tag has the state of all ranks, the weights, and
     those after a step more."""
-    for case in {case.folder: case for case in LOADS if case.ranks == ranks}.values():
+    for case in {case.folder: case for case in loads}.values():
         engine = rows_engine(case.saved, sgd=case.sgd)
         train_rows(engine, 4)
         engine.save_checkpoint(f"{folder}/{case.folder}", tag="tag")
@@ -335,9 +339,9 @@ def save_states(ranks, folder) -> None:
         engine.destroy()
 
 
-def load_states(world, folder) -> None:
+def load_states(folder, loads) -> None:
     """Into another stage or world size, and a step."""
-    for case in (case for case in LOADS if case.world == world):
+    for case in loads:
         place = f"{folder}/{case.folder}"
         was, model = torch.load(f"{place}/found"), make_net(seed=99)
         if case.way == "state":
@@ -388,16 +392,22 @@ def moments_of_layers(engine) -> list[torch.Tensor]:
     return [x for state in states for x in state.values() if isinstance(x, torch.Tensor)]
 
 
+def save_and_load(folder: Path, loads: list[Load]) -> None:
+    for ranks in sorted({case.ranks for case in loads}):
+        saved = [case for case in loads if case.ranks == ranks]
+        call_on_ranks(ranks, save_states, str(folder), saved)
+    universal = {case.folder for case in loads if case.way == "universal"}
+    converted([folder / name / "tag" for name in universal])
+    for world in sorted({case.world for case in loads}):
+        loaded = [case for case in loads if case.world == world]
+        call_on_ranks(world, load_states, str(folder), loaded)
+
+
 @pytest.mark.distributed
 def test_state_loads_at_any_world_size_and_stage(tmp_path):
     """ds_to_universal does not copy the kfac folder; it is found next to the converted tag. Before,
     it stopped at KFACAdamW's groups, which keep no optimizer state (KeyError: exp_avg)."""
-    for ranks in (1, 2):
-        call_on_ranks(ranks, save_states, ranks, str(tmp_path))
-    universal = {case.folder for case in LOADS if case.way == "universal"}
-    converted([tmp_path / folder / "tag" for folder in universal])
-    for world in (1, 2, 4):
-        call_on_ranks(world, load_states, world, str(tmp_path))
+    save_and_load(tmp_path, LOADS)
 
 
 # what is missing

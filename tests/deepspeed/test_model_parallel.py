@@ -3,7 +3,7 @@ every layer of the job once; its ranks agree with everything on; and what it can
 """
 
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -17,23 +17,29 @@ from torch import Tensor, nn
 import ds_kfac
 from ds_kfac.assignment import assign
 from ds_kfac.zero.faults import faults
-from tests.choices import STAGGERED
 from tests.close import exact
 from tests.covering import some
 from tests.deepspeed.expert_runs import Experts, train
 from tests.deepspeed.modes import CLIPPED, FP32_ACCUM, KFAC, STEPS, Mode
 from tests.deepspeed.parallel import (
+    COMM_OPT,
     EVERY_TYPE,
     EVERYTHING,
+    FP32_WIRE,
+    INVERSE,
+    SCALED,
+    SOME,
     Parallelism,
+    adam,
     assert_ranks_agree,
     assert_trained_alike,
+    clip,
     shared_folder,
     whole_state,
 )
 from tests.deepspeed.runs import build
 from tests.deepspeed.said import error_of
-from tests.deepspeed.test_pipeline import Stages, make_fork, tied_layers
+from tests.deepspeed.test_pipeline import PIPELINES, Stages, make_fork, tied_layers
 from tests.deepspeed.test_tensor_parallel import Shards
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch, make_net
 from tests.ranks import of_ranks
@@ -138,19 +144,6 @@ class Sequence(Parallelism):
 
 # what it is combined with
 
-FP32_WIRE = {"communication": {"dtype": "fp32"}}
-SCALED = {
-    "burn_in": {"steps": 0},
-    "eigenbasis": {"refresh_interval": 2},
-    "plan": STAGGERED,
-    **FP32_WIRE,
-}
-"""Refreshes at several steps, everything in fp32 on the wire, inputs shared."""
-INVERSE = {
-    "preconditioner": {"method": "inverse", "kl_clip": 1e-4},
-    "damping": {"kind": "relative", "value": 0.3},
-}
-COMM_OPT = {"assignment": {"gradient_worker_fraction": 1.0}, "offload": {"device": "cpu"}}
 BUDGET = {**COMM_OPT, "assignment": {**COMM_OPT["assignment"], "memory_budget_gb": 1.0}}
 SAMPLED = {"factor": {**KFAC["factor"], "fisher": "monte_carlo"}}
 ONE_ROW = {"factor": {**KFAC["factor"], "rows": 1}}
@@ -158,22 +151,13 @@ ONE_ROW = {"factor": {**KFAC["factor"], "rows": 1}}
 REDUCED = {"factor": {**KFAC["factor"], "weight_sharing": "reduce"}}
 
 
-def clip(value: float) -> dict:
-    """Small enough that kl-clip acts on this model."""
-    return {"preconditioner": {"kl_clip": value}}
-
-
-SOME, TYPES = {**EVERY_TYPE, **clip(5e-5)}, {**EVERY_TYPE, **clip(9e-5)}
+TYPES = {**EVERY_TYPE, **clip(9e-5)}
 FEW = clip(1e-5)
 
 
 def moe(stage: int, words: str = "", **options) -> Mode:
     # at stage 0 DeepSpeed clips by an average of the ranks' norms
     return Mode(f"moe-z{stage}{words}", stage, **{"clip": 0.0, "kfac": FEW, **options})
-
-
-def adam(name: str, stage: int, **options) -> Mode:
-    return Mode(f"{name}-adam-z{stage}", stage, adam=True, **options)
 
 
 MOE, AUTO = Experts(), Experts(auto=True)
@@ -190,18 +174,7 @@ ON_TWO_OR_FOUR = [
         (Sequence(), Mode("sp-z2-scaled", 2, kfac=SCALED)),
         (Sequence(), Mode("sp-z0-comm_opt", 0, kfac={**EVERY_TYPE, **COMM_OPT})),
     ],
-    [
-        # at stage 0 DeepSpeed clips by the norm of the first stage alone
-        (Stages(accumulation=4), Mode("pipe-z0", 0, clip=0.0, kfac=EVERY_TYPE)),
-        (Stages(accumulation=4), Mode("pipe-z1", 1, kfac=SOME)),
-        (Stages(), Mode("pipe-z1", 1, kfac=SOME)),
-        (Stages(accumulation=3), Mode("pipe-bf16", 1, "bf16", extra=FP32_ACCUM, clip=0.0)),
-        (Stages(accumulation=3), Mode("pipe-z1-scaled", 1, kfac=SCALED)),
-        (Stages(), Mode("pipe-z0-comm_opt", 0, clip=0.0, kfac=COMM_OPT)),
-        (Stages(accumulation=4), Mode("pipe-z1-inverse", 1, kfac={**EVERY_TYPE, **INVERSE})),
-        (Stages(accumulation=4), adam("pipe", 1, kfac=EVERY_TYPE)),
-        (Stages(accumulation=4), adam("pipe", 0, clip=0.0)),
-    ],
+    PIPELINES,
     [
         *((Experts(ep_size=size), moe(stage)) for stage in (0, 1, 2) for size in (1, 2)),
         (Experts(starved=True), moe(1)),
@@ -377,28 +350,6 @@ REFUSED = [
 @pytest.mark.parametrize(("words", "kind", "mode"), REFUSED)
 def test_what_model_parallelism_cannot_do_is_refused_on_every_rank(words, kind, mode):
     assert words in error_of(lambda: kind.make(mode))
-
-
-AUTOEP_REFUSED = {
-    "disable_triton_grouped_mm to true": ({}, {"use_triton_grouped_mm": True}),
-    'gate_up_impl to "separate"': ({"gate_up_impl": "fused"}, {}),
-    'comm_backend to "comm"': ({}, {"comm_backend": "deepep"}),
-    "autotp_size to 1": ({}, {"autotp_size": partial(int, 2)}),
-}
-"""Remedy -> options of AutoEP, and attributes of the engine, its mixture, or the stacks in that,
-which cannot be had on a CPU or are DeepSpeed's to refuse."""
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("words", AUTOEP_REFUSED)
-def test_what_autoep_cannot_do_is_refused(words):
-    options, attributes = AUTOEP_REFUSED[words]
-    engine = AUTO.make(Mode("autoep", 1, kfac={"enabled": False}), **options)
-    mixture = engine.module.mlp
-    for key, value in attributes.items():
-        owner = next(one for one in (mixture, mixture.experts, engine) if hasattr(one, key))
-        setattr(owner, key, value)
-    assert words in error_of(lambda: ds_kfac.attach(engine, {}))
 
 
 @pytest.mark.ranks(2)

@@ -12,10 +12,15 @@ from torch import Tensor, nn
 
 import ds_kfac
 from tests.close import exact, near
-from tests.deepspeed.modes import MICRO_ROWS, STEPS, Mode
+from tests.deepspeed.modes import FP32_ACCUM, MICRO_ROWS, STEPS, Mode
 from tests.deepspeed.parallel import (
+    COMM_OPT,
     EVERY_TYPE,
+    INVERSE,
+    SCALED,
+    SOME,
     Parallelism,
+    adam,
     shared_folder,
     whole_batch,
     whole_state,
@@ -126,6 +131,18 @@ class Stages(Parallelism):
 
 
 STAGES = Stages()
+PIPELINES = [
+    # at stage 0 DeepSpeed clips by the norm of the first stage alone
+    (Stages(accumulation=4), Mode("pipe-z0", 0, clip=0.0, kfac=EVERY_TYPE)),
+    (Stages(accumulation=4), Mode("pipe-z1", 1, kfac=SOME)),
+    (Stages(), Mode("pipe-z1", 1, kfac=SOME)),
+    (Stages(accumulation=3), Mode("pipe-bf16", 1, "bf16", extra=FP32_ACCUM, clip=0.0)),
+    (Stages(accumulation=3), Mode("pipe-z1-scaled", 1, kfac=SCALED)),
+    (Stages(), Mode("pipe-z0-comm_opt", 0, clip=0.0, kfac=COMM_OPT)),
+    (Stages(accumulation=4), Mode("pipe-z1-inverse", 1, kfac={**EVERY_TYPE, **INVERSE})),
+    (Stages(accumulation=4), adam("pipe", 1, kfac=EVERY_TYPE)),
+    (Stages(accumulation=4), adam("pipe", 0, clip=0.0)),
+]
 
 
 @pytest.mark.ranks(2)
