@@ -1,5 +1,5 @@
-"""Batch sums in messages of 32 and 16 bits: what travels in which, and what arrives; and what is said
-of a collective that failed. Ranks are threads here."""
+"""Batch sums in messages of 32 and 16 bits: what travels in which, and what arrives; and what is
+said of a collective that failed. Ranks are threads here."""
 
 from collections import Counter
 from types import SimpleNamespace

@@ -21,6 +21,7 @@ from ds_kfac.curvature import eigen
 from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions import step_tensors
 from ds_kfac.directions.table import DIRECTIONS
+from ds_kfac.model import blocks
 from ds_kfac.update.groups import evenly_spaced
 from ds_kfac.zero import exchange
 from tests.choices import HALF
@@ -31,6 +32,7 @@ from tests.deepspeed.toys import ToyRule, ToySGD
 from tests.models import (
     CLASSES,
     FEATURES,
+    VOCABULARY,
     Net,
     TokenNet,
     TwinNet,
@@ -408,6 +410,15 @@ def shares_inputs(engine) -> None:
     assert groups == (("q", "k"), ("gate", "up")), groups
 
 
+def cuts_its_head(engine) -> None:
+    """The only layer that keeps Adam's direction, into rows, of which every rank steps some."""
+    kfac = engine.kfac.preconditioner
+    parts = [layer.name for layer in kfac.layers if "head" in layer.name]
+    assert parts == [f"lm_head.{index}" for index in range(VOCABULARY)]
+    workers = {rank for part in parts for rank in kfac.plan.assignment.workers[part]}
+    assert workers == set(range(dist.get_world_size()))
+
+
 def says_that_there_is_no_tf32(engine) -> None:
     assert "tf32 (fp32; WARNING: no TF32 on this cpu" in engine.kfac.report
 
@@ -510,6 +521,14 @@ CASES: dict[str, Feature] = {
     "adam-activations_only": Feature(NO_G, changes=ADAM),
     "adam-maps": Feature(model=FusedNet, changes=FUSED),
     "batched-adam-maps": Feature(BATCHED, FusedNet, FUSED, check=batched),
+    # without G its rows are stepped one by one
+    "adam-head_in_parts": Feature(
+        NO_G,
+        changes={"adam": True, "orthogonal": True},
+        modes=("z0", "z1", "z2-round_robin", "z3", "z3-offload"),
+        around=partial(patch.multiple, blocks, LARGEST=60, PART=7),
+        check=cuts_its_head,
+    ),
     "tiled_loss": tiled_loss(),
     "tiled_loss-adam": tiled_loss(**ADAM),
     "in_place": Feature(

@@ -185,7 +185,6 @@ ON_TWO_OR_FOUR = [
     ],
     [
         *((MEGATRON, Mode(f"tp-z{stage}", stage, kfac=TYPES)) for stage in (0, 1, 2)),
-        (MEGATRON, Mode("tp-z1-inverse", 1, kfac=INVERSE)),
         (MEGATRON, Mode("tp-z1-scaled", 1, kfac={**SCALED, **clip(1e-4)})),
         (MEGATRON, Mode("tp-z0-comm_opt", 0, kfac={**TYPES, **COMM_OPT})),
         (MEGATRON, adam("tp", 1, clip=0.0)),

@@ -15,7 +15,6 @@ from tests.deepspeed.modes import CLIPPED, MICRO_ROWS, STEPS, Mode
 from tests.deepspeed.parallel import Parallelism, whole_batch
 from tests.deepspeed.runs import build
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch, make_net
-from tests.oracle import ReferenceKFAC
 
 TOKENS = 12  # more rows than any side is wide: else Adam's eigenbasis is not unique
 PARTS = {"up": (None, 8), "gate": (None, 8), "down": (8, None), "gathered": (None, 5)}
@@ -92,25 +91,16 @@ class Grid:
         return dist.get_world_size(self.data)
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        gradient = gradient.clone()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
+def summed(x: Tensor, group) -> Tensor:
+    x = x.clone()
+    dist.all_reduce(x, group=group)
+    return x
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
+        return summed(x, group)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -136,7 +126,9 @@ class ColumnParallelLinear(_Parallel):
         self.gather_output, self.output_size_per_partition = False, len(self.weight)
 
     def forward(self, x: Tensor):
-        return nn.functional.linear(_Copy.apply(x, self.group), self.weight, self.bias), None
+        x = x.view_as(x)
+        x.register_hook(lambda gradient: summed(gradient, self.group))
+        return nn.functional.linear(x, self.weight, self.bias), None
 
 
 class RowParallelLinear(_Parallel):
@@ -195,9 +187,7 @@ class Shards(Parallelism):
         return rows[module] if module in self.parts else None
 
     def options(self, mode: Mode) -> dict:
-        inverse = mode.kfac.get("preconditioner", {}).get("method") == "inverse"
-        kind = {"kind": BlockwiseInverse} if inverse else {}
-        return {"parts": self.parts, **kind}
+        return {"parts": self.parts}
 
     def named(self, name: str) -> str:
         """With the number of this rank's shard."""
@@ -233,37 +223,6 @@ class Shards(Parallelism):
             if len(shape) > 1:
                 outputs, inputs = layer.whole_shape
                 assert outputs == shape[0] and 0 <= inputs - shape[1] <= 1, layer.name
-
-
-class BlockwiseInverse(ReferenceKFAC):
-    """Method "inverse" with damping "relative": a piece of a side that is cut over ranks is damped
-    by its own mean."""
-
-    def step(self, lr: float) -> None:
-        assert self.method == "inverse" and self.damping_kind == "relative"
-        self.update()
-        results, quadratic = {}, 0.0
-        for name, layer in self.layers.items():
-            dW = layer.matrix()
-            at_refresh = [Q @ torch.diag(e) @ Q.T for e, Q in layer.bases]
-            A, G = (
-                inverses(C, block, layer.damping)
-                for C, block in zip(at_refresh, layer.blocks, strict=True)
-            )
-            results[name] = V = G @ dW @ A
-            quadratic += float((V * dW).sum()) * lr**2
-        self.nu = min(1.0, (self.kl_clip / quadratic) ** 0.5) if self.kl_clip else 1.0
-        for name, layer in self.layers.items():
-            layer.write(self.nu * results[name])
-
-
-def inverses(C: Tensor, block: int, damping: float) -> Tensor:
-    """Of every block, damped by sqrt(damping) times its own mean."""
-    parts = [C[i : i + block, i : i + block] for i in range(0, len(C), block)]
-    damped = [
-        part + damping**0.5 * part.trace() / len(part) * torch.eye(len(part)) for part in parts
-    ]
-    return torch.block_diag(*map(torch.linalg.inv, damped))
 
 
 @pytest.mark.ranks(2)
