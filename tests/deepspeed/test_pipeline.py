@@ -190,28 +190,20 @@ def test_a_batch_ramp_changes_the_micro_batches_of_a_pipeline():
 WORDS, WIDTH = 13, 8
 
 
+def words_layers() -> list[nn.Module]:
+    """A language model whose head has no name. The first stage's last layer has the shape of an
+    embedding, too."""
+    torch.manual_seed(0)
+    inner = nn.Linear(WIDTH, WORDS), nn.Linear(WORDS, WIDTH), nn.Tanh()
+    return [nn.Embedding(WORDS, WIDTH), *inner, nn.Linear(WIDTH, WORDS)]
+
+
 @pytest.mark.ranks(2)
 def test_a_head_is_found_by_its_shape_though_the_embedding_is_in_another_stage():
-    """Of a language model whose head has no name. The first stage's last layer has the shape of an
-    embedding, too."""
-    config = {
-        "train_micro_batch_size_per_gpu": MICRO_ROWS,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "KFACAdamW", "params": {"lr": 1e-3}},
-        "kfac": {"factor": {"rows": "all"}, "report": "none"},
-    }
-
-    def words() -> nn.Sequential:
-        torch.manual_seed(0)
-        inner = (nn.Linear(WIDTH, WORDS), nn.Linear(WORDS, WIDTH), nn.Tanh())
-        return nn.Sequential(nn.Embedding(WORDS, WIDTH), *inner, nn.Linear(WIDTH, WORDS))
-
     options = {"num_stages": 2, "loss_fn": cross_entropy, "partition_method": "uniform"}
-    finals = []
-    for model in (words(), PipelineModule(list(words()), **options)):
-        engine, *_ = ds_kfac.initialize(
-            model=model, model_parameters=model.parameters(), config=config
-        )
+    mode, finals = Mode("pipe-words", 0, adam=True, orthogonal=True, clip=0.0), []
+    for model in (nn.Sequential(*words_layers()), PipelineModule(words_layers(), **options)):
+        engine = build(mode, model=model)
         for step in range(STEPS):
             generator = torch.Generator().manual_seed(step)
             tokens = torch.randint(0, WORDS, (MICRO_ROWS, 5), generator=generator)
@@ -220,7 +212,7 @@ def test_a_head_is_found_by_its_shape_though_the_embedding_is_in_another_stage()
             else:
                 engine.backward(cross_entropy(engine(tokens), tokens.roll(1, 1)))
                 engine.step()
-        finals.append({n: p.detach().clone() for n, p in engine.module.named_parameters()})
+        finals.append(STAGES.weights(engine))
     whole, stage = finals
     assert set().union(*of_ranks(list(stage))) == whole.keys()
     for name, weight in stage.items():
