@@ -251,14 +251,11 @@ TOGETHER = [
 ]
 
 
-def owners_of_copies(kfac) -> dict[str, dict]:
+def owners_of_copies(kfac) -> list[tuple[str, object]]:
     """Who steps, and who decomposes, the layers that every tensor-parallel rank has."""
-    roles = kfac.plan.assignment
-    copied = {layer.name for layer in kfac.layers if layer.copies > 1}
-    return {
-        "workers": {name: roles.workers[name] for name in copied},
-        "eigen_workers": {k: v for k, v in roles.eigen_workers.items() if k[:-2] in copied},
-    }
+    roles, copied = kfac.plan.assignment, {layer.name for layer in kfac.layers if layer.copies > 1}
+    owners = [*roles.workers.items(), *roles.eigen_workers.items()]
+    return [(name, ranks) for name, ranks in owners if name.split("/")[0] in copied]
 
 
 @pytest.mark.ranks(4)

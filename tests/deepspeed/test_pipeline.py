@@ -194,8 +194,9 @@ def words_layers() -> list[nn.Module]:
     """A language model whose head has no name. The first stage's last layer has the shape of an
     embedding, too."""
     torch.manual_seed(0)
-    inner = nn.Linear(WIDTH, WORDS), nn.Linear(WORDS, WIDTH), nn.Tanh()
-    return [nn.Embedding(WORDS, WIDTH), *inner, nn.Linear(WIDTH, WORDS)]
+    narrow = nn.Sequential(nn.Linear(WORDS, WIDTH), nn.Tanh())
+    first = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+    return [*first, narrow, nn.Linear(WIDTH, WORDS)]
 
 
 @pytest.mark.ranks(2)

@@ -2,6 +2,8 @@
 that are cut are block-diagonal."""
 
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 
 import deepspeed
 import pytest
@@ -60,35 +62,20 @@ def _first(output):
     return output[0] if isinstance(output, tuple) else output
 
 
-class Grid:
-    """A Megatron mpu's groups: ranks (0, 1), (2, 3) hold shards of one model. ``first``: the first
-    one's part of it."""
+def same(group):
+    return group
 
-    def __init__(self, first: float = 0.5) -> None:
-        self.first = first
-        ranks = torch.arange(dist.get_world_size()).view(-1, 2)
-        self.model, self.data = (
-            next(g for r, g in [(r, dist.new_group(r)) for r in rows] if dist.get_rank() in r)
-            for rows in (ranks.tolist(), ranks.T.tolist())
-        )
 
-    def get_model_parallel_group(self):
-        return self.model
-
-    def get_data_parallel_group(self):
-        return self.data
-
-    def get_model_parallel_rank(self) -> int:
-        return dist.get_rank(self.model)
-
-    def get_model_parallel_world_size(self) -> int:
-        return dist.get_world_size(self.model)
-
-    def get_data_parallel_rank(self) -> int:
-        return dist.get_rank(self.data)
-
-    def get_data_parallel_world_size(self) -> int:
-        return dist.get_world_size(self.data)
+def make_grid() -> SimpleNamespace:
+    """A Megatron mpu's groups: ranks (0, 1), (2, 3) hold shards of one model."""
+    grid, pairs = SimpleNamespace(), torch.arange(dist.get_world_size()).view(-1, 2)
+    for name, rows in (("model", pairs.tolist()), ("data", pairs.T.tolist())):
+        groups = [(ranks, dist.new_group(ranks)) for ranks in rows]
+        group = next(group for ranks, group in groups if dist.get_rank() in ranks)
+        setattr(grid, f"get_{name}_parallel_group", partial(same, group))
+        setattr(grid, f"get_{name}_parallel_rank", partial(dist.get_rank, group))
+        setattr(grid, f"get_{name}_parallel_world_size", partial(dist.get_world_size, group))
+    return grid
 
 
 def summed(x: Tensor, group) -> Tensor:
@@ -108,10 +95,12 @@ class _Sum(torch.autograd.Function):
 
 
 class _Parallel(nn.Module):
-    def __init__(self, whole: nn.Linear, mpu: Grid, dim: int) -> None:
+    """``first``: the first rank's part of the layer."""
+
+    def __init__(self, whole: nn.Linear, grid: SimpleNamespace, first: float, dim: int) -> None:
         super().__init__()
-        self.group, index = mpu.get_model_parallel_group(), mpu.get_model_parallel_rank()
-        first = int(mpu.first * whole.weight.shape[dim])
+        self.group, index = grid.get_model_parallel_group(), grid.get_model_parallel_rank()
+        first = int(first * whole.weight.shape[dim])
         sizes = first, whole.weight.shape[dim] - first
         self.weight = nn.Parameter(whole.weight.detach().split(sizes, dim)[index].clone())
         self.weight.tensor_model_parallel = True
@@ -121,8 +110,8 @@ class _Parallel(nn.Module):
 
 
 class ColumnParallelLinear(_Parallel):
-    def __init__(self, whole: nn.Linear, mpu: Grid) -> None:
-        super().__init__(whole, mpu, 0)
+    def __init__(self, *given) -> None:
+        super().__init__(*given, 0)
         self.gather_output, self.output_size_per_partition = False, len(self.weight)
 
     def forward(self, x: Tensor):
@@ -132,8 +121,8 @@ class ColumnParallelLinear(_Parallel):
 
 
 class RowParallelLinear(_Parallel):
-    def __init__(self, whole: nn.Linear, mpu: Grid) -> None:
-        super().__init__(whole, mpu, 1)
+    def __init__(self, *given) -> None:
+        super().__init__(*given, 1)
         self.input_is_parallel, self.input_size_per_partition = True, self.weight.shape[1]
 
     def forward(self, x: Tensor):
@@ -158,9 +147,10 @@ class Shards(Parallelism):
         model = make_net(ShardedNet)
         if self.by == "autotp":
             return build(mode, model=model, tensor_parallel=AUTOTP)
-        grid = Grid(self.first)
-        model.up, model.gate = (ColumnParallelLinear(x, grid) for x in (model.up, model.gate))
-        model.down = RowParallelLinear(model.down, grid)
+        grid = make_grid()
+        for name in ("up", "gate", "down"):
+            kind = RowParallelLinear if name == "down" else ColumnParallelLinear
+            setattr(model, name, kind(getattr(model, name), grid, self.first))
         return build(mode, model=model, given={"mpu": grid})
 
     def train(self, engine, steps: int = STEPS, first: int = 0) -> None:
