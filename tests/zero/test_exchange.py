@@ -19,6 +19,7 @@ from ds_kfac.zero.shards import (
     partition_flat,
     plan_gather,
     plan_scatter,
+    worker_that_sends_to,
 )
 from tests.close import exact
 from tests.models import linear_layer
@@ -63,6 +64,13 @@ def test_every_element_goes_to_its_owner_once_and_back_to_every_shard(make, worl
     assert reached == {
         (s.param, s.start, s.numel, s.rank) for s in shards.shards if [s.rank] != owner[s.param]
     }
+
+
+@pytest.mark.parametrize(("world", "workers"), [(1, (0,)), (4, (1, 3)), (12, (2, 5, 8, 11))])
+def test_several_workers_serve_consecutive_ranks_each(world, workers):
+    """The KAISA grid: every rank gets each layer from the one worker in its row."""
+    served = [worker_that_sends_to(workers, rank, world) for rank in range(world)]
+    assert served == [worker for worker in workers for _ in range(world // len(workers))]
 
 
 @pytest.mark.parametrize(
