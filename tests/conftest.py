@@ -60,7 +60,7 @@ LONGEST = (
     "deepspeed/test_features.py",
     "deepspeed/test_memory.py",
     "integrations/test_startup.py",
-    "deepspeed/test_autoep.py",
+    "deepspeed/test_model_parallel.py",
     "deepspeed/test_seam.py",
     "benchmarks/test_gpu_script.py",
     "test_processors.py",

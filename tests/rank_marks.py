@@ -5,7 +5,8 @@ The number may be a parameter ``world`` of the test instead. Options of ``run_ra
 A test's arguments are parameters, or fixtures whose values can be pickled. Tests of one function
 that run on the same number of ranks and have no fixtures share a spawn: the selected ones run the
 first time that one of them is asked for. If that spawn dies, each runs by itself, so that only
-those that fail say so. Tests with different values of a parameter ``dtype`` share none.
+those that fail say so. Tests share none if their parameters ``dtype`` have different values, or
+their parameters ``kind`` different classes.
 
 ``tests/conftest.py`` imports these hooks.
 """
@@ -68,7 +69,9 @@ def spawn_of(item) -> tuple | None:
     mark = item.get_closest_marker("ranks")
     if mark is None or inspect.signature(item.function).parameters.keys() - parameters(item):
         return None
-    return world_of(item), item.path, item.originalname, parameters(item).get("dtype")
+    values = parameters(item)
+    apart = values.get("dtype"), type(values.get("kind"))
+    return world_of(item), item.path, item.originalname, apart
 
 
 def run(items: list) -> None:

@@ -47,15 +47,11 @@ preconditioning ->
 Fisher -> test_every_feature_matches_reference test_what_cannot_be_sampled_is_said
 padding -> test_every_feature_matches_reference
 batches that grow ->
-    test_it_trains_like_batches_fed_whole
-    test_a_batch_ramp_changes_the_micro_batches_of_a_pipeline
+    test_it_trains_like_batches_fed_whole test_a_batch_ramp_changes_the_micro_batches_of_a_pipeline
 checkpoints ->
     test_resuming_gives_the_losses_of_not_stopping test_state_loads_at_any_world_size_and_stage
-    test_a_universal_checkpoint_resumes_at_another_world_size
     test_weights_step_schedule_and_adamws_moments_move_to_the_other_optimizer
-model parallelism ->
-    test_sequence_parallelism_matches_one_process test_pipelines_match_one_process
-    test_shards_match_one_process test_experts_match_one_process
+model parallelism -> test_model_parallelism_matches_one_process
 ## Layers
 `nn.Linear`, transformers' `Conv1D` ->
     test_engine_mode_matches_reference test_linear_and_conv1d_are_found_with_their_shapes
@@ -124,32 +120,31 @@ one step in ten -> GPU
 mean at the default intervals | 102 -> GPU
 reserved memory -> GPU
 ## Model parallelism
-Ulysses, by an `mpu` -> test_sequence_parallelism_matches_one_process
-`PipelineModule` -> test_pipelines_match_one_process
-AutoTP -> test_shards_match_one_process
-Megatron's `ColumnParallelLinear` -> test_shards_match_one_process
-`deepspeed.moe.layer.MoE` -> test_experts_match_one_process
-AutoEP -> test_experts_match_one_process
+Ulysses, by an `mpu` -> test_model_parallelism_matches_one_process
+`PipelineModule` -> test_model_parallelism_matches_one_process
+AutoTP -> test_model_parallelism_matches_one_process
+Megatron's `ColumnParallelLinear` -> test_model_parallelism_matches_one_process
+`deepspeed.moe.layer.MoE` -> test_model_parallelism_matches_one_process
+AutoEP -> test_model_parallelism_matches_one_process
 ## Ulysses
-DeepSpeed sums gradients over a sequence's ranks -> test_sequence_parallelism_matches_one_process
+DeepSpeed sums gradients over a sequence's ranks -> test_model_parallelism_matches_one_process
 ## Pipelines
-In a step that updates factors, all outputs of a stage -> test_pipelines_match_one_process
+In a step that updates factors, all outputs of a stage -> test_model_parallelism_matches_one_process
 At stage 0 DeepSpeed clips by the norm -> NOT_OURS
-A stage's arguments have no names -> test_pipelines_match_one_process
-Each stage takes the [scale of G] -> test_pipelines_match_one_process
+A stage's arguments have no names -> test_model_parallelism_matches_one_process
+Each stage takes the [scale of G] -> test_model_parallelism_matches_one_process
 KFACAdamW looks for a [head by its shape] ->
     test_a_head_is_found_by_its_shape_though_the_embedding_is_in_another_stage
 ## Tensor parallelism
-A shard is a layer of its own -> test_shards_match_one_process
+A shard is a layer of its own -> test_model_parallelism_matches_one_process
 KFACAdamW orthogonalizes each shard by itself ->
     test_a_shard_takes_steps_of_the_size_of_a_whole_layers
-A row-parallel bias -> test_shards_match_one_process
-Layers that are not cut ->
-    test_copies_are_the_same_bits_where_shards_differ_in_size_and_results_travel_in_16_bits
+A row-parallel bias -> test_model_parallelism_matches_one_process
+Layers that are not cut -> test_with_everything_on_what_several_ranks_have_is_the_same_bits
 ## Experts
-A is the mean over the tokens -> test_experts_match_one_process
+A is the mean over the tokens -> test_model_parallelism_matches_one_process
 Places that only fill the capacity -> test_places_without_a_token_are_no_rows_of_a_stack_s_expert
-AutoEP replaces a model's blocks -> test_experts_match_one_process
+AutoEP replaces a model's blocks -> test_model_parallelism_matches_one_process
 Name KFACAdamW in the DeepSpeed config ->
     test_an_optimizer_made_before_the_layers_were_replaced_is_refused
 The experts of a rank share one A -> test_an_A_that_experts_share_continues_at_another_ep_size
@@ -160,27 +155,23 @@ DeepSpeed 0.19.8 with transformers 5.23 -> NOT_OURS
     test_a_mixture_of_experts_of_transformers_is_stepped_whole
 ## Names in checkpoints
 A checkpoint holds every layer of the job once ->
-    test_tied_layers_are_left_to_the_optimizer_and_checkpoints_hold_every_stage
-    test_a_checkpoint_holds_the_experts_of_every_rank
-    test_a_checkpoint_holds_every_shard_and_every_copy_once
+    test_a_checkpoint_holds_every_layer_of_the_job_once
 K-FAC's state therefore loads with other stages and at another `ep_size` ->
     test_another_number_of_stages_takes_weights_or_kfacs_state_alone
-    test_a_checkpoint_holds_the_experts_of_every_rank
+    test_a_checkpoint_holds_every_layer_of_the_job_once
 With another number of shards these layers start empty ->
-    test_a_checkpoint_holds_every_shard_and_every_copy_once
+    test_a_checkpoint_holds_every_layer_of_the_job_once
 ## Refused combinations
 `mesh_param`; tensor with sequence parallelism ->
     test_refusals_say_what_to_change test_a_combination_is_refused_with_a_remedy
-    test_what_pipelines_cannot_do_is_refused_on_every_rank
+    test_what_model_parallelism_cannot_do_is_refused_on_every_rank
 "reduce" weight sharing with Ulysses or experts ->
-    test_reduced_rows_are_refused_where_a_sequence_is_cut test_what_experts_cannot_do_is_refused
-    test_what_pipelines_cannot_do_is_refused_on_every_rank
-KFACAdamW with AutoTP ->
-    test_what_shards_cannot_do_is_refused test_what_pipelines_cannot_do_is_refused_on_every_rank
+    test_what_model_parallelism_cannot_do_is_refused_on_every_rank
+KFACAdamW with AutoTP -> test_what_model_parallelism_cannot_do_is_refused_on_every_rank
 deepspeed.moe's experts at stage 3 ->
     test_refusals_say_what_to_change test_a_combination_is_refused_with_a_remedy
 AutoEP with AutoTP ->
-    test_what_autoep_cannot_do_is_refused
+    test_a_combination_is_refused_with_a_remedy
     test_an_optimizer_made_before_the_layers_were_replaced_is_refused
 """
 """Promise -> names of tests, which may begin in the next line."""

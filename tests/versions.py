@@ -204,9 +204,10 @@ def equal(payload: tuple[list[str], str]) -> dict[str, str]:
 
 def piped(payload: tuple[list[str], str]) -> dict[str, str]:
     """As :func:`equal`, of this rank's stage of a pipeline."""
-    from tests.deepspeed.test_pipeline import CASES, assert_trained_alike
+    from tests.deepspeed.parallel import assert_trained_alike
+    from tests.deepspeed.test_pipeline import PIPELINES
 
-    cases, found = {mode.name: (mode, count) for mode, count in reversed(CASES)}, {}
+    cases, found = {mode.name: (stages, mode) for stages, mode in reversed(PIPELINES)}, {}
     for name in payload[0]:
         try:
             assert_trained_alike(*cases[name])
@@ -245,9 +246,9 @@ def losses_after(name: str, save: str, *, loads: bool) -> list[float]:
 
 def converted(place: str, modes: list[str]) -> dict[str, str]:
     """Saved on two ranks, made universal, loaded on one."""
-    from tests.deepspeed.test_universal import CASES, save_convert_and_resume
+    from tests.deepspeed.test_checkpoint import UNIVERSAL, save_and_load
 
-    save_convert_and_resume(Path(place), {mode: CASES[mode] for mode in modes})
+    save_and_load(Path(place), [case for case in UNIVERSAL if case.saved in modes])
     return dict.fromkeys(modes, "")
 
 

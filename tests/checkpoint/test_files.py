@@ -80,41 +80,37 @@ def test_what_could_not_be_loaded_is_not_written(wrong, why, tmp_path):
 # saves that were interrupted
 
 OLD, NEW = "aaaabbbbcccc", "ddddeeeeffff"
-MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "rank_0_optim_states.pt"
+MODEL, LAYER, OPTIMIZER = (
+    "mp_rank_00_model_states.pt",
+    "layer_00-model_states.pt",
+    "optim_states.pt",
+)
+OWN = "own_states.pt"
 
 
-def write(tag: Path, name: str, value: float) -> None:
-    torch.save({"value": torch.full((5,), value), "text": "x" * 40}, tag / name)
+def test_files_that_a_later_save_replaced_or_did_not_are_named(tmp_path):
+    """One save has reached its end, and another has begun after it."""
+    kfac = tmp_path / "kfac"
 
+    def write(name: str, value: float) -> None:
+        torch.save({"value": torch.full((5,), value), "text": "x" * 40}, tmp_path / name)
 
-@pytest.fixture
-def tag(tmp_path) -> Path:
-    """Of a save that has reached its end, and of one that has begun after it."""
-    tag = tmp_path / "tag"
     for save in (OLD, NEW):
-        (tag / "kfac" / save).mkdir(parents=True)
-    for name in (MODEL, "layer_00-model_states.pt", OPTIMIZER):
-        write(tag, name, 1.0)
-    (tag / "own_states.pt").write_bytes(b"not of torch")
-    write_states(tag / "kfac" / OLD)
-    return tag
-
-
-def test_files_that_a_later_save_replaced_or_did_not_are_named(tag):
-    write(tag, MODEL, 2.0)
-    sentence, replaced = unfinished(tag, OLD)
+        (kfac / save).mkdir(parents=True)
+    for name in (MODEL, LAYER, OPTIMIZER):
+        write(name, 1.0)
+    (tmp_path / OWN).write_bytes(b"of another checkpoint engine")
+    write_states(kfac / OLD)
+    assert unfinished(tmp_path, OLD) is None, "the later one has written nothing of DeepSpeed's"
+    write(MODEL, 2.0)
+    sentence, replaced = unfinished(tmp_path, OLD)
     assert NEW in sentence and replaced == [MODEL]
-    # the layer's file may be of a layer that is not trained
-    sentence, older = unfinished(tag, NEW)
-    assert "before its end" in sentence and OPTIMIZER in older
-    assert not {MODEL, "layer_00-model_states.pt"} & {*older}
-    write(tag, OPTIMIZER, 2.0)
-    assert OPTIMIZER not in unfinished(tag, NEW)[1]
-
-
-def test_files_of_another_checkpoint_engine_are_told_apart_by_their_size_or_by_nothing(tag):
-    assert unfinished(tag, OLD) is None, "the later one has written nothing of DeepSpeed's"
-    (tag / "own_states.pt").write_bytes(b"not of torch, and longer")
-    assert unfinished(tag, OLD)[1] == ["own_states.pt"]
-    (tag / "kfac" / OLD / "states.json").write_text("{")
-    assert unfinished(tag, OLD) == (f"save {OLD} of {tag} was interrupted before its end", [])
+    sentence, older = unfinished(tmp_path, NEW)
+    assert "before its end" in sentence
+    assert older == [OPTIMIZER, OWN], "the layer's file may be of a layer that is not trained"
+    write(OPTIMIZER, 2.0)
+    (tmp_path / OWN).write_bytes(b"of another checkpoint engine, and longer")
+    assert unfinished(tmp_path, OLD)[1] == [MODEL, OPTIMIZER, OWN]
+    (kfac / OLD / "states.json").write_text("{")
+    sentence = f"save {OLD} of {tmp_path} was interrupted before its end"
+    assert unfinished(tmp_path, OLD) == (sentence, [])

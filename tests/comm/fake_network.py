@@ -1,10 +1,11 @@
 """Several ranks in one process: a thread each, real channels, and an all-to-all that copies from
 thread to thread."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,24 +18,13 @@ PATIENCE = 20.0
 """Seconds after which a collective that some rank never entered is an error."""
 
 
-class Posted(defaultdict[tuple[int, int], Future]):
-    """Number of a collective and rank -> what the rank sends to each rank, once it has entered."""
-
-    def __missing__(self, key: tuple[int, int]) -> Future:
-        return self.setdefault(key, Future())
-
-
 class FakeNetwork:
-    """Stands in for ``torch.distributed``.
-
-    Attributes:
-        entered: collectives entered by each rank.
-    """
+    """Stands in for ``torch.distributed``. Ranks wait for each other where a collective begins."""
 
     def __init__(self, world: int) -> None:
         self.world = world
-        self.entered = [0] * world
-        self.posted = Posted()
+        self.sent: list[tuple[Tensor, ...]] = [()] * world
+        self.together = Barrier(world, timeout=PATIENCE)
 
     def run(self, work: Callable[[Channel], Any]) -> list[Any]:
         """``work`` on every rank; results by rank. Raises what a rank raised."""
@@ -42,8 +32,8 @@ class FakeNetwork:
         def rank_of(rank: int) -> Any:
             try:
                 return work(self.channel(rank))
-            except BaseException as error:
-                self.posted[self.entered[rank], rank].set_exception(error)  # nobody waits for it
+            except BaseException:
+                self.together.abort()  # nobody waits for it
                 raise
 
         with (
@@ -69,31 +59,12 @@ class FakeNetwork:
         group: int,
         async_op: bool,
     ) -> Any:
-        rank = group
         assert sum(input_split_sizes) == input.numel() and sum(output_split_sizes) == output.numel()
-        number, self.entered[rank] = self.entered[rank], self.entered[rank] + 1
-        self.posted[number, rank].set_result(input.clone().split(input_split_sizes))
-        handle = _Handle(self, number, rank, output, output_split_sizes)
-        return handle if async_op else handle.wait()
-
-
-@dataclass
-class _Handle:
-    network: FakeNetwork
-    number: int
-    rank: int
-    output: Tensor
-    sizes: list[int]
-
-    def _sent(self) -> list[Future]:
-        return [self.network.posted[self.number, source] for source in range(self.network.world)]
-
-    def is_completed(self) -> bool:
-        return all(sent.done() for sent in self._sent())
-
-    def wait(self) -> None:
-        pieces = [sent.result(PATIENCE)[self.rank] for sent in self._sent()]
-        assert [len(piece) for piece in pieces] == self.sizes, "another size is expected than sent"
-        assert len({piece.dtype for piece in pieces} | {self.output.dtype}) == 1
-        if self.sizes:
-            self.output.copy_(torch.cat(pieces))
+        self.sent[group] = input.clone().split(input_split_sizes)
+        self.together.wait()
+        pieces = [parts[group] for parts in self.sent]
+        self.together.wait()
+        assert [len(piece) for piece in pieces] == output_split_sizes, "another size is expected"
+        assert {piece.dtype for piece in pieces} == {output.dtype}
+        output.copy_(torch.cat(pieces))
+        return SimpleNamespace(wait=lambda: None)

@@ -1,13 +1,17 @@
-"""Batch sums in messages of 32 and 16 bits: what travels in which, and what arrives; ranks are
-threads here."""
+"""Batch sums in messages of 32 and 16 bits: what travels in which, and what arrives; and what is
+said of a collective that failed. Ranks are threads here."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import factor_specs
+from ds_kfac.comm import lost
+from ds_kfac.comm.message import Scalars, deliver
 from ds_kfac.comm.reduce import DTYPES, Reducer, ReductionPlan, buckets, payloads
 from ds_kfac.model.rows import BatchSum
 from tests.comm.fake_network import FakeNetwork
@@ -107,17 +111,44 @@ def test_no_rank_sends_or_receives_more_than_the_bound_in_a_message(count, nbyte
     homes = {factor.key: (place + 1) % 2 for place, factor in enumerate(factors)}
     few = Contributors(8, 4, dict.fromkeys(homes, count))
     slots, _ = ReductionPlan(factors, homes, few, torch.float32, LARGE).of(frozenset(homes), 3)
-    made = buckets(slots, world=8, itemsize=itemsize, nbytes=nbytes)
     covered: Counter = Counter()
-    for bucket in made:
+    for bucket in buckets(slots, world=8, itemsize=itemsize, nbytes=nbytes):
         sent, received = Counter(), Counter()
         for piece in bucket:
             # pieces of a sum come in their order, without gaps
             assert piece.start == covered[piece.slot.factor]
             covered[piece.slot.factor] += piece.numel
-        _, elements = payloads(bucket, itemsize)
-        for (source, target), size in elements.items():
+        for (source, target), size in payloads(bucket, itemsize)[1].items():
             sent[source] += size
             received[target] += size
-        assert max(sent.values()) <= nbytes and max(received.values()) <= nbytes
+        assert max(*sent.values(), *received.values()) <= nbytes
     assert covered == {slot.factor: slot.numel for slot in slots if slot.senders}
+
+
+# a collective that fails
+
+
+def launch_fails(**_) -> None:
+    raise RuntimeError("connection closed")
+
+
+def wait_fails(**_) -> SimpleNamespace:
+    return SimpleNamespace(wait=launch_fails)
+
+
+def test_a_rank_whose_launch_fails_and_one_whose_wait_fails_do_not_miss_each_other(monkeypatch):
+    """Ranks fail one after the other here."""
+    store, names = dist.HashStore(), [[0], [1], [2]]
+    monkeypatch.setattr(lost, "_store", lambda: store)
+    monkeypatch.setattr(lost, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1, 2])
+    for rank, fails, words in (
+        (0, launch_fails, "rank 1, 2 did not come"),
+        (1, wait_fails, "rank 2 did not come"),
+        (2, launch_fails, "no rank has said why"),
+    ):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(dist, "all_to_all_single", fails)
+        part = Scalars(names, rank).part({rank: 1.0}, CPU)
+        with pytest.raises(lost.LostRank, match=words):
+            deliver([part], FakeNetwork(3).channel(rank), CPU)

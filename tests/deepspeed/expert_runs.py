@@ -1,40 +1,60 @@
-"""A mixture of experts of deepspeed.moe over several ranks, and all of its experts in one
-process."""
+"""A mixture of experts over several ranks, by deepspeed.moe or by AutoEP, and all of its experts in
+one process."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.deepspeed.modes import MICRO_ROWS, STEPS, Mode
-from tests.deepspeed.parallel import data_parallel_part
+from ds_kfac.config import keys as kfac_config
+from tests.deepspeed.modes import CLIPPED, MICRO_ROWS, STEPS, Mode
+from tests.deepspeed.parallel import Parallelism, data_parallel_part, whole_batch
 from tests.deepspeed.runs import build
-from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
+from tests.models import CLASSES, FEATURES, cross_entropy, make_batch, make_net
+from tests.spread import Variation
 
-EXPERTS, WIDTH, TOKENS = 4, 8, 24
-INNER = "moe.deepspeed_moe.experts.deepspeed_experts"
-
-
-def make_expert() -> nn.Sequential:
-    """The first layer has no bias: an empty place of an expert, whose input is zero, is then zero
-    in both layers."""
-    return nn.Sequential(nn.Linear(WIDTH, 10, bias=False), nn.SiLU(), nn.Linear(10, WIDTH))
+EXPERTS, WIDTH, INNER, TOKENS = 4, 8, 16, 24
+LOCAL = "moe.deepspeed_moe.experts.deepspeed_experts"
+STACKS = {"w1": "gate", "w3": "up", "w2": "down"}
+"""AutoEP's names, and those of the experts in one process."""
 
 
-class ExpertNet(nn.Module):
+class Expert(nn.Module):
+    """The first layers have no bias: an empty place of an expert, whose input is zero, is then zero
+    in all layers."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(WIDTH, INNER, bias=False) for _ in range(2))
+        self.down = nn.Linear(INNER, WIDTH, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class WholeNet(nn.Module):
     """All experts in one process, each called with its tokens only.
 
     Args:
         starved: the last expert never wins: its logit is the mean of the others'.
     """
 
-    def __init__(self, starved: bool = False) -> None:
+    def __init__(self, experts: int, top: int, starved: bool) -> None:
         super().__init__()
+        self.top = top
         self.up = nn.Linear(FEATURES, WIDTH)
-        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
-        self.experts = nn.ModuleList(make_expert() for _ in range(EXPERTS))
+        self.gate = nn.Linear(WIDTH, experts, bias=False)
+        self.experts = nn.ModuleList(Expert(bias=top == 1) for _ in range(experts))
         self.head = nn.Linear(WIDTH, CLASSES)
         if starved:
             with torch.no_grad():
@@ -43,18 +63,22 @@ class ExpertNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.up(x)).flatten(0, 1)
-        gates = torch.softmax(self.gate(h), -1)
-        chosen, mixed = gates.argmax(-1), torch.zeros_like(h)
+        weights, chosen = torch.softmax(self.gate(h), -1).topk(self.top)
+        if self.top > 1:
+            weights = weights / weights.sum(-1, keepdim=True)
+        mixed = torch.zeros_like(h)
         for index, expert in enumerate(self.experts):
-            own = (chosen == index).nonzero().flatten()
-            if len(own):
-                mixed = mixed.index_add(0, own, expert(h[own]) * gates[own, index, None])
+            token, place = torch.where(chosen == index)
+            if len(token):
+                mixed = mixed.index_add(0, token, expert(h[token]) * weights[token, place, None])
         return self.head(h + mixed)
 
 
 class DistributedNet(nn.Module):
-    """Args:
-    recomputes: "", or whether its checkpoints are "reentrant" or "not".
+    """By deepspeed.moe.
+
+    Args:
+        recomputes: "", or whether its checkpoints are "reentrant" or "not".
     """
 
     def __init__(self, ep_size: int, recomputes: str = "") -> None:
@@ -62,33 +86,49 @@ class DistributedNet(nn.Module):
         self.recomputes = recomputes
         self.up = nn.Linear(FEATURES, WIDTH)
         self.moe = MoE(
-            WIDTH, make_expert(), EXPERTS, ep_size, drop_tokens=False, use_rts=False, min_capacity=1
+            WIDTH, Expert(), EXPERTS, ep_size, drop_tokens=False, use_rts=False, min_capacity=1
         )
         self.head = nn.Linear(WIDTH, CLASSES)
+
+    def mixed(self, h: Tensor) -> Tensor:
+        return self.moe(h)[0]
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.up(x))
         if not self.recomputes:
-            return self.head(h + self.moe(h)[0])
+            return self.head(h + self.mixed(h))
         reentrant = self.recomputes == "reentrant"
-        return self.head(h + checkpoint(lambda h: self.moe(h)[0], h, use_reentrant=reentrant))
+        return self.head(h + checkpoint(self.mixed, h, use_reentrant=reentrant))
 
 
-def first_expert(ep_size: int) -> int:
-    """Of this rank."""
-    return dist.get_rank() % ep_size * (EXPERTS // ep_size)
+class Mixture(nn.Module):
+    """As transformers' Mixtral has it; AutoEP puts its own layer in its place."""
+
+    def __init__(self, whole: WholeNet) -> None:
+        super().__init__()
+        self.gate, self.experts = whole.gate, nn.Module()
+        halves = [torch.cat([expert.gate.weight, expert.up.weight]) for expert in whole.experts]
+        self.experts.gate_up_proj = nn.Parameter(torch.stack(halves).detach())
+        downs = [expert.down.weight for expert in whole.experts]
+        self.experts.down_proj = nn.Parameter(torch.stack(downs).detach())
 
 
-def whole_name(name: str, first_expert: int) -> str:
-    """Of a parameter of the distributed model, in the whole one."""
-    if name.startswith(INNER):
-        index, rest = name.removeprefix(INNER + ".").split(".", 1)
-        return f"experts.{first_expert + int(index)}.{rest}"
-    return "gate.weight" if "gate" in name else name
+class MixtralNet(nn.Module):
+    """What AutoEP spreads."""
 
+    def __init__(self, whole: WholeNet, recomputes: bool) -> None:
+        super().__init__()
+        self.recomputes = recomputes
+        self.config = SimpleNamespace(
+            num_local_experts=len(whole.experts), num_experts_per_tok=whole.top
+        )
+        self.up, self.mlp, self.head = whole.up, Mixture(whole), whole.head
 
-def whole_layer(name: str, first_expert: int) -> str:
-    return whole_name(f"{name}.weight", first_expert).removesuffix(".weight")
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.up(x))
+        if self.recomputes:
+            return self.head(h + checkpoint(self.mlp, h, use_reentrant=False))
+        return self.head(h + self.mlp(h))
 
 
 def make_engine(mode: Mode, model: DistributedNet):
@@ -97,14 +137,126 @@ def make_engine(mode: Mode, model: DistributedNet):
     return build(mode, model=model, given={"model_parameters": groups})
 
 
-def train(engine, steps: int = STEPS) -> None:
-    for step in range(steps):
-        x, y = data_parallel_part(*make_batch(step, dist.get_world_size() * MICRO_ROWS, TOKENS))
-        engine.backward(cross_entropy(engine(x), y))
+def train(engine, steps: int = STEPS, first: int = 0, order: int | None = None) -> None:
+    """Args:
+    order: seed of a permutation of every batch's rows.
+    """
+    for step in range(first, first + steps):
+        batch = make_batch(step, dist.get_world_size() * MICRO_ROWS, TOKENS)
+        x, y = Variation(order=order).rows(*data_parallel_part(*batch))
+        engine.backward(cross_entropy(engine(x.to(engine.get_data_types()[0])), y))
         engine.step()
 
 
-def weights(engine, first: int) -> dict[str, Tensor]:
-    """In names of the whole model."""
-    parameters = engine.module.named_parameters()
-    return {whole_name(name, first): p.detach().clone() for name, p in parameters}
+@dataclass(frozen=True)
+class Experts(Parallelism):
+    """How the experts are spread.
+
+    Attributes:
+        auto: by AutoEP, each token by two experts; else by deepspeed.moe, by one.
+        recomputes: as of :class:`DistributedNet`.
+        grouped: whether AutoEP multiplies them at once.
+        apart: whether each expert has an A of its own, as in the oracle.
+    """
+
+    auto: bool = False
+    ep_size: int = 2
+    experts: int = EXPERTS
+    recomputes: str = ""
+    starved: bool = False
+    grouped: bool = True
+    apart: bool = True
+
+    @property
+    def whole(self) -> Callable[[], WholeNet]:
+        return partial(WholeNet, self.experts, 1 + self.auto, self.starved)
+
+    @property
+    def local(self) -> int:
+        return self.experts // self.ep_size
+
+    @property
+    def first(self) -> int:
+        """This rank's first expert."""
+        return dist.get_rank() % self.ep_size * self.local
+
+    def make(self, mode: Mode, given: Callable[[nn.Module], dict] = lambda model: {}, **options):
+        """Args:
+        given: of a model, arguments of initialize besides.
+        options: of AutoEP.
+        """
+        whole = make_net(self.whole)
+        if self.auto:
+            return self._make_auto(mode, whole, given, options)
+        model, initial = (
+            DistributedNet(self.ep_size, self.recomputes),
+            dict(whole.named_parameters()),
+        )
+        model.moe.deepspeed_moe.gate.requires_grad_(not self.starved)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(initial[self.whole_name(name)])
+        return make_engine(mode, model)
+
+    def _make_auto(self, mode: Mode, whole: WholeNet, given: Callable, options: dict):
+        block = {
+            "enabled": True,
+            "autoep_size": self.ep_size,
+            "moe_layer_pattern": "mlp",
+            "use_grouped_mm": self.grouped,
+        }
+        model = MixtralNet(whole, self.recomputes == "not")
+        if mode.zero_init:
+            deepspeed.zero.Init(module=model, config_dict_or_path=mode.config(1))
+        arguments = {"model_parameters": list(model.parameters()), **given(model)}
+        overrides = {"expert_parallel": {**block, **options}}
+        with patch.object(kfac_config, "SHARES", not self.apart):
+            return build(mode, model=model, given=arguments, **overrides)
+
+    def train(self, engine, steps: int = STEPS, first: int = 0) -> None:
+        train(engine, steps, first)
+
+    def whole_name(self, name: str) -> str:
+        """Of a parameter of the distributed model, in the whole one."""
+        if name.startswith(LOCAL):
+            index, rest = name.removeprefix(LOCAL + ".").split(".", 1)
+            return f"experts.{self.first + int(index)}.{rest}"
+        return "gate.weight" if "gate" in name else name
+
+    def whole_layer(self, name: str) -> str:
+        return self.whole_name(f"{name}.weight").removesuffix(".weight")
+
+    def weights(self, engine) -> dict[str, Tensor]:
+        found = {}
+        for name, p in engine.module.named_parameters():
+            with deepspeed.zero.GatheredParameters([p], enabled=hasattr(p, "ds_id")):
+                value = p.detach().clone()
+            place, _, stack = name.rpartition(".")
+            if place == "mlp.experts":
+                for index, matrix in enumerate(value, self.first):
+                    found[f"experts.{index}.{STACKS[stack]}.weight"] = matrix
+            else:
+                found[self.whole_name(name)] = value
+        return found
+
+    def losses(self, mode: Mode):
+        return whole_batch(dist.get_world_size() * MICRO_ROWS, 1, TOKENS)
+
+    def options(self, mode: Mode) -> dict:
+        starved = ("gate", *(f"experts.{self.experts - 1}.{name}" for name in STACKS.values()))
+        return {"exclude": starved} if self.starved else {}
+
+    def check(self, engine, mode: Mode) -> None:
+        kfacs = engine.kfac.job.preconditioners
+        group = f"experts_ep_size_{self.ep_size}_rank_{dist.get_rank() % self.ep_size}"
+        assert [(kfac.engine_view.domain.name, len(kfac.layers)) for kfac in kfacs] == [
+            ("dense", 2 if self.starved else 3),  # a gate without gradients is no layer
+            (group, 3 * self.local),
+        ]
+        assert ("weight is frozen" in engine.kfac.report) == self.starved  # the gate's
+        assert self.starved or not any(kfac.proving.unfit for kfac in kfacs)
+        if self.auto:
+            stacks = {f"mlp.experts.{w}.{index}" for w in STACKS for index in range(self.local)}
+            assert {layer.name for layer in kfacs[1].layers} == stacks
+        if mode.clip:
+            assert float(engine.get_global_grad_norm()) > 2 * CLIPPED, "there is something to clip"

@@ -129,14 +129,15 @@ class Mixture(nn.Module):
         weight, index = self.router(h)
         return h + self.experts(h, weight, index)
 
-    def forward(self, x, y):
+    def forward(self, x, y=None):
         h = self.first(x)
         if self.checkpointed:
             reentrant = self.checkpointed == "reentrant"
             h = torch.utils.checkpoint.checkpoint(self.mixed, h, use_reentrant=reentrant)
         else:
             h = self.mixed(h)
-        return F.cross_entropy(self.head(h).float(), y)
+        logits = self.head(h)
+        return logits if y is None else F.cross_entropy(logits.float(), y)
 
 
 def make(kind: type, *, bias: bool = False, seed: int = 0, checkpointed: str = "") -> Mixture:

@@ -30,6 +30,7 @@ from tests.models import (
     CLASSES,
     FEATURES,
     TOKENS,
+    VOCABULARY,
     Net,
     TokenNet,
     TwinNet,
@@ -364,6 +365,15 @@ def shares_inputs(engine) -> None:
     assert groups == (("q", "k"), ("gate", "up")), groups
 
 
+def cuts_its_head(engine) -> None:
+    """The only layer that keeps Adam's direction, into rows, of which every rank steps some."""
+    kfac = engine.kfac.preconditioner
+    parts = [layer.name for layer in kfac.layers if "head" in layer.name]
+    assert parts == [f"lm_head.{index}" for index in range(VOCABULARY)]
+    workers = {rank for part in parts for rank in kfac.plan.assignment.workers[part]}
+    assert workers == set(range(dist.get_world_size()))
+
+
 def says_that_there_is_no_tf32(engine) -> None:
     assert "tf32 (fp32; WARNING: no TF32 on this cpu" in engine.kfac.report
 
@@ -467,6 +477,14 @@ CASES: dict[str, Feature] = {
     "adam-maps": Feature(model=FusedNet, changes=FUSED),
     "batched-adam-maps": Feature(
         BATCHED, FusedNet, FUSED, modes=("z0", "z1", "z2", "z2-not_contiguous", "z3"), check=batched
+    ),
+    # without G its rows are stepped one by one
+    "adam-head_in_parts": Feature(
+        NO_G,
+        changes={"adam": True, "orthogonal": True},
+        modes=("z0", "z1", "z2-round_robin", "z3", "z3-offload"),
+        around=partial(patch.multiple, "ds_kfac.model.blocks", LARGEST=60, PART=7),
+        check=cuts_its_head,
     ),
     "tiled_loss": tiled_loss(),
     "tiled_loss-adam": tiled_loss(**ADAM),

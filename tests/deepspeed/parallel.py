@@ -3,30 +3,21 @@ that are compared with it."""
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from tests import spread
 from tests.choices import STAGGERED
 from tests.close import exact
+from tests.deepspeed import runs
 from tests.deepspeed.modes import STEPS, Mode
-from tests.deepspeed.runs import Losses, trained
-from tests.models import cross_entropy, make_net
+from tests.deepspeed.runs import expected, weights
+from tests.models import make_net
 from tests.oracle import ReferenceKFAC
 from tests.ranks import of_ranks, on_rank_0
-from tests.spread import difference, within
-
-SCALED = {
-    "burn_in": {"steps": 0},
-    "eigenbasis": {"refresh_interval": 2},
-    "plan": STAGGERED,
-    "communication": {"dtype": "fp32"},
-}
-"""Refreshes at several steps, everything in fp32 on the wire, inputs shared."""
+from tests.spread import Expected, difference, within
 
 EVERYTHING = {
     "burn_in": {"steps": 0},
@@ -39,12 +30,33 @@ EVERYTHING = {
 }
 """What no oracle follows: ranks must still agree, and none wait for another."""
 
+EVERY_TYPE = {"layers": {"types": ["Linear", "LayerNorm"]}}
+FP32_WIRE = {"communication": {"dtype": "fp32"}}
+SCALED = {
+    "burn_in": {"steps": 0},
+    "eigenbasis": {"refresh_interval": 2},
+    "plan": STAGGERED,
+    **FP32_WIRE,
+}
+"""Refreshes at several steps, everything in fp32 on the wire, inputs shared."""
 INVERSE = {
     "preconditioner": {"method": "inverse", "kl_clip": 1e-4},
     "damping": {"kind": "relative", "value": 0.3},
 }
 COMM_OPT = {"assignment": {"gradient_worker_fraction": 1.0}, "offload": {"device": "cpu"}}
-EVERY_TYPE = {"layers": {"types": ["Linear", "LayerNorm"]}}
+
+
+def clip(value: float) -> dict:
+    """Small enough that kl-clip acts on this model."""
+    return {"preconditioner": {"kl_clip": value}}
+
+
+SOME = {**EVERY_TYPE, **clip(5e-5)}
+
+
+def adam(name: str, stage: int, **options) -> Mode:
+    return Mode(f"{name}-adam-z{stage}", stage, adam=True, **options)
+
 
 Refreshes = list[set[tuple[str, str]]]
 """Per step, (layer, "A" or "G")."""
@@ -95,109 +107,70 @@ def whole_state(job) -> dict[str, Tensor]:
     return {key: value for of_rank in of_ranks(mine) for key, value in of_rank.items()}
 
 
-def least_likely(prediction: Tensor, *ignored) -> Tensor:
-    """A Monte-Carlo Fisher's loss whose labels are the same in every process."""
-    return cross_entropy(prediction, prediction.argmin(-1))
+class Parallelism:
+    """One way to spread a model over ranks, with the same model in one process. ``whole``, the
+    class of the model in one process, is an attribute; ``make(mode)`` returns an engine,
+    ``train(engine, steps, first)`` trains it, and ``losses(mode)`` are the reference's."""
+
+    def options(self, mode: Mode) -> dict[str, Any]:
+        """Of the reference; see ``runs.trained``."""
+        return {}
+
+    def whole_layer(self, name: str) -> str:
+        """The name in the whole model of an engine's layer."""
+        return name
+
+    def weights(self, engine) -> dict[str, Tensor]:
+        """What this rank has. Whatever has the same name on several ranks is the same there."""
+        return weights(engine)
+
+    def part(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's part of the whole model's weights, named as :meth:`weights`."""
+        return values
+
+    def check(self, engine, mode: Mode) -> None:
+        """Assert what an engine has to show after training."""
 
 
-@dataclass
-class Whole:
-    """Training in one process.
-
-    Attributes:
-        initial, weights: before and after.
-        bound: of the weights, relative to the training; see tests/spread.py.
-        nu: kl-clip's last factor.
-    """
-
-    initial: dict[str, Tensor]
-    weights: dict[str, Tensor]
-    bound: float
-    nu: float
-    nu_bound: float
+whole_batch = cache(runs.whole_batch)
+"""One function for each size, so that ``runs.expected`` knows runs that are the same."""
 
 
-def train_whole(
-    engine,
-    mode: Mode,
-    model: Callable[[], nn.Module],
-    losses: Losses,
-    *,
-    whole_name: Callable[[str], str] = str,
-    **options,
-) -> Whole:
-    """Train the model in one process, as ``engine`` was trained. Collective.
-
-    Args:
-        whole_name: of a layer of the engine, its name in the whole model.
-        options: of ``runs.trained``.
-    """
+def assert_trained_alike(parallelism: Parallelism, mode: Mode) -> None:
+    """This rank's weights are those of the whole model, trained in one process. Collective."""
+    engine = parallelism.make(mode)
+    parallelism.train(engine)
+    parallelism.check(engine, mode)
+    options = {"model": parallelism.whole, **parallelism.options(mode)}
     if "plan" in mode.kfac:
-        refreshes = planned_refreshes(engine.kfac.job, whole_name)
+        refreshes = planned_refreshes(engine.kfac.job, parallelism.whole_layer)
         options["kind"] = partial(StaggeredKFAC, refreshes=refreshes)
+    losses = parallelism.losses(mode)
 
-    def action() -> Whole:
-        initial = {name: p.detach().clone() for name, p in make_net(model).named_parameters()}
-        nus: list[float] = []
+    def in_one_process() -> tuple[dict[str, Tensor], Expected]:
+        model = make_net(parallelism.whole)
+        initial = {name: p.detach().clone() for name, p in model.named_parameters()}
+        return initial, expected(mode, 1, 1, initial, losses=losses, **options)
 
-        def train(variation: spread.Variation) -> dict[str, Tensor]:
-            run = {"model": model, "losses": losses, "variation": variation, **options}
-            found, kfac = trained(mode, 1, 1, initial, **run)
-            nus.append(kfac.nu)
-            return found
-
-        found = spread.expected(train, initial)
-        nu_bound = spread.FACTOR * max(abs(nu - nus[0]) for nu in nus) + spread.FLOOR
-        return Whole(initial, found.weights, found.bound, nus[0], nu_bound)
-
-    return on_rank_0(action)
-
-
-def assert_alike(engine, mode: Mode, actual: dict[str, Tensor], whole: Whole) -> None:
-    """This rank's weights, in names of the whole model, and kl-clip's factor. It acts where its
-    bound is small enough, or it would not be tested."""
-    off = difference(actual, whole.weights, whole.initial)
+    initial, whole = on_rank_0(in_one_process)
+    actual = parallelism.weights(engine)
+    off = difference(actual, parallelism.part(whole.weights), parallelism.part(initial))
     assert not within(mode.name, off, whole.bound), (mode.name, off, whole.bound)
-    if not mode.adam:
-        nu = float(engine.kfac.metrics.nu)
-        assert not within("nu", abs(nu - whole.nu), whole.nu_bound), (nu, whole.nu)
-        if mode.kfac_block["preconditioner"].get("kl_clip", 0) < 1e-4:
-            assert nu < 0.9, "kl-clip did not act, so it was not tested"
+    assert_ranks_agree(actual)
+    if not mode.adam and mode.kfac_block["preconditioner"].get("kl_clip", 0) < 1e-4:
+        assert float(engine.kfac.metrics.nu) < 0.9, "kl-clip did not act, so it was not tested"
+
+
+def assert_ranks_agree(weights: dict[str, Tensor]) -> None:
+    """What several ranks have is the same on all of them. Collective."""
+    for other in of_ranks(weights):
+        common = other.keys() & weights.keys()
+        exact({name: other[name] for name in common}, {name: weights[name] for name in common})
 
 
 def shared_folder() -> str:
     """One for all ranks. Collective."""
     return on_rank_0(tempfile.mkdtemp)
-
-
-def assert_experts_are_saved(make: Callable, train: Callable, name: str) -> None:
-    """The state of ``make(ep_size)`` comes back, also at another ep_size, and the steps of every
-    domain; ``name``: what stands before the number of an expert."""
-    folder, first, second, other = shared_folder(), make(2), make(2), make(1)
-    train(first, 3)
-    first.save_checkpoint(folder, tag="t")
-    second.load_checkpoint(folder, tag="t")
-    other.kfac.load_state(folder, "t")
-    state = whole_state(first.kfac.job)
-    for engine in (second, other):
-        exact(whole_state(engine.kfac.job), state)
-    assert [kfac.steps for kfac in second.kfac.job.preconditioners] == [3, 3]
-    experts = {key.split(name)[1][0] for key in state if name in key and key.endswith("/A")}
-    assert experts == set("0123"), "in global numbers"
-
-
-def assert_ranks_agree(engine, weights: Callable, train: Callable) -> None:
-    """After some steps with everything on, what several ranks have is the same on all of them;
-    ``weights`` in names of the whole model."""
-    before = weights(engine)
-    train(engine, 8)
-    after = weights(engine)
-    assert not [name for name, value in after.items() if torch.equal(before[name], value)]
-    assert float(engine.kfac.metrics.summary.sum()) == 0, "layers in trouble"
-    assert engine.kfac.counters()["job/calls_numbers"] == 8
-    for other in of_ranks(after):
-        for name in other.keys() & after.keys():
-            assert torch.equal(other[name], after[name]), name
 
 
 def data_parallel_part(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,20 +1,20 @@
 """Experts stacked in one parameter are stepped as the same experts in modules of their own, in
-every engine mode; and so is a head that is cut into parts."""
+every engine mode."""
 
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ds_kfac.config import keys as kfac_config
-from ds_kfac.model import blocks
-from tests.close import exact
 from tests.deepspeed.expert_stacks import (
     BIASED,
-    CLASSES,
+    EXPERTS,
+    WIDTH,
     Apart,
     Dispatched,
     Grouped,
@@ -25,96 +25,104 @@ from tests.deepspeed.expert_stacks import (
     batch,
     make,
 )
-from tests.deepspeed.modes import BY_NAME, Mode
-from tests.deepspeed.parallel import shared_folder
-from tests.deepspeed.runs import build, patched, weights
+from tests.deepspeed.features import merged
+from tests.deepspeed.modes import BY_NAME, KFAC, Mode
+from tests.deepspeed.parallel import Parallelism, assert_trained_alike, shared_folder
+from tests.deepspeed.runs import build, patched
 from tests.ranks import of_ranks
-from tests.spread import FACTOR, FLOOR, Variation, difference, within
 
 pytestmark = pytest.mark.ranks
 ROWS, STEPS = 48, 4
 SIZE = 0.1
 """Of steps: with those of other tests a batch is soon fitted, and its gradient is what rounding
 leaves of it."""
+TWICE, RESUMES = {"parts": 2}, {"resumes": True}
 MODES = {
-    "z0": Upright,
-    "z1": Lying,
-    "z2": Grouped,
-    "z3": Picked,
-    "z3-offload": Upright,
-    "z3-zero_init": Upright,
-    "z2-bf16": Upright,
-    "z3-bf16": Upright,
-    "z1-bf16-accum32": Upright,
-    "adam-z0": Dispatched,
-    "adam-z1": Lying,
-    "adam-z2": Upright,
-    "adam-z2-round_robin": Grouped,
-    "adam-z3": Lying,
-    "adam-z3-offload": Picked,
-    "adam-z2-bf16": Upright,
-    "adam-z3-bf16-accum32": Upright,
-    "adam-z2-fp16": Upright,
+    "z0": (Upright, {}),
+    "z1": (Lying, {}),
+    "z2": (Grouped, TWICE | RESUMES),
+    "z3": (Picked, {}),
+    "z3-zero_init": (Upright, {}),
+    "z2-bf16": (Upright, {}),
+    "adam-z0": (Dispatched, {}),
+    "adam-z1": (Lying, RESUMES),
+    "adam-z2-round_robin": (Grouped, {}),
+    "adam-z3-offload": (Picked, RESUMES),
+    "adam-z3-bf16-accum32": (Upright, TWICE),
 }
-ACCUMULATED = {"z2", "adam-z3", "adam-z2-fp16"}
-"""In two micro-batches."""
-ALONE = ("z1", "z2", "z3-bf16", "adam-z0", "adam-z2-bf16", "adam-z3-offload")
-"""On one rank, where no stage cuts a stack: every kind of stack, every rule."""
-
-
-def trained(
-    mode: Mode,
-    kind: type,
-    *,
-    bias: bool,
-    share: bool = False,
-    order: int | None = None,
-    results: torch.dtype | None = None,
-):
-    """The engine, its weights before and after some steps.
-
-    Args:
-        share: whether layers share the A of their inputs.
-        order: seed of a permutation of every batch's rows.
-        results: dtype in which a step's results travel; None: as the plan says.
-    """
-    block = mode.kfac_block
-    if results is not None:
-        block["plan"] = {"gradient_dtypes": lambda _, stored: (stored, results)}
-    block["adam"] |= {"blocks": {r"into\.\d+": 2}} if kind is Apart else {}
-    mode = replace(mode, size=SIZE)
-    parts = 1 + (mode.name in ACCUMULATED)
-    share = share or mode.adam  # small as they are, each expert has its own A then
-    with patch.object(kfac_config, "SHARES", share):
-        model = make(kind, bias=bias)
-        engine = build(mode, parts, model=model, kfac=block, train_micro_batch_size_per_gpu=ROWS)
-    generator = torch.Generator().manual_seed(7 + dist.get_rank())
-    initial = weights(engine)
-    with patched(mode):
-        for _ in range(STEPS * parts):
-            x, y = Variation(order=order).rows(*batch(ROWS, generator))
-            engine.backward(engine(x.to(engine.get_data_types()[0]), y))
-            engine.step()
-    return engine, initial, weights(engine)
-
-
-def spread_of(mode: Mode, **options) -> tuple[dict, float]:
-    """Weights of an engine, and how far others are that differ by rounding: in two orders of rows,
-    as one of five was twenty times as close as the others. Which results travel, in 16 bits,
-    depends on how parameters are cut: all of them or none bound that."""
-    variations = [{}, {"order": 1}, {"order": 2}]
-    variations += [{"results": torch.float32}] * (mode.dtype != "fp32")
-    finals = []
-    for variation in variations:
-        engine, initial, final = trained(mode, Apart, **{**options, **variation})
-        finals.append(final)
-        engine.destroy()
-    return finals[0], max(difference(other, finals[0], initial) for other in finals[1:])
+ALONE = ("z2", "adam-z0")
+"""On one rank, where no stage cuts a stack."""
 
 
 @cache
-def spread_of_experts(name: str, bias: bool) -> tuple[dict, float]:
-    return spread_of(BY_NAME[name], bias=bias)
+def whole_rows(world: int, parts: int):
+    """The mean over the batch of all ranks and micro-batches."""
+
+    def losses(model, kfac, step, variation):
+        x, y = variation.rows(*rows_of(step, world * parts))
+        kfac.batch = x.to(next(model.parameters()).dtype), y
+        yield model(*kfac.batch)
+
+    return losses
+
+
+def rows_of(step: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return batch(parts * ROWS, torch.Generator().manual_seed(7 + step))
+
+
+@dataclass(frozen=True)
+class Stacks(Parallelism):
+    """Experts of a kind, all of them on every rank.
+
+    Attributes:
+        parts: micro-batches of a step.
+        resumes: whether half of the steps are another engine's, from a checkpoint.
+    """
+
+    kind: type
+    parts: int = 1
+    resumes: bool = False
+
+    @property
+    def whole(self):
+        return partial(make, Apart, bias=self.kind in BIASED)
+
+    def make(self, mode: Mode):
+        if not self.resumes:
+            return self.started(mode)
+        saved, resumed, folder = self.started(mode), self.started(mode, seed=1), shared_folder()
+        self.train(saved, STEPS // 2)
+        saved.save_checkpoint(folder)
+        resumed.load_checkpoint(folder)
+        return resumed
+
+    def started(self, mode: Mode, seed: int = 0):
+        model, mode = make(self.kind, bias=self.kind in BIASED, seed=seed), replace(mode, maps={})
+        # small as they are, each expert has its own A if they may share
+        with patch.object(kfac_config, "SHARES", mode.adam):
+            return build(mode, self.parts, model=model, train_micro_batch_size_per_gpu=ROWS)
+
+    def train(self, engine, steps: int = STEPS) -> None:
+        """Up to so many steps."""
+        world, rank = dist.get_world_size(), dist.get_rank()
+        for step in range(engine.global_steps, steps):
+            parts = [t.split(ROWS) for t in rows_of(step, world * self.parts)]
+            for number in range(rank * self.parts, (rank + 1) * self.parts):
+                x, y = (part[number] for part in parts)
+                engine.backward(engine(x.to(engine.get_data_types()[0]), y))
+                engine.step()
+
+    def losses(self, mode: Mode):
+        return whole_rows(dist.get_world_size(), self.parts)
+
+    def part(self, values):
+        return as_stacks(values, self.kind)
+
+    def check(self, engine, mode: Mode) -> None:
+        kfac = engine.kfac.preconditioner
+        shared = [layer.name for layer in kfac.layers if layer.product and layer.shares]
+        assert not shared, "an A for each expert, as modules have"
+        assert not kfac.proving.unfit and kfac.steps == STEPS
 
 
 STACKED = [(name, world) for world in (1, 2) for name in (MODES if world == 2 else ALONE)]
@@ -122,58 +130,49 @@ STACKED = [(name, world) for world in (1, 2) for name in (MODES if world == 2 el
 
 @pytest.mark.parametrize(("name", "world"), STACKED)
 def test_stacked_experts_step_as_experts_apart(name, world):
-    mode, kind = BY_NAME[name], MODES[name]
-    bias = kind in BIASED
-    plain, spread = spread_of_experts(name, bias)
-    engine, initial, actual = trained(mode, kind, bias=bias)
-    kfac = engine.kfac.preconditioner
-    shared = [layer.name for layer in kfac.layers if layer.product and layer.shares]
-    assert not shared, "an A for each expert, as modules have"
-    assert not kfac.proving.unfit and kfac.metrics.counts["factor_updates"] == STEPS
-    off = difference(actual, as_stacks(plain, kind), initial)
-    assert not within(name, off, FACTOR * spread + FLOOR)
+    kind, options = MODES[name]
+    maps = {r"experts\.into\.\d+": 2} if "adam" in name else {}
+    mode = replace(BY_NAME[name], size=SIZE, maps=maps)
+    with patched(mode):
+        assert_trained_alike(Stacks(kind, **options), mode)
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", ["adam-z2", "adam-z3", "z2"])
-def test_stacks_resume_exactly(name):
-    mode, folder = BY_NAME[name], shared_folder()
-    straight, resumed = (
-        build(mode, model=make(Upright, seed=seed), train_micro_batch_size_per_gpu=ROWS)
-        for seed in (0, 1)
-    )
-    generator = torch.Generator().manual_seed(7 + dist.get_rank())
-    for step in range(STEPS):
-        if step == STEPS // 2:
-            straight.save_checkpoint(folder, tag="tag")
-            resumed.load_checkpoint(folder, tag="tag")
-        x, y = batch(ROWS, generator)
-        for engine in (straight, resumed)[: 1 + (step >= STEPS // 2)]:
-            engine.backward(engine(x, y))
-            engine.step()
-    exact(weights(resumed), weights(straight))
+class Avoids(nn.Module):
+    """Routes no row to one expert."""
+
+    def __init__(self, dead: int | None) -> None:
+        super().__init__()
+        self.weight, self.dead = nn.Parameter(torch.eye(EXPERTS, WIDTH)), dead
+
+    def forward(self, h):
+        weight = nn.functional.linear(h.float(), self.weight.float()).softmax(-1)
+        return (weight * (torch.arange(EXPERTS) != self.dead)).topk(2)
 
 
-CUT = ("adam-z0", "adam-z1", "adam-z2-round_robin", "adam-z3-offload", "adam-z2-bf16", "adam-z3")
+def trained_without(dead: int | None) -> tuple[set[str], list[set[str]], set[str]]:
+    """Layers without a basis; on this rank, factors that each step refreshed; and those that all
+    experts share."""
+    kfac = merged(KFAC, {"eigenbasis": {"refresh_interval": 4}, "burn_in": {"steps": 0}})
+    model = make(Upright)
+    model.router = Avoids(dead)
+    engine = build(BY_NAME["z2"], model=model, kfac=kfac, train_micro_batch_size_per_gpu=ROWS)
+    curvature, refreshed = engine.kfac.preconditioner.curvature, []
+    for step in range(9):
+        engine.backward(engine(*batch(ROWS, torch.Generator().manual_seed(step))))
+        engine.step()
+        refreshed.append({key for key, last in curvature.log.fresh.items() if last == step})
+    states = engine.kfac.preconditioner.state
+    shared = {spec.key for spec in curvature.specs.values() if len(spec.layers) == EXPERTS}
+    return {name for name, state in states.items() if not state.basis}, refreshed, shared
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", CUT)
-def test_a_head_in_parts_steps_as_a_whole_one(name):
-    """The head, [5, 12] with a bias, is the only layer that keeps Adam's direction. Without G, as
-    by default: then its rows are stepped one by one. In 16 bits the results of parts travel, and
-    are rounded, where those of a whole head need not."""
-    mode = BY_NAME[name]
-    factor = {**mode.kfac_block["factor"], "fisher": "activations_only"}
-    mode = replace(mode, kfac={**mode.kfac, "factor": factor}, orthogonal=True)
-    options = {"bias": True, "share": True, "results": torch.float32}
-    whole, spread = spread_of(mode, **options)
-    with patch.multiple(blocks, LARGEST=60, PART=13):
-        engine, initial, actual = trained(mode, Apart, **options)
-    kfac = engine.kfac.preconditioner
-    parts = [layer.name for layer in kfac.layers if "head" in layer.name]
-    assert parts == [f"head.{index}" for index in range(CLASSES)] and not kfac.proving.unfit
-    workers = kfac.plan.assignment.workers
-    assert {rank for part in parts for rank in workers[part]} == {0, 1}
-    assert of_ranks(parts) == [parts, parts]
-    assert not within(name, difference(actual, whole, initial), FACTOR * spread + FLOOR)
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_expert_without_tokens_takes_no_basis_from_others_nor_makes_them_refresh(world):
+    _, usual, _ = trained_without(None)
+    for dead in range(EXPERTS):
+        names, refreshed, shared = trained_without(dead)
+        without = set().union(*of_ranks(names))
+        assert without == {f"experts.{stack}.{dead}" for stack in ("gate_up_proj", "down_proj")}
+        assert shared, "no A is shared, so nothing is tested"
+        for keys, others in zip(refreshed, usual, strict=True):
+            assert keys <= others and shared & keys == shared & others, (dead, keys, others)

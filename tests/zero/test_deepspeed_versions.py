@@ -15,38 +15,39 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from packaging.version import Version
 
-import tests.versions
 from ds_kfac.zero import deepspeed_versions
 from ds_kfac.zero.layout import Half
 from ds_kfac.zero.stages import BF16
+from tests import versions
 
 PACKAGE = Path(deepspeed_versions.__file__).parent.parent
 OURS = Path(deepspeed_versions.__file__)
+ASKS = ("getattr", "hasattr")
 SHARED = {"dtype", "partition_gradients", "use_grad_accum_attribute", "backup_optimizer", "zenflow"}
 """Names that every version has on some object, or that are keys of a DeepSpeed config."""
 
 
+def nodes_of(path: Path, kind: type) -> list:
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kind)]
+
+
 def looked_up(path: Path) -> set[str]:
     """Attributes that a file asks for by ``getattr`` or ``hasattr``: a version may lack them."""
-    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    calls = [call for call in calls if getattr(call.func, "id", "") in ("getattr", "hasattr")]
-    names = [call.args[1] for call in calls]
-    return {name.value for name in names if isinstance(name, ast.Constant)}
+    calls = [c for c in nodes_of(path, ast.Call) if getattr(c.func, "id", "") in ASKS]
+    return {c.args[1].value for c in calls if isinstance(c.args[1], ast.Constant)}
 
 
 def read(path: Path) -> set[str]:
     """Attributes that a file reads of other objects than ``self``, or looks up."""
-    nodes = [
-        node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)
-    ]
-    return {n.attr for n in nodes if getattr(n.value, "id", "") != "self"} | looked_up(path)
+    attributes = nodes_of(path, ast.Attribute)
+    return {a.attr for a in attributes if getattr(a.value, "id", "") != "self"} | looked_up(path)
 
 
 def test_what_depends_on_the_version_is_read_in_one_file():
-    versions = looked_up(OURS) - SHARED
-    assert "loss_scale_config" in versions
+    names = looked_up(OURS) - SHARED
+    assert "loss_scale_config" in names
     for path in PACKAGE.rglob("*.py"):
-        assert path == OURS or not read(path) & versions, path
+        assert path == OURS or not read(path) & names, path
 
 
 def test_offsets_are_those_that_deepspeed_keeps_or_follow_from_the_numels():
@@ -74,46 +75,36 @@ def test_an_older_deepspeed_is_refused_and_a_newer_one_is_named(
     installed, refused, untested, monkeypatch
 ):
     monkeypatch.setattr(deepspeed, "__version__", installed)
-    says_what_to_do = pytest.raises(
-        ImportError, match=rf"{installed}.*pip install 'deepspeed>=0\.17'"
-    )
-    with says_what_to_do if refused else nullcontext():
+    refusal = pytest.raises(ImportError, match=rf"{installed}.*pip install 'deepspeed>=0\.17'")
+    with refusal if refused else nullcontext():
         deepspeed_versions.check()
-    line = deepspeed_versions.untested()
-    assert (line is not None) is untested
-    if untested:
-        newest = deepspeed_versions.TESTED[-1]
-        assert (
-            line
-            == f"deepspeed {installed} is newer than the tested {newest}; the self-test at attach "
-            f"passed"
-        )
+    line, newest = deepspeed_versions.untested(), deepspeed_versions.TESTED[-1]
+    said = (
+        f"deepspeed {installed} is newer than the tested {newest}; the self-test at attach passed"
+    )
+    assert line == (said if untested else None)
 
 
-class Forgets:
-    """A ZeRO-2 as in 0.18.0; what a micro-batch left is put in its place until the last one's is
-    averaged."""
+# DeepSpeed's code as it was in a version, and as it is
 
+
+class Forgets:  # a ZeRO-2 as in 0.18.0
     partition_gradients = True
 
     def independent_gradient_partition_epilogue(self):
-        for i in (0,):
-            if i not in self.averaged_gradients:
-                self.all_grad_tensors[i] = self.new
+        if 0 not in self.averaged_gradients:
+            i = 0
+            self.all_grad_tensors[i] = self.new
 
 
-class Keeps(Forgets):
-    """As in 0.18.9."""
-
+class Keeps(Forgets):  # 0.18.9
     def independent_gradient_partition_epilogue(self):
-        for i in (0,):
-            if i not in self.all_grad_tensors:
-                self.all_grad_tensors[i] = self.new
+        i = 0
+        if i not in self.all_grad_tensors:
+            self.all_grad_tensors[i] = self.new
 
 
-class LooksAlone:
-    """A ZeRO-1 as of 0.17.6."""
-
+class LooksAlone:  # a ZeRO-1 as in 0.17.6
     partition_gradients, check_grad_overflow = False, True
 
     def step(self):
@@ -124,53 +115,32 @@ class LooksAlone:
             self.reduce()
 
 
-class LooksTogether(LooksAlone):
-    """As in 0.18.0."""
-
+class LooksTogether(LooksAlone):  # 0.18.0
     def has_overflow(self, partition_gradients):
         self.reduce()
 
 
-class LooksAloneInZero2(LooksAlone):
-    partition_gradients = True
-
-
-class NeverLooks(LooksAlone):
-    check_grad_overflow = False
-
-
-class AveragesACopy:
-    """A ZeRO-1 as of 0.19.4 with ``grad_accum_dtype``."""
-
+class AveragesACopy:  # a ZeRO-1 as in 0.19.4 with grad_accum_dtype
     use_grad_accum_attribute, contiguous_gradients = True, True
 
     def get_gradient_for_reduction(self, param):
         return param.grad_accum.to(self.dtype)
 
 
-class AveragesInPlace(AveragesACopy):
-    """As in 0.19.8."""
-
+class AveragesInPlace(AveragesACopy):  # 0.19.8
     def get_gradient_for_reduction(self, param):
         return param.grad_accum
 
 
-class AveragesScattered(AveragesInPlace):
-    contiguous_gradients = False
-
-
-def splits_by_name_of_device(tensors):
-    """As in 0.19.4."""
+def splits_by_name_of_device(tensors):  # 0.19.4
     return [one for one in tensors if one.type() == get_accelerator().device_name()]  # noqa: F821
 
 
-def splits_by_dtype(tensors):
-    """As in 0.19.8."""
+def splits_by_dtype(tensors):  # 0.19.8
     return [one for one in tensors if one.dtype is torch.float16]
 
 
-def waits_for_the_last(launch_handles):
-    """As in 0.19.4."""
+def waits_for_the_last(launch_handles):  # 0.19.4
     launch_handles[-1].wait()
 
 
@@ -179,21 +149,25 @@ def waits_for_all(launch_handles):
         handle.wait()
 
 
-class ReturnsBeforeEveryStep(FP16_Optimizer):
-    def step(self):
-        """As in 0.18.0."""
-        if self.overflow:
-            self.skipped += 1
+def returns_before_every_step(self):
+    """As in 0.18.0."""
+    if self.overflow:
+        self.skipped += 1
+    return self.overflow
+
+
+def returns_on_overflow(self):
+    """As in 0.18.9."""
+    if self.overflow:
+        self.skipped += 1
         return self.overflow
+    return self.optimizer.step()
 
 
-class ReturnsOnOverflow(FP16_Optimizer):
-    def step(self):
-        """As in 0.18.9."""
-        if self.overflow:
-            self.skipped += 1
-            return self.overflow
-        return self.optimizer.step()
+def with_(one, **attributes):
+    for name, value in attributes.items():
+        setattr(one, name, value)
+    return one
 
 
 def test_faults_are_found_in_the_code_of_a_version(monkeypatch):
@@ -202,20 +176,23 @@ def test_faults_are_found_in_the_code_of_a_version(monkeypatch):
     assert accumulation(Forgets(), 1) == accumulation(Keeps(), 2) == ()
 
     assert deepspeed_versions.looks_alone(LooksAlone())
-    for kind in (LooksTogether, LooksAloneInZero2, NeverLooks):
-        assert not deepspeed_versions.looks_alone(kind()), kind
+    in_zero_2 = with_(LooksAlone(), partition_gradients=True)
+    never_looks = with_(LooksAlone(), check_grad_overflow=False)
+    for optimizer in (LooksTogether(), in_zero_2, never_looks):
+        assert not deepspeed_versions.looks_alone(optimizer), optimizer
 
     reduction, module = deepspeed_versions.reduction_faults, deepspeed_versions.stage_1_and_2
-    for splits, kind, text in (
-        (splits_by_dtype, AveragesACopy, "leave data_types.grad_accum_dtype out"),
-        (splits_by_dtype, AveragesInPlace, ""),
-        (splits_by_dtype, AveragesScattered, ""),
-        (splits_by_name_of_device, AveragesScattered, "contiguous_gradients"),
-        (splits_by_name_of_device, AveragesInPlace, ""),
+    scattered = with_(AveragesInPlace(), contiguous_gradients=False)
+    for splits, optimizer, text in (
+        (splits_by_dtype, AveragesACopy(), "leave data_types.grad_accum_dtype out"),
+        (splits_by_dtype, AveragesInPlace(), ""),
+        (splits_by_dtype, scattered, ""),
+        (splits_by_name_of_device, scattered, "contiguous_gradients"),
+        (splits_by_name_of_device, AveragesInPlace(), ""),
     ):
         monkeypatch.setattr(module, "split_half_float_double", splits)
-        faults = reduction(kind())
-        assert len(faults) == bool(text) and text in "".join(faults), (splits, kind, faults)
+        faults = reduction(optimizer)
+        assert len(faults) == bool(text) and text in "".join(faults), (splits, optimizer, faults)
 
     init, gather = deepspeed_versions.partition_parameters.Init, deepspeed_versions.gather_faults
     for code in (waits_for_the_last, waits_for_all):
@@ -223,15 +200,14 @@ def test_faults_are_found_in_the_code_of_a_version(monkeypatch):
         assert len(gather("gloo")) == (code is waits_for_the_last) and gather("nccl") == ()
 
     optimizer = object.__new__(FP16_Optimizer)
-    for version, dtype in (
-        (ReturnsBeforeEveryStep, torch.float16),
-        (ReturnsBeforeEveryStep, torch.bfloat16),
-        (ReturnsOnOverflow, torch.float16),
+    for step, dtype, never in (
+        (returns_before_every_step, torch.float16, True),
+        (returns_before_every_step, torch.bfloat16, False),
+        (returns_on_overflow, torch.float16, False),
     ):
-        monkeypatch.setattr(FP16_Optimizer, "step", version.step)
+        monkeypatch.setattr(FP16_Optimizer, "step", step)
         optimizer.fp16_groups = [[torch.zeros(1, dtype=dtype)]]
-        never = version is ReturnsBeforeEveryStep and dtype is torch.float16
-        assert deepspeed_versions.never_steps(optimizer) is never, (version, dtype)
+        assert deepspeed_versions.never_steps(optimizer) is never, (step, dtype)
 
 
 @pytest.mark.parametrize(
@@ -281,27 +257,20 @@ def test_a_step_in_16_bits_at_stage_0_leaves_no_gradient():
 
 
 def test_the_table_of_versions_has_a_row_a_tested_version_and_a_cell_a_column():
-    text = (
-        tests.versions.DOCUMENT.read_text()
-        .split(tests.versions.BEGIN)[1]
-        .split(tests.versions.END)[0]
-    )
-    head, _, *rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in text.split("\n") if line
-    ]
-    assert head == ["deepspeed", *tests.versions.COLUMNS]
-    assert tuple(row[0] for row in rows) == deepspeed_versions.TESTED == tests.versions.tested()
-    page = (tests.versions.ROOT / "docs/reference/supported.md").read_text()
-    said = ", ".join(deepspeed_versions.TESTED[:-1]) + f" and {deepspeed_versions.TESTED[-1]}"
-    assert f"Tested are {said}," in page.replace("\n", " "), "errors say that this page names them"
-    for name, *cells in rows:
-        for cell, (column, modes) in zip(cells, tests.versions.COLUMNS.items(), strict=True):
-            if (name, column) in tests.versions.LACKING:
+    columns, tested = versions.COLUMNS, deepspeed_versions.TESTED
+    page = (versions.ROOT / "docs/reference/supported.md").read_text().replace("\n", " ")
+    said = f"Tested are {', '.join(tested[:-1])} and {tested[-1]},"
+    assert said in page, "errors say that this page names them"
+    assert f"| deepspeed | {' | '.join(columns)} |" in versions.DOCUMENT.read_text()
+    rows = versions.rows()
+    assert tuple(rows) == tested == versions.tested()
+    for name, row in rows.items():
+        cells = [cell.strip() for cell in row.strip("|").split("|")][1:]
+        for cell, (column, modes) in zip(cells, columns.items(), strict=True):
+            if (name, column) in versions.LACKING:
                 assert cell == "-", f"{name}, {column}"
                 continue
             ran, of, failed = re.fullmatch(r"(\d+) of (\d+)(?:: not (.+))?", cell).groups()
-            assert int(of) == len(modes), f"{name}, {column}"
-            missing = failed.split(", ") if failed else []
-            assert set(missing) <= set(modes) and int(ran) + len(missing) == int(of), (
-                f"{name}, {column}"
-            )
+            missing = set(failed.split(", ")) if failed else set()
+            assert int(of) == len(modes) == int(ran) + len(missing), f"{name}, {column}"
+            assert missing <= set(modes), f"{name}, {column}"

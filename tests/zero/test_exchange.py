@@ -1,65 +1,147 @@
-"""Where results of K-FAC may be computed and scaled without a copy; what engines show of the
-exchange is tested by their modes."""
+"""Which rank sends which elements of a gradient to whom, as pure values, so that every world size
+fits in one process; what is kept of results, and scaled where. What engines show of the exchange
+is tested by their modes."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_kfac.zero.exchange import GradientExchange
-from ds_kfac.zero.shards import Shard, ShardMap
+from ds_kfac.zero.shards import (
+    Shard,
+    ShardMap,
+    partition_chunks,
+    partition_flat,
+    plan_gather,
+    plan_scatter,
+    worker_that_sends_to,
+)
 from tests.close import exact
 from tests.models import linear_layer
-from tests.zero.shard_maps import chunk_map
+
+NUMELS = (1, 63, 257, 5, 128)
+
+
+def flat_map(numels: Sequence[int], world: int) -> list[Shard]:
+    """ZeRO-1/2: padded to a multiple of the world."""
+    size, shards = -(-sum(numels) // world), list[Shard]()
+    for i, numel in enumerate(numels):
+        shards += partition_flat(numel, i, 0, sum(numels[:i]), size, world)
+    return shards
+
+
+def chunk_map(numels: Sequence[int], world: int) -> list[Shard]:
+    """ZeRO-3."""
+    each = [partition_chunks(numel, i, 0, 0, world) for i, numel in enumerate(numels)]
+    return [shard for shards in each for shard in shards]
+
+
+def replicated_map(numels: Sequence[int], world: int) -> list[Shard]:
+    ranks = range(world)
+    return [Shard(i, 0, numel, rank, 0, 0) for i, numel in enumerate(numels) for rank in ranks]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+@pytest.mark.parametrize("make", [flat_map, chunk_map, replicated_map])
+def test_every_element_goes_to_its_owner_once_and_back_to_every_shard(make, world):
+    shards = ShardMap(world, NUMELS, tuple(make(NUMELS, world)))
+    owner = {i: [(3 * i + 1) % world] for i in range(len(NUMELS))}
+    gathered = plan_gather(shards, owner).moves
+    for param, numel in enumerate(NUMELS):
+        parts = [*shards.on(*owner[param]), *gathered]
+        arrived = [(part.start, part.start + part.numel) for part in parts if part.param == param]
+        covered = sorted(element for start, stop in arrived for element in range(start, stop))
+        assert covered == list(range(numel))
+    assert not gathered or make is not replicated_map, "a replicated gradient is there already"
+    scattered = plan_scatter(shards, owner).moves
+    assert all([move.source] == owner[move.param] for move in scattered)
+    reached = {(m.param, m.start, m.numel, m.target) for m in scattered}
+    assert reached == {
+        (s.param, s.start, s.numel, s.rank) for s in shards.shards if [s.rank] != owner[s.param]
+    }
+
+
+@pytest.mark.parametrize(("world", "workers"), [(1, (0,)), (4, (1, 3)), (12, (2, 5, 8, 11))])
+def test_several_workers_serve_consecutive_ranks_each(world, workers):
+    """The KAISA grid: every rank gets each layer from the one worker in its row."""
+    served = [worker_that_sends_to(workers, rank, world) for rank in range(world)]
+    assert served == [worker for worker in workers for _ in range(world // len(workers))]
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (4, "gap or overlap at element 3"),
+        (2, "gap or overlap at element 2"),
+        (None, "first 3 of 5"),
+    ],
+)
+def test_a_map_that_does_not_cover_is_refused(second, message):
+    shards = [Shard(0, 0, 3, 0, 0, 0)]
+    shards += [] if second is None else [Shard(0, second, 5 - second, 1, 0, 0)]
+    with pytest.raises(ValueError, match=message):
+        ShardMap(2, (5,), tuple(shards))
+
 
 O, I = 4, 6  # noqa: E741
-LAYER, WHOLE = linear_layer("a", I, O), 24
-HALF = WHOLE // 2
-PARTS = chunk_map([WHOLE], 2)
-SCALE = 0.3
-FACTOR = torch.tensor(1 / 1024)
+LAYER, HALF = linear_layer("a", I, O), O * I // 2
 
 
-class FakeLayout:
-    """Rank 0 of two, with a gradient of each of its shards.
+def exchange_of(
+    world: int = 2, *, dtype=torch.float32, raw=False, frozen=False, copies=1
+) -> GradientExchange:
+    """Of the first rank, which steps a layer and has its part of the gradient.
 
     Args:
-        raw: parameters that DeepSpeed will still multiply by :data:`FACTOR`.
+        raw: whether DeepSpeed will still multiply the gradient.
     """
-
-    rank, world, replicated, sends_raw = 0, 2, False, False
-    engine = SimpleNamespace(device=torch.device("cpu"))
-    seam = SimpleNamespace(factor=FACTOR, inverse=1 / FACTOR)
-
-    def __init__(self, shards: ShardMap, dtype=torch.float32, raw: tuple[int, ...] = ()):
-        self.shards, self.dtype, self.raw_params = shards, dtype, raw
-        self.own: tuple[Shard, ...] = shards.on(0)
-        self.params = [torch.nn.Parameter(torch.zeros(numel)) for numel in shards.numels]
-        self.stored = {shard: torch.ones(shard.numel, dtype=dtype) for shard in self.own}
-
-    def param_of(self, part: int) -> torch.nn.Parameter:
-        return self.params[part]
-
-    def gradients(self) -> dict[Shard, Tensor]:
-        return self.stored
-
-    def raw(self, shard: Shard) -> bool:
-        return shard.param in self.raw_params
-
-
-def exchange_of(layout: FakeLayout, layer=LAYER) -> GradientExchange:
-    dtypes = torch.float32, torch.float32
-    exchange = GradientExchange(layout, [layer], {"a": (0,)}, dtypes)
+    shards = ShardMap(world, (O * I,), tuple(chunk_map([O * I], world)))
+    parameter = torch.nn.Parameter(torch.zeros(O * I), requires_grad=not frozen)
+    gradients = {shard: torch.ones(shard.numel, dtype=dtype) for shard in shards.on(0)}
+    layout = SimpleNamespace(
+        rank=0,
+        world=world,
+        replicated=False,
+        engine=SimpleNamespace(device=torch.device("cpu")),
+        shards=shards,
+        own=shards.on(0),
+        param_of=lambda part: parameter,
+        raw=lambda shard: raw,
+        gradients=lambda: gradients,
+    )
+    layer = replace(LAYER, copies=copies)
+    exchange = GradientExchange(layout, [layer], {"a": (0,)}, (torch.float32, torch.float32))
     exchange.begin()
     return exchange
 
 
+@pytest.mark.parametrize(
+    ("case", "fits"),
+    [
+        ({"world": 1}, True),
+        ({"world": 2}, False),
+        ({"world": 1, "raw": True}, False),
+        ({"world": 1, "dtype": torch.bfloat16}, False),
+        ({"world": 1, "frozen": True}, False),
+        ({"world": 1, "copies": 2}, False),
+    ],
+)
+def test_results_may_be_computed_where_they_belong_only_if_it_is_one_fp32_tensor(case, fits):
+    exchange = exchange_of(**case)
+    memory = exchange.memory([replace(LAYER, copies=case.get("copies", 1))])
+    assert (memory is not None) == fits
+    if fits:
+        memory.fill_(2.0)
+        exact(*exchange.gradients.values(), torch.full((O * I,), 2.0))
+
+
 def test_no_more_than_what_another_rank_gets_of_a_result_is_kept_for_it():
-    exchange = exchange_of(FakeLayout(PARTS))
+    exchange = exchange_of()
     exchange.put([LAYER], [torch.ones(O, I)])
     part = exchange.scatter_part()
     (sent,) = [part.piece(move) for move in part.plan.moves]
@@ -69,37 +151,13 @@ def test_no_more_than_what_another_rank_gets_of_a_result_is_kept_for_it():
 def test_results_on_the_host_are_scaled_by_numbers_on_the_host():
     """With offload; a part of it may stay on the device. torch multiplies no tensor by one on
     another device."""
-    layout, multiplied = FakeLayout(PARTS), list[tuple[Tensor, Tensor]]()
-    exchange = exchange_of(layout)
-    noting = patch.object(
-        torch,
-        "_foreach_mul_",
-        lambda ours, others: multiplied.extend(zip(ours, others, strict=True)),
-    )
-    with FakeTensorMode(), noting:
+    exchange, devices = exchange_of(), []
+
+    def noting(ours, others):
+        devices.extend((x.device.type, y.device.type) for x, y in zip(ours, others, strict=True))
+
+    with FakeTensorMode(), patch.object(torch, "_foreach_mul_", noting):
         for device in ("cpu", "cuda"):
-            exchange.gradients = {layout.own[0]: torch.ones(HALF, device=device)}
+            exchange.gradients = {exchange.layout.own[0]: torch.ones(HALF, device=device)}
             exchange.write([], {"a": torch.ones((), device="cuda")})
-    assert [(x.device.type, scale.device.type) for x, scale in multiplied] == [
-        ("cpu", "cpu"),
-        ("cuda", "cuda"),
-    ]
-
-
-ALONE = ShardMap(1, (WHOLE,), (Shard(0, 0, WHOLE, 0, 0, 0),))
-
-
-@pytest.mark.parametrize("case", ["fits", "raw", "cut", "bf16", "frozen", "copied"])
-def test_results_may_be_computed_where_they_belong_only_if_it_is_one_fp32_tensor(case):
-    dtype = torch.bfloat16 if case == "bf16" else torch.float32
-    layout = FakeLayout(PARTS if case == "cut" else ALONE, dtype, (0,) if case == "raw" else ())
-    layout.params[0].requires_grad_(case != "frozen")
-    layer = replace(LAYER, copies=2) if case == "copied" else LAYER
-    exchange = exchange_of(layout, layer)
-    memory = exchange.memory([layer])
-    assert (memory is not None) == (case == "fits")
-    if memory is not None:
-        memory.fill_(2.0)
-        exact(layout.stored[layout.own[0]], torch.full((WHOLE,), 2.0))
-        exchange.write([], {"a": torch.tensor(SCALE)})
-        exact(layout.stored[layout.own[0]], torch.full((WHOLE,), 2.0) * SCALE)
+    assert devices == [("cpu", "cpu"), ("cuda", "cuda")]

@@ -24,55 +24,65 @@ RESCALING = parse({"rescale_weights": True})
 EXPERTS, PIPELINE = "mixture of experts", "pipeline"
 
 
+def of(**facts):
+    return replace(PLAIN, **facts)
+
+
 def pipeline(**facts):
-    """The context of an engine with stages that has only these attributes."""
-    return replace(PLAIN, engine=SimpleNamespace(**facts), pipeline=True)
+    """Of an engine with stages that has only these attributes."""
+    return of(engine=SimpleNamespace(**facts), pipeline=True)
 
 
-def experts(**facts):
-    return replace(PLAIN, experts=True, **facts)
+def autoep(tensor: int = 1, backend: str = "comm", **experts):
+    """Of an engine with a mixture by AutoEP."""
+    mixture = nn.Module()
+    mixture._is_autoep_layer, mixture.comm_backend = True, backend
+    plain = {"use_triton_grouped_mm": False, "gate_up_impl": "separate"}
+    mixture.experts = SimpleNamespace(**{**plain, **experts})
+    return of(engine=SimpleNamespace(module=mixture, autotp_size=lambda: tensor), experts=True)
 
 
-def test_a_plain_config_is_not_refused():
-    assert refused(PLAIN) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "context", "remedy"),
-    [
+CASES = [
+    ("tensor and sequence parallelism", of(sharded=True, sequence=True), "a group of one rank"),
+    ("NVMe offload of parameters", config(zero_optimization=NVME), 'offload_param.device to "cpu"'),
+    (f"{PIPELINE} of another kind", pipeline(), "default schedule"),
+    (f"{PIPELINE} with a model axis", pipeline(is_model_parallel=True), "pipe and data only"),
+    (f"{EXPERTS} in BF16_Optimizer", of(experts=True, bf16_optimizer=True), "grad_accum_dtype"),
+    *(
         (
-            "tensor and sequence parallelism",
-            replace(PLAIN, sharded=True, sequence=True),
-            "a group of one rank",
-        ),
-        (
-            "NVMe offload of parameters",
-            config(zero_optimization=NVME),
-            'offload_param.device to "cpu"',
-        ),
-        (f"{PIPELINE} of another kind", pipeline(), "default schedule"),
-        (f"{PIPELINE} with a model axis", pipeline(is_model_parallel=True), "pipe and data only"),
-        (f"{EXPERTS} in BF16_Optimizer", experts(bf16_optimizer=True), "grad_accum_dtype"),
-        *(
-            (
-                f"{EXPERTS} with other model parallelism",
-                experts(**{other: True}),
-                "data parallelism only",
-            )
-            for other in ("sharded", "pipeline", "sequence")
-        ),
-        (
-            "kfac.rescale_weights with tensor parallelism",
-            replace(PLAIN, sharded=True, config=RESCALING),
-            "set it to false",
-        ),
-        ("compressed-communication optimizer", config("OneBitAdam"), "such as AdamW"),
-        ("Muon", config("Muon"), "choose Muon or K-FAC"),
-    ],
-)
+            f"{EXPERTS} with other model parallelism",
+            of(experts=True, **{other: True}),
+            "data parallelism only",
+        )
+        for other in ("sharded", "pipeline", "sequence")
+    ),
+    ("AutoEP with AutoTP", autoep(tensor=2), "autotp_size to 1"),
+    ("AutoEP with DeepEP", autoep(backend="deepep"), 'comm_backend to "comm"'),
+    (
+        "AutoEP with Triton's grouped products",
+        autoep(use_triton_grouped_mm=True),
+        "disable_triton_grouped_mm to true",
+    ),
+    (
+        "AutoEP with one product for gate and up",
+        autoep(gate_up_impl="fused"),
+        'gate_up_impl to "separate"',
+    ),
+    (
+        "kfac.rescale_weights with tensor parallelism",
+        of(sharded=True, config=RESCALING),
+        "set it to false",
+    ),
+    ("compressed-communication optimizer", config("OneBitAdam"), "such as AdamW"),
+    ("Muon", config("Muon"), "choose Muon or K-FAC"),
+]
+
+
+@pytest.mark.parametrize(("name", "context", "remedy"), CASES)
 def test_a_combination_is_refused_with_a_remedy(name, context, remedy):
     applies, text = REFUSALS[name]
-    assert applies(context) and not applies(PLAIN)
+    assert applies(context) and not applies(PLAIN) and refused(PLAIN) == []
+    assert not name.startswith("AutoEP") or not applies(autoep())
     assert remedy in text
 
 
@@ -82,11 +92,7 @@ def test_what_the_config_shows_is_refused_before_deepspeed_builds_anything(optim
     unreachable = Mock(side_effect=AssertionError, __signature__=signature(entry._plain_initialize))
     monkeypatch.setattr(entry, "_plain_initialize", unreachable)
     monkeypatch.setattr(entry, "start_alone", lambda: None)
-    model = nn.Linear(2, 2)
-    settings = {
-        "optimizer": {"type": optimizer, "params": {"lr": 1e-3}},
-        "zero_optimization": NVME,
-        "kfac": {},
-    }
+    model, made = nn.Linear(2, 2), {"type": optimizer, "params": {"lr": 1e-3}}
+    settings = {"optimizer": made, "zero_optimization": NVME, "kfac": {}}
     with pytest.raises(ValueError, match="NVMe offload of parameters"):
         ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=settings)
