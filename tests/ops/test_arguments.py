@@ -54,7 +54,7 @@ def wrong_calls():
         "beyond the end": ("symmetric_unpack_from", (SIX, [1], [3]), {}, "3 at 1 is outside of 6"),
         "before the start": ("symmetric_unpack_from", (SIX, [-1], [3]), {}, "3 at -1 is outside"),
         "a shorter sum": (ema, ([SIX], [FIVE[0]], [ONE], [ONE], [0.9]), {}, r"\[6\] .* \[5\]"),
-        "two counts": (ema, ([SIX], [SIX], [TWO], [ONE], [0.9]), {}, r"scalars, got .* \(2,\)"),
+        "two counts": (ema, ([SIX], [SIX], [TWO], [ONE], [0.9]), {}, r"one element .* \(2,\)"),
         "higher moments": ("adam_step_", (*[MATRIX] * 3, HIGHER, VECTOR, FLAG), ADAM, unfit),
         "two flags": ("adam_step_", (*[MATRIX] * 4, VECTOR, flags), ADAM, unfit),
         "two sizes": ("finish_direction_", (*[MATRIX] * 2, *[VECTOR, TWO] * 2, FLAG), {}, unfit),
@@ -62,7 +62,7 @@ def wrong_calls():
             "finish_direction_",
             (HIGHER, MATRIX, VECTOR, None, VECTOR, VECTOR, FLAG),
             {},
-            r"the result does not fit, got torch.float32 \(1, 3, 2\)",
+            r"out_nOI does not fit .* got torch.float32 \(1, 3, 2\)",
         ),
     }
 

@@ -173,7 +173,7 @@ def test_a_triton_that_is_missing_or_does_not_import_or_has_no_gpu_is_a_reason(m
     assert triton_backend.unavailable() == "triton is not installed"
     monkeypatch.setattr(triton_backend, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "ds_kfac.ops.triton.scale", None)
-    expected = "triton is installed but does not import: "
+    expected = "triton is installed but cannot be imported: "
     assert triton_backend.unavailable().startswith(expected)
 
 
