@@ -83,7 +83,7 @@ def test_a_backend_that_cannot_run_is_passed_over_with_its_reason_or_refused_by_
     assert "not fake: no compiler in PATH" in str(choice)
     with pytest.raises(ValueError, match='backend "fake" cannot run here: no compiler in PATH'):
         dispatch.use("fake", "cpu")
-    with pytest.raises(ValueError, match="it is for cuda, not for meta"):
+    with pytest.raises(ValueError, match="is for cuda, not for meta"):
         dispatch.use("cuda", "meta")
     assert str(dispatch.use(None, "meta")) == f"torch ({', '.join(dispatch.OPS)})"
 
