@@ -59,9 +59,9 @@ def test_products_have_the_rate_of_their_size(tmp_path):
         ("{", "Expecting"),
         ([], "not an object"),
         ({"eigh": 1}, "eigh is none of eigh_seconds"),
-        ({"gemm_flops": 0}, "0 is no positive number"),
-        ({"gemm_flops": True}, "True is no positive number"),
-        ({"eigh_seconds": [[16, 1.0], [8, 1.0]]}, "eigh_seconds: sizes must ascend"),
+        ({"gemm_flops": 0}, "0 is not a positive number"),
+        ({"gemm_flops": True}, "True is not a positive number"),
+        ({"eigh_seconds": [[16, 1.0], [8, 1.0]]}, "eigh_seconds: sizes must be in ascending"),
         ({"eigh_seconds": [[16]]}, "not enough values"),
     ],
 )

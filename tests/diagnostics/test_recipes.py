@@ -101,7 +101,7 @@ def test_our_own_settings_are_near_a_recipe():
 )
 def test_what_is_far_from_every_recipe_is_said(kind, given, title, values):
     (text,) = recipe_warnings(kind, *given)
-    assert repr(title) in text and f"a {kind};" in text, text
+    assert repr(title) in text and f" a {kind}." in text, text
     assert all(value in text for value in values), text
 
 

@@ -125,7 +125,7 @@ def test_a_factory_may_give_no_example():
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("gpt5", "give module:factory, a function"),
+        ("gpt5", "give module:factory"),
         ("no.such.package:make", "is its folder in PYTHONPATH"),
         (f"{HERE}:missing", "has no function missing"),
         (f"{HERE}:no_module", "returned a int, not a torch.nn.Module"),

@@ -83,7 +83,7 @@ def test_a_backend_that_cannot_run_is_passed_over_with_its_reason_or_refused_by_
     assert "not fake: no compiler in PATH" in str(choice)
     with pytest.raises(ValueError, match='backend "fake" cannot run here: no compiler in PATH'):
         dispatch.use("fake", "cpu")
-    with pytest.raises(ValueError, match="it is for cuda, not for meta"):
+    with pytest.raises(ValueError, match="is for cuda, not for meta"):
         dispatch.use("cuda", "meta")
     assert str(dispatch.use(None, "meta")) == f"torch ({', '.join(dispatch.OPS)})"
 
@@ -173,7 +173,7 @@ def test_a_triton_that_is_missing_or_does_not_import_or_has_no_gpu_is_a_reason(m
     assert triton_backend.unavailable() == "triton is not installed"
     monkeypatch.setattr(triton_backend, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "ds_kfac.ops.triton.scale", None)
-    expected = "triton is installed but does not import: "
+    expected = "triton is installed but cannot be imported: "
     assert triton_backend.unavailable().startswith(expected)
 
 

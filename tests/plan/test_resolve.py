@@ -72,4 +72,4 @@ def test_answers_follow_other_keys_and_unread_blocks_have_no_reason():
     assert config.damping.value == Value.constant(1e-3)
     _, reasons = resolve(parse({}), fisher="activations_only", blocks=("adam",))
     assert not any(reason.startswith(("damping", "preconditioner")) for reason in reasons)
-    assert "factor.fisher activations_only (this optimizer's)" in reasons
+    assert "factor.fisher activations_only (default for this optimizer)" in reasons

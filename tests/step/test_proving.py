@@ -188,7 +188,7 @@ def a_layer_that_does_not_fit_has_no_curvature_until_it_does(name):
     assert unfit(seen) == [{"middle"}] * 3 + [set()] * 3
     assert [step.proves for step in seen] == [True] * 4 + [False] * 2 and numbers[2] == 1
     report = engine.kfac.report
-    assert report.count("middle: its gradient is not that of the rows of 2 calls") == 1
+    assert report.count("middle: its gradient is not the sum over the rows of the 2 calls") == 1
     assert "test_proving.py" in report and "(mul)" in report and "linear.py" not in report
     told = any("do not make up" in text for text in said)
     assert told == (dist.get_rank() == 0), "one rank says it"
