@@ -25,6 +25,7 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Observations
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
+from ds_kfac.step.proving import ProofClock
 from ds_kfac.update.state import LayerState
 
 Groups = tuple[tuple[str, ...], ...]
@@ -96,6 +97,7 @@ def _read(
         "steps": header.steps,
         "peak_lr": {int(group): lr for group, lr in header.peak_lr.items()},
         "observations": Observations(groups, _rows_here(kfac, header)),
+        "proofs": _proofs_here(kfac, header, saved_keys),
         "layers": _read_layers(kfac, folder, header, problems),
         "factors": {
             "factors": _read_factors(kfac, folder, header, specs, saved_keys, problems),
@@ -179,6 +181,24 @@ def _timetable_here(
                 if saved in saved_clocks
             },
         },
+    }
+
+
+def _proofs_here(
+    kfac: KFACPreconditioner, header: Header, saved_keys: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the state of the proofs of this run's layers, in the form that ``Proving.load``
+    takes."""
+    clock = header.proofs.domains.get(kfac.engine_view.domain.name)
+    again = set(header.proofs.again)
+    return {
+        "clock": ProofClock() if clock is None else ProofClock(*clock),
+        "unfit": {
+            name: header.proofs.unfit[saved]
+            for name, saved in kfac.names.items()
+            if saved in header.proofs.unfit
+        },
+        "again": frozenset(key for key, saved in saved_keys.items() if saved in again),
     }
 
 

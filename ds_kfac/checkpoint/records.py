@@ -77,6 +77,15 @@ class SavedClock(NamedTuple):
     refreshed: int
 
 
+class SavedProofClock(NamedTuple):
+    """A ``ProofClock`` in the form that JSON stores."""
+
+    proofs: NonNegativeInt
+    wait: NonNegativeInt
+    step: int
+    is_due: bool
+
+
 class _Record(BaseModel):
     model_config = ConfigDict(
         strict=True, extra="forbid", frozen=True, arbitrary_types_allowed=True
@@ -109,6 +118,20 @@ class TimetableRecord(_Record):
 
     domains: dict[Name, Captures]
     factors: dict[Name, SavedClock]
+
+
+class ProofsRecord(_Record):
+    """State of ``Proving``, of all domains.
+
+    Attributes:
+        domains: name of a domain -> when its proofs take place.
+        unfit: layer name -> why the layer has no curvature.
+        again: keys of the factors for which the next step collects statistics in any case.
+    """
+
+    domains: dict[Name, SavedProofClock]
+    unfit: dict[Name, str]
+    again: list[Name]
 
 
 class FileEntry(_Record):
@@ -150,6 +173,7 @@ class Header(_Record):
             were not known yet, or if nothing depends on them.
         ranks: name of a domain -> number of its ranks when ``rows`` was observed.
         timetable: the adaptive rule's state.
+        proofs: which layers fail the proof of their rows, and when the next proof takes place.
         ready: keys of the factors that have been decomposed.
         files: name of a file of the save -> what it holds, and its checksum.
     """
@@ -167,6 +191,7 @@ class Header(_Record):
     rows: dict[Name, float]
     ranks: dict[Name, NonNegativeInt]
     timetable: TimetableRecord
+    proofs: ProofsRecord
     ready: list[Name]
     files: dict[Name, FileEntry]
 

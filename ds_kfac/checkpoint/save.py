@@ -15,7 +15,7 @@ import shutil
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,9 @@ from ds_kfac.checkpoint.records import (
     HistoryRecord,
     LayerFile,
     LayerRecord,
+    ProofsRecord,
     SavedClock,
+    SavedProofClock,
     SavedSide,
     TimetableRecord,
 )
@@ -65,6 +67,9 @@ class DomainRecord:
     ranks: int
     captures: Captures
     clocks: dict[str, SavedClock]
+    proofs: SavedProofClock
+    unfit: dict[str, str]
+    again: list[str]
     ready: list[str]
 
 
@@ -124,6 +129,7 @@ def _record_of(kfac: KFACPreconditioner) -> DomainRecord:
     names = kfac.names
     keys = {key: names[key[:-2]] + key[-2:] for key in curvature.specs}
     timetable = curvature.timetable.state()
+    proving = kfac.proving.state()
     peak_lr = kfac.direction.state().get("peak_lr", {})
     layers = {
         names[layer.name]: LayerRecord(
@@ -144,6 +150,9 @@ def _record_of(kfac: KFACPreconditioner) -> DomainRecord:
         ranks=kfac.channel.world,
         captures=Captures(timetable["captured"], timetable["skipped"]),
         clocks={keys[key]: SavedClock(*clock) for key, clock in timetable["factors"].items()},
+        proofs=SavedProofClock(**asdict(proving["clock"])),
+        unfit={names[layer]: reason for layer, reason in proving["unfit"].items()},
+        again=[keys[key] for key in proving["again"] & keys.keys()],
         ready=[keys[key] for key in curvature.ready],
     )
 
@@ -159,11 +168,13 @@ def _header(
     groups: dict[tuple[str, ...], None] = {}  # each group once, in the order of the records
     rows: dict[str, float] = {}
     clocks: dict[str, SavedClock] = {}
+    unfit: dict[str, str] = {}
     for record in records:
         layers |= record.layers
         factors |= record.factors
         rows |= record.rows
         clocks |= record.clocks
+        unfit |= record.unfit
         groups |= dict.fromkeys(tuple(group) for group in record.shared or ())
         for group, lr in record.peak_lr.items():
             peak_lr[group] = max(lr, peak_lr.get(group, lr))
@@ -183,6 +194,11 @@ def _header(
         ranks={record.domain: record.ranks for record in records},
         timetable=TimetableRecord(
             domains={record.domain: record.captures for record in records}, factors=clocks
+        ),
+        proofs=ProofsRecord(
+            domains={record.domain: record.proofs for record in records},
+            unfit=unfit,
+            again=sorted({key for record in records for key in record.again}),
         ),
         ready=sorted({key for record in records for key in record.ready}),
         files=dict(entries),

@@ -452,6 +452,10 @@ class Attachment:
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not any(capture.active for capture in self._captures):
             return original(*args, **kwargs)
+        return self._captured_forward(original, *args, **kwargs)
+
+    @torch.compiler.disable  # a program may compile a function that calls the engine
+    def _captured_forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             for capture in self._captures:
@@ -460,6 +464,7 @@ class Attachment:
                     stack.enter_context(capture.uses)
             return original(*args, **kwargs)
 
+    @torch.compiler.disable
     def _engine_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         steps = self.job.steps
         try:
@@ -471,6 +476,7 @@ class Attachment:
                 self.job.drop_step()
             raise
 
+    @torch.compiler.disable
     def _backward(
         self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:

@@ -350,6 +350,7 @@ class KFACPreconditioner:
             "steps": self.steps,
             **self.direction.state(),
             "observations": self.observations,
+            "proofs": self.proving.state(),
             "layers": self.state,
             "factors": self.curvature.state_dict(),
         }
@@ -369,7 +370,7 @@ class KFACPreconditioner:
         for name, (group, index) in self.places.items():
             group.load(index, layers.get(name))
         self.steps = state.get("steps", 0)
-        self.proving.restart(resumed=self.steps > 0)
+        self.proving.load(state.get("proofs", {}))
         self.direction.load_state(state)
         self._unsettled.clear()
         self._numbers = None

@@ -5,7 +5,7 @@ rows do not add up to its gradient. The layer then has no curvature until it pas
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,6 +55,23 @@ class Verdict:
     open: bool
 
 
+@dataclass
+class ProofClock:
+    """When proofs take place.
+
+    Attributes:
+        proofs: number of proofs so far, without those that were not due.
+        wait: number of captured steps to come before the next proof is due.
+        step: the captured step that began last; -1: none.
+        is_due: whether a proof is due in that step.
+    """
+
+    proofs: int = 0
+    wait: int = 0
+    step: int = -1
+    is_due: bool = True
+
+
 class Proving:
     """Runs the proofs for the layers of one domain.
 
@@ -71,22 +88,24 @@ class Proving:
         self.channel = channel
         names = {id(p): name for name, p in layout.engine.module.named_parameters()}
         self._parameters = {names[id(p)]: p for p in layout.params}
-        self.restart()
+        self.load({})
 
-    def restart(self, *, resumed: bool = False) -> None:
-        """Forget all proofs, so that the next captured step runs a proof.
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from the result of :meth:`state`; {}: no proof has taken place yet.
 
-        Args:
-            resumed: whether the run continues from a checkpoint. If so, :attr:`again` stays empty,
-                so that a resumed run equals an uninterrupted run.
+        The next captured step runs a proof in any case, because the program may have changed since
+        the save. If this proof is not due, and no layer fails it, it changes nothing, so a resumed
+        run equals an uninterrupted run.
         """
-        self.unfit: Mapping[str, str] = {}
-        self.again: frozenset[str] = frozenset()
-        self._number = 0  # number of proofs so far
-        self._wait = 0  # number of captured steps until the next proof
-        self._last_step = -1  # the captured step that began last
-        self._proves = True  # whether that step runs a proof
-        self._resumed = resumed
+        self.unfit: Mapping[str, str] = state.get("unfit", {})
+        self.again: frozenset[str] = state.get("again", frozenset())
+        self._clock: ProofClock = replace(state.get("clock", ProofClock()))
+        self._first_step: int | None = None  # the first step that was captured since the load
+
+    def state(self) -> dict[str, Any]:
+        """Return the state that a resumed run needs: :attr:`unfit`, :attr:`again` and a copy of the
+        :class:`ProofClock`."""
+        return {"unfit": dict(self.unfit), "again": self.again, "clock": replace(self._clock)}
 
     def begin(
         self, step: int, key: Callable[[LayerSpec], str], *, after_error: bool = False
@@ -100,13 +119,16 @@ class Proving:
                 may contain rows that the hooks have dropped (at ZeRO-2 even after ``zero_grad``),
                 so no layer can fail in this step.
         """
-        if step != self._last_step:
-            self._last_step = step
-            self._proves = self._wait == 0
-            self._wait = max(0, self._wait - 1)
-        if not self._proves:
+        clock = self._clock
+        if step != clock.step:
+            clock.step = step
+            clock.is_due = clock.wait == 0
+            clock.wait = max(0, clock.wait - 1)
+        if self._first_step is None:
+            self._first_step = step
+        if not clock.is_due and step != self._first_step:
             return None
-        proof = Proof(self.layers, key, self._number, torch.device(self.layout.engine.device))
+        proof = Proof(self.layers, key, clock.proofs, torch.device(self.layout.engine.device))
         if after_error:
             for layer in proof.layers:
                 proof.leave_out(layer)
@@ -188,12 +210,17 @@ class Proving:
 
     def record(self, verdict: Verdict) -> None:
         """Store the verdict of an applied step, and decide when the next proof takes place."""
+        clock = self._clock
+        self.unfit = verdict.unfit
+        if not clock.is_due:
+            if verdict.open:
+                clock.wait = 0
+            return
         zero = {name for name, check in verdict.checks.items() if check.is_zero}
-        self._number += 1
+        clock.proofs += 1
         self.again = frozenset()
-        if zero and self._number <= FIRST and not self._resumed:
+        if zero and clock.proofs <= FIRST:
             self.again = frozenset(
                 key for layer in self.layers if layer.name in zero for key in layer.keys
             )
-        self._wait = 0 if verdict.open or self.again else wait(self._number)
-        self.unfit = verdict.unfit
+        clock.wait = 0 if verdict.open or self.again else wait(clock.proofs)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from ds_kfac.checkpoint.files import CheckpointError
 from ds_kfac.checkpoint.save import save
 from ds_kfac.directions.kfac_adamw.optimizer import FLAG, KFACTorchAdamW
+from ds_kfac.step import proving
 from tests.close import exact, near
 from tests.deepspeed.modes import BY_NAME, CLIPPED
 from tests.deepspeed.modes import KFAC as OFTEN
@@ -123,6 +125,7 @@ def whole_state(engine) -> dict:
         "steps": kfac.steps,
         "peak_lr": kfac.direction.state().get("peak_lr", {}),
         "clock": kfac.curvature.timetable.state(),
+        "proofs": kfac.proving.state(),
     }
     if dist.get_world_size() == 1:  # each rank knows of its own, or of all after a load
         others["ready"] = kfac.curvature.ready
@@ -140,6 +143,15 @@ def check_same(actual: dict, expected: dict, what: object) -> None:
 
 
 # resuming
+
+
+class Masked(Net):
+    """A hook masks a weight's gradient, as in pruning, so the layer fails every proof."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mask = torch.arange(self.first.weight.numel()).view_as(self.first.weight) % 2
+        self.first.weight.register_hook(lambda gradient: gradient * mask)
 
 
 @dataclass(frozen=True)
@@ -191,6 +203,7 @@ ANYWHERE = [
     Run("z2", FALLING, changed=("/peak_lr/0", "/captured")),
     Run("z2", {"kfac": CORRECTED}, changed=("/terms",)),
     Run("adam-z2-not_contiguous", ADAPTIVE, changed=(*MOMENTS, "/last", "/before")),
+    Run("adam-z2", model=Masked, changed=("/unfit/first", "/clock/proofs")),
 ]
 WITHOUT_FROZEN = {
     "save": {"exclude_frozen_parameters": True},
@@ -221,6 +234,11 @@ RESUMED = [(run, 1) for run in ANYWHERE + ON_ONE] + [(run, 2) for run in ANYWHER
 def test_resuming_gives_the_losses_of_not_stopping(run, world):
     """To the bit, in the same world and stage; and every field comes back: losses after resuming
     forgive what acts later."""
+    with patch.object(proving, "RAISES", run.model is not Masked):
+        resume(run, world)
+
+
+def resume(run: Run, world: int) -> None:
     folder, unbroken = shared_folder(), run.engine()
     losses = train(unbroken, 1, steps=4)
     for tag in ("earlier", "tag"):  # latest names the second

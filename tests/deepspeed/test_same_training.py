@@ -111,6 +111,36 @@ def test_compiled_training_is_the_same_in_the_graphs_of_the_plain_engine(name, b
     assert history[STEPS]["graphs"] == history[STEPS + 1]["graphs"], "evaluation is compiled once"
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [1])
+@pytest.mark.parametrize("whole_step", [False, True])
+def test_a_compiled_function_may_call_the_engine(whole_step, world):
+    import torch._dynamo
+
+    final = []
+    for backend in (None, "eager"):
+        torch._dynamo.reset()
+        engine = build(BY_NAME["z0"])
+
+        def loss_of(x, y, engine=engine):
+            loss = engine(x, y)
+            if whole_step:
+                engine.backward(loss)
+                engine.step()
+            return loss
+
+        run = loss_of if backend is None else torch.compile(loss_of, backend=backend)
+        for step in range(STEPS):
+            ((x, y),) = micro_batches(step, 1)
+            loss = run(x, y)
+            if not whole_step:
+                engine.backward(loss)
+                engine.step()
+        assert engine.kfac.counters()["steps"] == STEPS
+        final.append(weights(engine))
+    exact(final[1], final[0])
+
+
 def left_to_defaults(source: str) -> list[str]:
     """Calls that leave the dtype or the device of a new tensor to torch's defaults."""
     floating = {"zeros", "ones", "empty", "full", "eye", "rand", "randn", "linspace"}
