@@ -364,7 +364,7 @@ def _assignment(
             for workers, (load, size) in largest.items()
         )
         if problems:
-            tried += f"; {len(problems)} other fractions exceed the budget of {budget} GB"
+            tried += f"; fractions over the budget of {budget} GB: {len(problems)}"
         reasons.append(
             f"{best} of {world} ranks precondition a layer; predicted maximum per rank: {tried}"
         )

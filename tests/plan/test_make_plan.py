@@ -121,7 +121,7 @@ def test_costly_memory_wants_few_workers():
         made = plan(costs=SLOW_LINK, assignment={"memory_budget_gb": allowed / 1e9})
         assert made.workers <= fits and fits_in(made) <= allowed
         (reason,) = made.reasons
-        assert f"{over} other fractions exceed the budget of {allowed / 1e9} GB" in reason
+        assert f"fractions over the budget of {allowed / 1e9} GB: {over}" in reason
 
 
 @pytest.mark.parametrize("facts", [FP32, ZERO], ids=["replicated", "zero"])

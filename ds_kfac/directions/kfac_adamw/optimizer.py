@@ -446,7 +446,10 @@ def _expected(key: str, value: Any) -> str | None:
         if is_pair and all(_is_number(x) and x < 1 for x in value):
             return None
         return "two numbers of at least 0 and below 1, such as [0.9, 0.95]"
-    return None if _is_number(value) else "a finite number of at least 0, not a string"
+    if _is_number(value):
+        return None
+    number = "a finite number of at least 0"
+    return f"{number}, not a string" if isinstance(value, str) else number
 
 
 def _is_number(value: Any) -> bool:
