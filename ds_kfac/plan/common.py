@@ -135,8 +135,8 @@ def own_inputs(
     reasons = []
     if with_own:
         reasons.append(
-            f"each expert has its own A, and all these As take {taken / world / 1e6:,.1f} MB a rank "
-            f"more than one A for all experts would; the limit is {limit}"
+            f"each expert has its own A, and all these As take {taken / world / 1e6:,.1f} MB a "
+            f"rank more than one A for all experts would; the limit is {limit}"
         )
     if left:
         reasons.append(
