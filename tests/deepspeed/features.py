@@ -408,7 +408,7 @@ def follows_its_schedules(engine) -> None:
         "factors every 1 steps, eigenbases every N steps, N = 4, 1 from step 6",
         "factors: decay linear 0.1 -> 0.9 over 4 steps",
         "tikhonov damping exponential 0.01 -> 1 over 4 steps",
-        "burn-in: 3 steps with intervals 1 and 2",
+        "burn-in: 3 steps, with factors every 1 and refreshes every 2",
     ):
         assert text in engine.kfac.report, text
 

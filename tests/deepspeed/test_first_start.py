@@ -98,7 +98,7 @@ def test_a_rank_is_warned_by_enable_and_a_launcher_is_not(monkeypatch, tmp_path)
 def test_where_a_launchers_variables_are_incomplete_it_is_said_how_to_start(tmp_path):
     run = started(tmp_path, KFAC_ADAMW, {"WORLD_SIZE": "1"})
     assert run.returncode == 1 and "no launcher has started this process" in run.stderr
-    assert "start it with `deepspeed train.py`" in run.stderr
+    assert "with `deepspeed train.py`" in run.stderr
 
 
 def test_python_without_asserts_attaches(tmp_path):

@@ -145,7 +145,7 @@ def test_gradients_are_got_and_set_as_without_kfac():
 @pytest.mark.ranks(2)
 def test_attaching_in_the_middle_of_a_step_is_refused_and_loses_nothing():
     """Of two micro-batches."""
-    refusal = "middle of a step: there is a gradient that no step has taken yet"
+    refusal = "middle of a step: there are gradients that no step has used yet"
     for name in (*MODES, "z1-bf16-accum32-late", "z1-fp16-accum32"):
         mode = BY_NAME[name]
         with patched(mode):

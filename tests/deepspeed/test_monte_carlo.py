@@ -82,9 +82,8 @@ def attempt(prediction="head", *, checkpointed="", plain=False, by_hand=False, m
 
 def test_what_cannot_be_sampled_is_said():
     assert attempt(checkpointed="non-reentrant") == attempt(by_hand=True) == "1 updates"
-    assert "use torch's with use_reentrant=False" in attempt(checkpointed="reentrant")
-    named = "name the module that computes it in kfac.factor.prediction"
-    assert named in attempt(prediction=None)
+    assert "with use_reentrant=False" in attempt(checkpointed="reentrant")
+    assert "set kfac.factor.prediction to the name of the module" in attempt(prediction=None)
     assert "the model has no module 'haed'" in attempt(prediction="haed")
     assert "call engine.kfac.sample(loss) before loss.backward()" in attempt(plain=True)
     error = attempt(mode="z3")

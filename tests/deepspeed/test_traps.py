@@ -227,7 +227,7 @@ def test_a_failed_refresh_keeps_the_last_result_and_is_counted_and_said(method):
     assert counts["refreshes_failed"] == 2 * owned
     assert counts["refresh_retries"] == 4 * owned
     for step in (2, 4):
-        line = f"succeeded ({2 * owned} in step {step}); the last result stays in use"
+        line = f"succeeded ({2 * owned} such factors in step {step}); each keeps its last"
         assert line in said.getvalue()
 
 

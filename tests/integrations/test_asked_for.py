@@ -93,7 +93,7 @@ def test_an_engine_whose_config_does_not_name_it_is_told_of(tmp_path):
     assert ASKED not in said(tmp_path, ENGINES, **one_rank())
     for name in CONFIGS:
         text = (tmp_path / name).read_text()
-        for part in (ASKED, "the DeepSpeed config names it nowhere"):
+        for part in (ASKED, "the DeepSpeed config does not name K-FAC"):
             assert (part in text) == (name == "AdamW"), (name, text)
 
 

@@ -147,5 +147,5 @@ def test_what_is_needed_and_tested_is_what_the_project_says(environment):
     environment.setattr(doctor, "requires", lambda name: doctor.NEEDS)
     for has, where in (("0.17.0", "inside"), ("0.19.8+cu121", "inside"), ("0.20.1", "outside of")):
         environment.setattr(doctor, "version", lambda name, has=has: has)
-        state = f"deepspeed {has}, {where} the tested {oldest} to {newest}"
+        state = f"deepspeed {has}, {where} the tested range {oldest} to {newest}"
         assert tuple(doctor._package("deepspeed")) == (state, "")

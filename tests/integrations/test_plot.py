@@ -107,7 +107,7 @@ def test_a_trainers_state_is_taken_by_its_path(tmp_path):
     assert (tmp_path / "new" / "kfac.png").exists()
 
 
-NO_LIST = 'trainer_state.json: its "log_history" is no list'
+NO_LIST = 'trainer_state.json: its "log_history" is not a list'
 LINE_3 = "loss.csv, line 3: got ['5', '']; must be two numbers"
 STATES = ("", '{"log', "[]", "{}", '{"log_history": null}', '{"log_history": [{"loss": 1.0}]}')
 
