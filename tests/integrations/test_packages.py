@@ -32,7 +32,7 @@ def test_the_table_in_the_docs_claims_what_is_tested():
         for line in text.splitlines()
         if line.count("|") == 8
     ]
-    modes = ", ".join(MODES)
+    modes = "; ".join(MODES)
     assert rows[0][3:] == list(CELLS) and len(rows) == 2 + len(EXAMPLES)
     for row in rows[2:]:
         packages = [package.split()[0] for package in row[1].split(", ")]
