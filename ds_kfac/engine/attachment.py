@@ -120,6 +120,8 @@ class Attachment:
             self._rescalings = [rescaling for rescaling in rescalings if rescaling.weights]
         self._installed = ExitStack()  # of wrappers and hooks
         self._captured = False
+        # not decorators, because they would import torch's compiler together with this file
+        self._uncompiled = torch.compiler.disable(self._captured_forward)
         self._wrap_engine(config)
         self._warn_of_loads_by_hand(kfac.engine_view.inner)
         self._printed: list[str] = []
@@ -141,8 +143,9 @@ class Attachment:
             safetensors()  # fail here if it is missing, not when the first checkpoint is written
             grams = partial(export, job, sides="A", dtype=torch.bfloat16, bases=False)
         self._wrap("forward", self._forward)
-        self._wrap("backward", self._backward)
-        self._wrap("step", self._engine_step)
+        # a program may compile a function that calls the engine
+        self._wrap("backward", torch.compiler.disable(self._backward))
+        self._wrap("step", torch.compiler.disable(self._engine_step))
         self._wrap("save_checkpoint", partial(save_checkpoint, engine, job, groups, grams))
         self._wrap("load_checkpoint", partial(load_checkpoint, engine, job, groups))
         self._wrap("destroy", self._destroy)
@@ -452,9 +455,8 @@ class Attachment:
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not any(capture.active for capture in self._captures):
             return original(*args, **kwargs)
-        return self._captured_forward(original, *args, **kwargs)
+        return self._uncompiled(original, *args, **kwargs)
 
-    @torch.compiler.disable  # a program may compile a function that calls the engine
     def _captured_forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -464,7 +466,6 @@ class Attachment:
                     stack.enter_context(capture.uses)
             return original(*args, **kwargs)
 
-    @torch.compiler.disable
     def _engine_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         steps = self.job.steps
         try:
@@ -476,7 +477,6 @@ class Attachment:
                 self.job.drop_step()
             raise
 
-    @torch.compiler.disable
     def _backward(
         self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:

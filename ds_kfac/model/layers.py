@@ -170,7 +170,7 @@ def computed_parameter(module: Any) -> str | None:
         classes = [vars(kind) for kind in type(module).__mro__]
         attributes = (vars(module), module._buffers, module._modules, *classes)
         if any(isinstance(x, Mapping) and x.get(name) is not None for x in attributes):
-            return f"its {name} is not a parameter: a parametrization computes it"
+            return f"its {name} is no parameter but computed, for example by a parametrization"
     return None
 
 

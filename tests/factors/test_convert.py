@@ -126,7 +126,7 @@ def test_the_commands_compute_and_convert(tmp_path, capfd):
         (["--model", f"{HERE}:Nut"], "has no attribute 'Nut'"),
         (["--model", f"{HERE}:no_model"], "returned NoneType; must return an nn.Module"),
         (["--config", "nowhere.json"], "nowhere.json"),
-        (["--config", "list.json"], "not a JSON object; name a DeepSpeed config file"),
+        (["--config", "list.json"], "not a JSON object; pass the path of a DeepSpeed config file"),
     ],
 )
 def test_the_command_says_what_is_wrong(more, said, tmp_path, capfd, monkeypatch):
@@ -136,7 +136,7 @@ def test_the_command_says_what_is_wrong(more, said, tmp_path, capfd, monkeypatch
     told = capfd.readouterr().err
     assert said in told and "Traceback" not in told and not (tmp_path / "made").exists()
     assert main(["convert", ".", "--to", "eva", "--out", "x"]) == 1
-    assert "holds no factors, or they are not finished" in capfd.readouterr().err
+    assert "holds no factors, or is not finished" in capfd.readouterr().err
 
 
 def test_a_model_is_cut_without_a_launcher_too(tmp_path):

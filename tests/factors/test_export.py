@@ -83,7 +83,7 @@ def test_training_begins_from_fitted_factors(stage):
     counters = engine.kfac.counters()
     assert (counters["steps"], counters["not_finite_layers"]) == (2, 0)
     other = ds_kfac.initialize(model=GPT(replace(MODEL, width=32)), config=made)[0]
-    with pytest.raises(FactorsError, match="of this model and config"):
+    with pytest.raises(FactorsError, match="this model and config need"):
         other.kfac.begin_from(out)
     kept = other.kfac.preconditioner.curvature.factors.values()
     assert all(float(factor.updates) == 0 for factor in kept)

@@ -36,8 +36,8 @@ def test_a_shard_that_is_cut_off_or_missing_is_named(kept, made):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"version": 2}, "version 2; this ds_kfac reads 3"),
-        ({"format": "other"}, "version None; this ds_kfac reads 3"),
+        ({"version": 2}, "version 2, but this ds_kfac reads version 3"),
+        ({"format": "other"}, "version None, but this ds_kfac reads version 3"),
         (None, "not written by ds_kfac"),
     ],
 )
@@ -50,7 +50,7 @@ def test_an_index_of_something_else_is_refused(change, said, made):
 
 
 def test_names_that_are_not_there_are_answered_with_near_ones(made):
-    with pytest.raises(FactorsError, match="no layer 'twise'; there is twice"):
+    with pytest.raises(FactorsError, match="no layer 'twise'; there are layers such as twice"):
         Factors.load(made).factor("twise", "A")
 
 

@@ -94,9 +94,9 @@ def test_two_ranks_have_the_factors_of_all_rows():
 
 SPOILT = {
     "nan": "rank 1, batch 1: the loss is nan",
-    "vector": "rank 1, batch 1: the loss is no scalar: got shape [2, 1]",
-    "apart": "rank 1, batch 1: its loss depends on no layer",
-    "number": "rank 1, batch 1: ValueError: no tensor that has a dimension",
+    "vector": "rank 1, batch 1: the loss is not a scalar: got shape [2, 1]",
+    "apart": "rank 1, batch 1: the loss depends on no layer",
+    "number": "rank 1, batch 1: ValueError: the batch contains no tensor with",
     "raises": "rank 1, batch 1: RuntimeError: no memory",
 }
 

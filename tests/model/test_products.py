@@ -273,7 +273,7 @@ def test_a_weight_that_the_module_around_it_takes_has_the_rows_of_that():
     called = {children[weight.module]: weight.is_called for weight in borrowed_weights(model)}
     assert called == {**dict.fromkeys([*names[:3], "convolution"], False), "both": True}
     assert {left.name: left.reason for left in scan(model).skipped} == {
-        "convolution": "its parent module uses its weight without calling it"
+        "convolution": "its parent module uses the weight without calling this module"
     }
     recorder = Recorder(model)
     recorder.backward(model(X).square().mean())

@@ -495,7 +495,7 @@ def test_a_mask_is_that_of_the_forward_though_its_memory_is_used_again(dtype):
 
 def test_a_function_that_returns_no_mask_is_told_what_it_must_return():
     for returned, got in ((ATTENDED[..., None], r"\[4, 5, 1\]"), (["mask"], "str")):
-        with pytest.raises(ValueError, match=rf"engine.kfac.mask: got {got}; must return masks"):
+        with pytest.raises(ValueError, match=rf"engine.kfac.mask: got {got}; must return a mask"):
             list(masks_in(returned))
     assert list(masks_in(None)) == []
 

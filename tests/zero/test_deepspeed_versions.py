@@ -184,7 +184,7 @@ def test_faults_are_found_in_the_code_of_a_version(monkeypatch):
     reduction, module = deepspeed_versions.reduction_faults, deepspeed_versions.stage_1_and_2
     scattered = with_(AveragesInPlace(), contiguous_gradients=False)
     for splits, optimizer, text in (
-        (splits_by_dtype, AveragesACopy(), "leave data_types.grad_accum_dtype out"),
+        (splits_by_dtype, AveragesACopy(), "remove data_types.grad_accum_dtype"),
         (splits_by_dtype, AveragesInPlace(), ""),
         (splits_by_dtype, scattered, ""),
         (splits_by_name_of_device, scattered, "contiguous_gradients"),

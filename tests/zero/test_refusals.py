@@ -46,7 +46,11 @@ CASES = [
     ("tensor and sequence parallelism", of(sharded=True, sequence=True), "a group of one rank"),
     ("NVMe offload of parameters", config(zero_optimization=NVME), 'offload_param.device to "cpu"'),
     (f"{PIPELINE} of another kind", pipeline(), "default schedule"),
-    (f"{PIPELINE} with a model axis", pipeline(is_model_parallel=True), "pipe and data only"),
+    (
+        f"{PIPELINE} with a model axis",
+        pipeline(is_model_parallel=True),
+        "axes pipe and data",
+    ),
     (f"{EXPERTS} in BF16_Optimizer", of(experts=True, bf16_optimizer=True), "grad_accum_dtype"),
     *(
         (
@@ -71,7 +75,7 @@ CASES = [
     (
         "kfac.rescale_weights with tensor parallelism",
         of(sharded=True, config=RESCALING),
-        "set it to false",
+        "set rescale_weights to false",
     ),
     ("compressed-communication optimizer", config("OneBitAdam"), "such as AdamW"),
     ("Muon", config("Muon"), "choose Muon or K-FAC"),
