@@ -67,7 +67,8 @@ class UpdateRule(ABC):
     def direction(
         self, plan: Plan, exchange: GradientExchange, optimizer: Any, metrics: Metrics
     ) -> Direction:
-        """Return the object that steps this rank's layers.
+        """Return the object that computes results (new gradients, or steps of weights) for the
+        layers that this rank preconditions.
 
         Args:
             optimizer: the engine's innermost optimizer.

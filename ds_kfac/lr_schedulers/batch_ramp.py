@@ -118,7 +118,8 @@ class BatchRamp:
         return math.sqrt(self.batch / self.first)
 
     def step(self, *args: Any, **named: Any) -> None:
-        """Advance after an applied step; DeepSpeed calls this.
+        """Step the engine's own scheduler, and double the batch if that is due. DeepSpeed calls
+        this after each optimizer step that it did not skip.
 
         Args:
             args: arguments such as a number of samples or a metric. If there are any, positional or

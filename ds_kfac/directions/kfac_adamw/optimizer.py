@@ -87,8 +87,8 @@ def no_state(key: str) -> NoReturn:
         "layer. K-FAC keeps the layer's moments in the layer's eigenbasis, only on the rank that "
         "preconditions the layer, and saves them in checkpoints. Read or write states only of "
         f'parameters in groups whose "{FLAG}" is not true. To restart '
-        "with moments of zero, remove the state: optimizer.state.clear(), or "
-        "optimizer.state.pop(parameter)"
+        "the layer with moments of zero, call optimizer.state.pop(parameter). "
+        "optimizer.state.clear() does so for all parameters"
     )
 
 
