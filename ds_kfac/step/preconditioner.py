@@ -296,13 +296,15 @@ class KFACPreconditioner:
         """Count a step that DeepSpeed has skipped."""
         self.metrics.counts["skipped_steps"] += 1
 
-    def resume(self, *, after_error: bool = False) -> None:
+    def resume(self, *, after_error: bool = False, pending: bool = False) -> None:
         """Prepare the hooks for the next step, and drop the rows that they have captured. Call this
         after :attr:`steps` has changed.
 
         Args:
             after_error: whether a step or a backward pass has raised an error. If so, the call is
                 local, otherwise it is collective.
+            pending: whether this rank has gradients of earlier micro-batches, which the next step
+                will apply although their rows are dropped.
         """
         self._numbers = None
         if after_error:
@@ -321,7 +323,9 @@ class KFACPreconditioner:
             self.settle(before=self.steps - 1)
         if self.due.capture:
             keys = self.curvature.reducer.begin(self.due.capture, self.steps)
-            proof = self.proving.begin(self.steps, self.sharing.inputs.key, after_error=after_error)
+            proof = self.proving.begin(
+                self.steps, self.sharing.inputs.key, lacks_rows=after_error or pending
+            )
             measure = self.plan.measures and self.observations.rows is None
             self.capture.begin_step(keys, self.steps, measure=measure, proof=proof)
         elif self.capture.active:
@@ -376,7 +380,8 @@ class KFACPreconditioner:
         self._numbers = None
         if decompose:
             self._decompose_all()
-        self.resume()
+        # a program may load between two micro-batches
+        self.resume(pending=self.layout.is_waiting(self.layout.engine))
 
     def _decompose_all(self) -> None:
         """Decompose every factor that has data, from scratch. Collective."""

@@ -108,16 +108,17 @@ class Proving:
         return {"unfit": dict(self.unfit), "again": self.again, "clock": replace(self._clock)}
 
     def begin(
-        self, step: int, key: Callable[[LayerSpec], str], *, after_error: bool = False
+        self, step: int, key: Callable[[LayerSpec], str], *, lacks_rows: bool = False
     ) -> Proof | None:
         """Return a proof for this captured step, or None if the step runs no proof. A step that
         begins again, because DeepSpeed skipped it, is counted only once.
 
         Args:
             key: see :class:`ds_kfac.model.proof.Proof`.
-            after_error: whether the last step or backward pass raised an error. If so, gradients
-                may contain rows that the hooks have dropped (at ZeRO-2 even after ``zero_grad``),
-                so no layer can fail in this step.
+            lacks_rows: whether gradients may contain rows that the hooks have dropped. Then no
+                layer can fail in this step. It is so if the last step or backward pass raised an
+                error (at ZeRO-2 even after ``zero_grad``), or if a checkpoint was loaded between
+                two micro-batches.
         """
         clock = self._clock
         if step != clock.step:
@@ -129,7 +130,7 @@ class Proving:
         if not clock.is_due and step != self._first_step:
             return None
         proof = Proof(self.layers, key, clock.proofs, torch.device(self.layout.engine.device))
-        if after_error:
+        if lacks_rows:
             for layer in proof.layers:
                 proof.leave_out(layer)
         return proof if proof.layers else None

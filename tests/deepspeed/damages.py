@@ -116,13 +116,13 @@ FILES: Table = {
     "factor missing": (lambda f: (f / FACTOR).unlink(), f"{FACTOR}: is missing"),
     "header missing": (lambda f: (f / HEADER).unlink(), NO_STATE),
     "a link to itself": (becomes(LAYER, lambda p: p.symlink_to(p)), LAYER),
-    "a pipe": (becomes(LAYER, os.mkfifo), f"{LAYER}: is no file"),
+    "a pipe": (becomes(LAYER, os.mkfifo), f"{LAYER}: is not a file"),
     "empty": (bytes_of(FACTOR, lambda d: b""), f"{FACTOR}: has 0 bytes"),
     "cut": (bytes_of(LAYER, lambda d: d[:-1]), f"{LAYER}: has"),
     "a bit": (bytes_of(FACTOR, lambda d: d[:-1] + bytes([d[-1] ^ 1])), f"{FACTOR}: wrong checksum"),
     "layers swapped": (swapped, LAYER),
     "a pickle that runs a command": (evil, "more than plain tensors"),
-    "header of bytes": (bytes_of(HEADER, lambda d: b"\xff\xfe\x00"), f"{HEADER}: is no JSON"),
+    "header of bytes": (bytes_of(HEADER, lambda d: b"\xff\xfe\x00"), f"{HEADER}: is not JSON"),
     "a changed number": (
         bytes_of(HEADER, lambda d: d.replace(b'"steps": 4', b'"steps": 5')),
         f"{HEADER}: wrong checksum",
@@ -169,7 +169,7 @@ HEADERS: dict[str, tuple[Callable[[dict], object], str]] = {
     ),
     "another save's header": (
         lambda h: h.update(save_id="0123456789ab"),
-        "is of save 0123456789ab",
+        "belongs to save 0123456789ab",
     ),
     "an id that is a path": (lambda h: h.update(save_id="../../etc"), f"{HEADER}: save_id"),
     "a file not listed": (

@@ -349,7 +349,7 @@ def test_an_optimizer_made_before_the_layers_were_replaced_is_refused():
         return {"optimizer": ds_kfac.KFACAdamW(model.parameters()), "model_parameters": None}
 
     said = error_of(lambda: AUTO.make(Mode("autoep", 1), given))
-    assert "name it in the DeepSpeed config" in said
+    assert "in the DeepSpeed config" in said
 
 
 SHARED, IN_SHARED = replace(AUTO, apart=False), Mode("autoep-shared", 2, clip=0.0)

@@ -250,7 +250,11 @@ def move(folder, then: Place, now: Place) -> None:
     tag = "tag_universal" if then.stage else "tag"
     with heard() as messages:
         _, client_state = engine.load_checkpoint(f"{folder}/{then.name}", tag=tag)
-    moved = "warm up again" if now.kind == "AdamW" else "AdamW's moments of all parameters"
+    moved = (
+        "Warm up the learning rate again"
+        if now.kind == "AdamW"
+        else "AdamW's moments of all parameters"
+    )
     assert [moved in text for text in messages if text.startswith("ds_kfac: ")] == [True], messages
     # or whoever saved it again would say that there is K-FAC state
     assert client_state["mine"] == 5 and "ds_kfac" not in client_state
@@ -331,7 +335,7 @@ def test_what_cannot_be_loaded_is_told_what_to_do(tmp_path):
                 assert convert in said and '"checkpoint": {"load_universal": true}' in said, case
                 assert "load_module_only=True, load_optimizer_states=False" in said, case
             else:
-                where = f"was saved at ZeRO {SAVED_AT[then[1]]}, this engine has stage {stage}"
+                where = f"was saved at ZeRO {SAVED_AT[then[1]]}, but this engine has stage {stage}"
                 assert where in said, case
                 model = make_net(Partly, seed=99)
                 exec(said.partition("zero.Init: ")[2], {"model": model})
