@@ -257,6 +257,7 @@ class Capture:
     def _enter_module(self, module: nn.Module, inputs: tuple) -> None:
         assert self._products is not None
         self._products.enter(module)
+        self._watch(self.active)
 
     def _leave_module(self, module: nn.Module, inputs: tuple, output: Any) -> None:
         assert self._products is not None
@@ -307,12 +308,14 @@ class Capture:
         while self._handles:
             self._handles.pop().remove()
         self.leave()
-        self._activate(False)
+        self._watch(False)
+        self.active = False
 
-    def _activate(self, active: bool) -> None:
-        self.active = active
+    def _watch(self, watched: bool) -> None:
+        """Watch backward passes, or stop watching them. They are watched from a captured forward to
+        the end of its pass, or of the step."""
         if self._products is not None:
-            self._products.watch_backward(active)
+            self._products.watch_backward(watched)
 
     def leave(self) -> None:
         """Record that no forward runs any more, and stop watching calls of torch."""
@@ -342,7 +345,8 @@ class Capture:
         """
         self._forget()
         self.inputs.begin_step()
-        self._activate(keys is not None)
+        self._watch(False)
+        self.active = keys is not None
         self.step = step
         self.rows.step = step
         self.keys = keys if isinstance(keys, Mapping) else dict.fromkeys(keys or (), 1)
@@ -825,6 +829,7 @@ class Capture:
         """
         self._announced = True
         self._backwards.append(self)
+        self._watch(self.active)  # again, if the pass runs on a retained graph
         try:
             yield
         finally:
@@ -834,6 +839,7 @@ class Capture:
             # a pass that reached no layer has not begun
             if self.active and not self.sampled and self.current.has_begun:
                 self.end_pass()
+            self._watch(self.active and bool(self._forwards))
 
     def add_asked(
         self,
@@ -918,6 +924,7 @@ class Capture:
             else:
                 self.sums[key] = batch
         self._forwards = [forward for forward in self._forwards if forward not in ended.forwards]
+        self._watch(bool(self._forwards))
         self._tasks.clear()
         for waiting in self.inputs.end_pass():
             with self._guarded([waiting.call.layer]):
