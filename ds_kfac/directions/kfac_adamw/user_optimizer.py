@@ -222,7 +222,9 @@ class KFACAdamW(torch.optim.Optimizer):
         adam_lr: learning rate of embeddings, norms and biases, from which the learning rate of
             heads is derived (``direction.py``); None: 8 times lr. A schedule multiplies lr and
             adam_lr by the same factor.
-        betas, eps, weight_decay: as for torch's AdamW.
+        betas: as for torch's AdamW.
+        eps: as for torch's AdamW.
+        weight_decay: as for torch's AdamW.
         torch_adam: whether torch's AdamW, and not DeepSpeed's, steps the parameters outside of
             K-FAC layers. Set it on a machine on which DeepSpeed's Adam would have to be compiled.
 
