@@ -132,11 +132,11 @@ def share_of(model: nn.Module, scan: Scan, without: Collection[str] = ()) -> Sha
         reason = reasons.get(module_name, reasons.get(name, UNKNOWN))
         skipped[reason] += matrices[name]
     looked_up = tables_and_embeddings(model)
-    in_code = looked_up - embeddings(model)
+    found_in_code = looked_up - embeddings(model)
     tables = {
         name: numel(parameter)
         for name, parameter in trained.items()
-        if name not in stepped and parameter in in_code
+        if name not in stepped and parameter in found_in_code
     }
     widest = max((max(layer.A.dim, layer.G.dim) for layer in scan.layers), default=0)
     unclear = {

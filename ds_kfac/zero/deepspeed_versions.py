@@ -57,11 +57,14 @@ def untested() -> str | None:
 
 # temporary replacement of attributes
 
+ABSENT = object()
+"""Stands for the value of an attribute that an instance does not have itself."""
+
 
 @contextmanager
 def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
     """Replace the value of an attribute of an instance or a module inside the ``with`` block."""
-    before = vars(holder).get(name)
+    before = vars(holder).get(name, ABSENT)
     setattr(holder, name, value)
     try:
         yield
@@ -70,9 +73,9 @@ def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def restore(holder: Any, name: str, before: Any) -> None:
-    """Set an instance's attribute to ``before``. If ``before`` is None, delete the attribute of the
-    instance, which then has the attribute of its class again."""
-    if before is None:
+    """Set an instance's attribute to ``before``. If ``before`` is :data:`ABSENT`, delete the
+    attribute of the instance, which then has the attribute of its class again."""
+    if before is ABSENT:
         delattr(holder, name)
     else:
         setattr(holder, name, before)
@@ -101,7 +104,7 @@ def wrap_attribute(
 def put_attribute(holder: Any, name: str, value: Any) -> Callable[[], None]:
     """Set an attribute of an instance. Return a function that restores the old value. The function
     does nothing if other code has set the attribute in the meantime."""
-    before = vars(holder).get(name)
+    before = vars(holder).get(name, ABSENT)
     setattr(holder, name, value)
 
     def remove() -> None:

@@ -320,8 +320,6 @@ class Seam:
             (group, group["params"], [master.grad for master in group["params"]])
             for group in self.inner.param_groups
         ]
-        scaler = self.scaler
-        self.scaler = None  # the scale of earlier steps does not multiply the artificial gradients
         self._begin_outer()
         try:
             with (
@@ -329,13 +327,14 @@ class Seam:
                 self._restored_groups(),
                 ExitStack() as installed,
             ):
+                # the scale of earlier steps does not multiply the artificial gradients
+                installed.enter_context(replaced(self, "scaler", None))
                 self._watch_factor(installed)
                 for optimizer in self._optimizers:
                     installed.enter_context(replaced(optimizer, "step", lambda *_, **__: stub()))
                 yield self.engine.optimizer.step
         finally:
             self._state = state
-            self.scaler = scaler
             for group, masters, gradients in groups:
                 group["params"] = masters
                 for master, gradient in zip(masters, gradients, strict=True):
