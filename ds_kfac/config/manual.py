@@ -26,29 +26,31 @@ In a DeepSpeed config:
 }
 ```
 
-`ds_kfac.KFACAdamW(model.parameters(), lr=2e-3, ...)` takes the same parameters. Parameter groups may have their own
-`lr`, `betas`, `eps` and `weight_decay` ([frameworks](../howto/frameworks.md)).
-"""  # noqa: E501
+`ds_kfac.KFACAdamW(model.parameters(), lr=2e-3, ...)` takes the same parameters. Parameter groups
+may have their own `lr`, `betas`, `eps` and `weight_decay` ([frameworks](../howto/frameworks.md)).
+"""
 HEAD = """\
 # Config
 
-Which keys do the `"kfac"` block and the optimizer block of KFACAdamW have, and when would you change one?
+Which keys do the `"kfac"` block and the optimizer block of KFACAdamW have, and when would you
+change one?
 
-<!-- Made by `DS_ACCELERATOR=cpu python -m ds_kfac config > docs/reference/config.md`, from the docstrings in
-ds_kfac/config/keys.py and the reasons in ds_kfac/config/manual.py. -->
+<!-- Made by `DS_ACCELERATOR=cpu python -m ds_kfac config > docs/reference/config.md`, from the
+docstrings in ds_kfac/config/keys.py and the reasons in ds_kfac/config/manual.py. -->
 
-Every key is optional: `{}` is a good block. `null` and `"auto"` mean the same as leaving a key out, but Hugging Face's
-Trainer and Accelerate fail on an `"auto"` in this block. An unknown key raises an error that names the nearest valid
-key. If a key has no effect in your run, the [attach report](attach_report.md) warns about it.
+Every key is optional: `{}` is a good block. `null` and `"auto"` mean the same as leaving a key out,
+but Hugging Face's Trainer and Accelerate fail on an `"auto"` in this block. An unknown key raises
+an error that names the nearest valid key. If a key has no effect in your run, the
+[attach report](attach_report.md) warns about it.
 
 These keys are changed most often:
 
 | key | change it when |
 |---|---|
 | `layers.exclude` | a layer should not be preconditioned, such as a tiny new head |
-| `factor.update_interval` | statistics cost too much (raise it), or batches are large and steps few (lower it) |
+| `factor.update_interval` | statistics cost too much (raise it), or steps are few (lower it) |
 | `eigenbasis.refresh_interval` | decompositions cost too much (raise it) |
-| `damping` | you use another optimizer than KFACAdamW, and the loss is noisy or diverges (raise it) |
+| `damping` | you keep your own optimizer, and the loss is noisy or diverges (raise it) |
 | `report` | you want to see every layer at attach: `"full"` |
 
 `python -m ds_kfac schema > kfac.schema.json` writes a JSON schema for editors. In VS Code, add:
@@ -63,16 +65,17 @@ These keys are changed most often:
 
 ## Schedules
 
-A key of type *schedule* takes a number, or an object that gives a value for each applied step since the start of the
-run.
+A key of type *schedule* takes a number, or an object that gives a value for each applied step since
+the start of the run.
 
 | schedule | value |
 |---|---|
-| `"linear"`, `"cosine"`, `"exponential"` | from `start` to `end` in `steps` steps, after `delay` steps (default 0) |
+| `"linear"`, `"cosine"`, `"exponential"` | from `start` to `end` in `steps` steps, after `delay` |
 | `"piecewise"` | `values` has one entry more than `steps`; the value changes at each of `steps` |
 
-`"exponential"` needs `start` and `end` above 0. Intervals are rounded to whole steps. Here the update interval is 5 at
-first, 20 from step 100 on, and 50 from step 1000 on:
+The default of `delay` is 0. `"exponential"` needs `start` and `end` above 0. Intervals are rounded
+to whole steps. Here the update interval is 5 at first, 20 from step 100 on, and 50 from step 1000
+on:
 
 ```json
 "kfac": {
@@ -90,7 +93,7 @@ first, 20 from step 100 on, and 50 from step 1000 on:
 ## The "kfac" block
 
 In the tables below, the column "why" says what a key does for you, and links to measurements.
-"""  # noqa: E501
+"""
 _TUNE = "[measured](../howto/tune.md#other-keys-of-kfacadamw)"
 _OTHERS = "../howto/tune.md#k-fac-gradient-into-another-optimizer"
 _IMAGES = "../howto/tune.md#convolutional-networks"

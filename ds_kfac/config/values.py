@@ -143,7 +143,9 @@ class Ramp(_Form, Generic[Number]):
     delay: int = Field(0, ge=0)
 
     def value(self) -> Value:
-        return Value.ramp(self.schedule, self.start, self.end, self.steps, self.delay)  # type: ignore[arg-type]
+        start: Any = self.start
+        end: Any = self.end
+        return Value.ramp(self.schedule, start, end, self.steps, self.delay)
 
 
 class Piecewise(_Form, Generic[Number]):

@@ -138,10 +138,9 @@ def _peak_rate(optimizer: str, lr: float, schedule: Mapping[str, Any]) -> float 
 
     The scheduler itself computes it, for an optimizer of a one-element tensor.
     """
-    stand_in: type[torch.optim.Optimizer] = (
-        torch.optim.SGD if optimizer == "SGD" else torch.optim.AdamW
-    )
-    one = stand_in([torch.zeros(1, dtype=torch.float32, device="cpu")], lr=lr)  # type: ignore[call-arg]
+    element = torch.zeros(1, dtype=torch.float32, device="cpu")
+    stand_in: Any = torch.optim.SGD if optimizer == "SGD" else torch.optim.AdamW
+    one = stand_in([element], lr=lr)
     scheduler = None
     name = schedule.get("type")
     if name:

@@ -180,7 +180,7 @@ class UpdateRule(ABC):
         moments = self.moments(config)
         if moments is None:
             return 0
-        return sum("_OI" in part.name for part in fields(moments))  # type: ignore[arg-type]
+        return sum("_OI" in part.name for part in fields(moments))
 
     @final
     def rotates(self, config: KFACConfig) -> bool:

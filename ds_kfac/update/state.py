@@ -19,6 +19,7 @@ from ds_kfac.curvature.methods import EIGEN, Decomposition, Method
 from ds_kfac.update.rotation import change_basis_, is_large, row_chunks
 
 
+@dataclass(frozen=True)
 class Moments:
     """State that an update rule accumulates from gradients. A subclass is a frozen dataclass of
     fp32 tensors.
@@ -46,7 +47,7 @@ class Moments:
     @classmethod
     def empty(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Any:
         """Return moments of zeros for gradients of a shape [.., O, I]."""
-        shapes = [shape if "_OI" in part.name else shape[:-2] for part in fields(cls)]  # type: ignore[arg-type]
+        shapes = [shape if "_OI" in part.name else shape[:-2] for part in fields(cls)]
         return cls(*(torch.zeros(part, device=device, dtype=torch.float32) for part in shapes))
 
     @property

@@ -336,7 +336,10 @@ def compared(name: str, mode_name: str) -> tuple[float, float]:
             return 0.0, 1.0
         before_step = feature.before_step
         if feature.recorded:
-            before_step = lambda kfac, step: feature.before_step(kfac, step, history[step])  # noqa: E731
+
+            def before_step(kfac, step):
+                feature.before_step(kfac, step, history[step])
+
         found = expected(
             mode,
             feature.accumulation,

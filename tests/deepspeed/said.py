@@ -19,13 +19,24 @@ def error_of(action) -> str:
     return ""
 
 
+class Kept(logging.Handler):
+    """Appends each message to a list."""
+
+    def __init__(self, messages: list[str]) -> None:
+        super().__init__()
+        self.messages = messages
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
 @contextlib.contextmanager
 def heard(level: str = "WARNING"):
     """What ds_kfac says on this rank. ``level``: of DeepSpeed's logger, which frameworks set to
     their own."""
     messages: list[str] = []
-    handler, before = logging.Handler(), of_deepspeed.level
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    handler = Kept(messages)
+    before = of_deepspeed.level
     logger.addHandler(handler)
     of_deepspeed.setLevel(level)
     try:

@@ -315,7 +315,10 @@ def arriving(spoil):
 def written(spoil):
     """Spoil results."""
     plain = GradientExchange.put
-    put = lambda self, layers, matrices: plain(self, layers, [spoil(g) for g in matrices])  # noqa: E731
+
+    def put(self, layers, matrices):
+        plain(self, layers, [spoil(g) for g in matrices])
+
     return patch.object(GradientExchange, "put", put)
 
 

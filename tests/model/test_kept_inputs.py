@@ -37,12 +37,15 @@ class Normed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * 1.0
         for norm, linear in zip(self.norms, self.linears, strict=True):
-            block = lambda x, norm=norm, linear=linear: torch.tanh(self.raw(linear(norm(x))))  # noqa: E731
             if self.kind == "plain":
-                x = block(x)
+                x = self.block(norm, linear, x)
             else:
-                x = checkpoint(block, x, use_reentrant=self.kind == "reentrant")
+                reentrant = self.kind == "reentrant"
+                x = checkpoint(self.block, norm, linear, x, use_reentrant=reentrant)
         return x.square().mean()
+
+    def block(self, norm: nn.Module, linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.raw(linear(norm(x))))
 
 
 def images() -> nn.Module:
