@@ -32,8 +32,8 @@ SUMMARY = {
     "empty_updates": True,
     "missed_updates": True,  # a factor's batch had no row, and not all ranks contributed
 }
-"""Name of a counter that is kept on the device and summed over all layers -> True if it counts all
-steps so far, False if it counts only the last step."""
+"""Names of the counters that are kept on the device and summed over all layers. The value is True
+if a counter counts all steps so far, and False if it counts only the last step."""
 
 
 class Metrics:
@@ -46,9 +46,9 @@ class Metrics:
     Attributes:
         counts: this rank's counters: "steps"; "skipped_steps"; "factor_updates" (steps that
             captured); "captured_elements" (elements of the captured factors of all ranks);
-            "refreshes" (factors decomposed on this rank); "refreshes_<how>", those done by eigh,
-            iteration, cholesky or diagonal, or failed; "refresh_retries" (failed attempts at a
-            decomposition).
+            "refreshes" (factors decomposed on this rank); "refreshes_<how>" (refreshes by eigh,
+            iteration, cholesky or diagonal, or refreshes that failed); "refresh_retries" (failed
+            attempts at a decomposition).
         current: the stage that began last.
         timings: set this to True to measure ``seconds``. It synchronises the device before and
             after every stage.

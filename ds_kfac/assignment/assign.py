@@ -73,9 +73,9 @@ class Assignment:
 def assign(
     work: Work, workers: int, *, paired: bool = False, memory_cap: float | None = None
 ) -> Assignment:
-    """Assign layers to columns of workers, and then factors to eigen workers. In both cases the
-    heaviest layer or factor is assigned first, and each goes to the column or rank whose load is
-    smallest after it is added.
+    """Assign layers to columns of workers, and then factors to eigen workers. The heaviest layer is
+    assigned first. Each layer goes to the column whose load is smallest after the layer is added.
+    Factors are assigned to ranks in the same way.
 
     Several assignments are tried. They differ in whether the load of a layer includes its
     decompositions, and in whether one rank must decompose both A and G of a layer. The assignment
@@ -292,8 +292,8 @@ def _decomposed_together(work: Work, split: bool) -> list[tuple[FactorSpec, ...]
 def _soonest(
     candidates: list[int], loads: list[float], users: set[int], seconds: float, travel: float
 ) -> int:
-    """Return the rank that should be the eigen worker. The largest load of any user is smallest
-    with this choice. If this is true of several ranks, return the one with the least load.
+    """Return the candidate that makes the largest load of any user smallest if it becomes the eigen
+    worker. If there are several such candidates, return the one with the least load.
 
     Args:
         candidates: ranks that may be chosen, which must be among the users.
@@ -364,10 +364,10 @@ def refresh_offsets(
     at least as busy. If there is no such step, the shortest step is chosen. Ranks of a node that
     share ``node_cores`` cores also delay each other.
 
-    The capture of a factor with D columns costs D^2. On every rank, the cost of the captures in a
-    step stays near its mean over steps. GPUs are an exception, because launching the kernels of
-    captures takes longer than the kernels run: there all captures are in the same steps, and all
-    refreshes are in some of these steps.
+    The cost of capturing a factor with D columns is taken to be D^2. On every rank, the cost of the
+    captures in a step stays near its mean over steps. GPUs are an exception, because there it takes
+    longer to launch the kernels of a capture than to run them. On GPUs, all captures are in the
+    same steps, and all refreshes are in some of these steps.
 
     Factors of ``work`` that are not in ``factors`` are refreshed at step 0. If the refresh interval
     is not a multiple of the update interval, only the first steps of the refresh interval are used,
@@ -535,8 +535,8 @@ def counted(
     """Return factor key -> number of ranks that together have as many rows as an update needs.
     Factors that need the rows of all ranks are left out.
 
-    A factor averages many updates, and each update needs a few rows per column, however many ranks
-    there are. With more ranks, a rank therefore captures fewer factors per step on average.
+    A factor averages many updates, and each update needs a few rows per column, regardless of the
+    number of ranks. With more ranks, a rank therefore captures fewer factors per step on average.
 
     Args:
         rows: factor key -> mean number of rows that a rank has in a step. Factors whose rows have
@@ -562,8 +562,8 @@ def strides(
     wanted: int | None,
     together: int = 1,
 ) -> Mapping[str, int]:
-    """Return factor key -> k for each factor for which every k-th row is enough. Factors that need
-    all rows are left out.
+    """Return factor key -> k for each factor that needs only every k-th row. Factors that need all
+    rows are left out.
 
     Args:
         rows, wanted: see :func:`counted`.

@@ -122,7 +122,7 @@ class CostModel:
 
     def transfer(self, nbytes: float, *, within_node: bool = False) -> float:
         """Return the seconds to send ``nbytes`` between two ranks, without latency. A message
-        contains the data of many layers, so its latency hardly counts for one of them."""
+        contains the data of many layers, so the latency per layer is negligible."""
         return nbytes / (self.node_bytes if within_node and self.node_bytes else self.link_bytes)
 
     def decompose(self, side: Side, method: Method = EIGEN) -> float:
@@ -481,8 +481,9 @@ class Work:
         return loads
 
     def decompose(self, loads: list[float], factor: FactorSpec, rank: int, users: set[int]) -> None:
-        """Add the cost of a factor to ``loads``, in place: the decomposition on its eigen worker,
-        and the transfer of the eigenbasis on the eigen worker and on the other users."""
+        """Add the cost of a factor to ``loads``, in place. The decomposition costs time on the
+        eigen worker. The transfer of the eigenbasis costs time on the eigen worker and on the other
+        users."""
         loads[rank] += self.factor[factor.key]
         near = self.travel(factor, within_node=True)
         far = self.travel(factor)

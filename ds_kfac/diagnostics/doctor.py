@@ -27,8 +27,8 @@ from ds_kfac.ops.dispatch import chosen
 from ds_kfac.zero.deepspeed_versions import OLDEST, TESTED
 
 NEEDS = ("torch>=2.8", f"deepspeed>={OLDEST}")
-"""Requirements of ds_kfac if it is imported from its sources without being installed, because no
-package metadata lists them then."""
+"""Requirements of ds_kfac. They are used only if ds_kfac is imported from its sources without being
+installed, because then it has no package metadata."""
 TESTED_RANGES = {
     "torch": ("2.8.0", "2.15.0"),
     "deepspeed": (TESTED[0], TESTED[-1]),
@@ -168,11 +168,11 @@ def _cache() -> Answer:
     file_is_lock = not hasattr(cpp_extension, "FileLock")  # torch before 2.14
     if file_is_lock and locks:
         names = _names(locks)
-        them = "it" if len(locks) == 1 else "them"
+        them = "this lock" if len(locks) == 1 else "these locks"
         return Answer(
             names,
-            f"if no build runs now, a killed build has left {them}, and every run waits until you "
-            f"remove {names}",
+            f"if no build is running now, a killed build has left {them}, and every run waits "
+            f"until you remove {names}",
         )
     held = [] if file_is_lock else [lock for lock in locks if _is_held(lock)]
     if held:
@@ -186,12 +186,12 @@ def _names(paths: Sequence[Path]) -> str:
 
 
 def _is_held(lock: Path) -> bool:
-    """Return whether a process holds a lock of torch 2.14 or newer.
+    """Return whether a process holds a lock file that torch 2.14 or newer has made.
 
     The lock's file stays after the build. The system frees the lock when the process ends, even if
     it is killed.
     """
-    from filelock import FileLock, Timeout  # a torch that makes such locks requires it
+    from filelock import FileLock, Timeout  # a torch that makes such locks depends on it
 
     try:
         with FileLock(lock, timeout=0):

@@ -1,8 +1,8 @@
 """Describe the current state of a layer in words: the text of ``engine.kfac.explain()``.
 
-The text is made from the plan, the timetable and what this rank keeps. Device scalars are read when
-somebody asks, so no step waits for them. There is no collective: if only another rank knows a fact,
-the text names that rank.
+The text is made from the plan, the timetable and what this rank keeps. Scalars are read from the
+device only when ``explain`` is called, so no step waits for them. No collective is called. If only
+another rank knows a fact, the text names that rank.
 """
 
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ class LayerExplanation:
     """Makes the text and the table row that describe one layer.
 
     Attributes:
-        kfac: the preconditioner of the layer. Experts may have another one than dense layers.
+        kfac: the preconditioner of the layer. Experts and dense layers may have different ones.
         factors: "A" or "G" -> specification of the layer's factor; empty if the config gives the
             layer no factors.
         state: what this rank keeps of the layer; None if this rank is not one of the layer's
@@ -124,8 +124,8 @@ class LayerExplanation:
     # ranks
 
     def _ranks(self, in_group: Sequence[int]) -> str:
-        """Return the numbers in the job of ranks that are numbered within the group of ranks that
-        share this layer's work."""
+        """Convert ranks of the group that shares this layer's work to ranks of the whole job, and
+        join them by commas."""
         in_job = torch.distributed.get_process_group_ranks(self.kfac.channel.group)
         return ", ".join(str(in_job[rank]) for rank in in_group)
 
@@ -142,9 +142,9 @@ class LayerExplanation:
     def _next_due(self) -> tuple[int, int]:
         """Return the step of the layer's next factor update, and the step of its next refresh.
 
-        A layer without a basis is refreshed at its next update. A layer whose rows have not been
-        proven to make up its gradient is refreshed at the second update from now, because the next
-        update repeats the proof.
+        A layer without a basis is refreshed at its next update. If the proof that a layer's rows
+        make up its gradient has failed, the next update repeats the proof, and the layer is
+        refreshed at the update after that.
         """
         timetable = self.curvature.timetable
         steps = self.kfac.steps
@@ -161,7 +161,8 @@ class LayerExplanation:
 
     def _displacement(self) -> str:
         """Say by how many steps the layer's factors are staggered, and which of them skip ordinary
-        updates. The text begins with a separator; it is empty if neither is the case."""
+        updates. The text begins with a separator. It is empty if no factor is staggered or
+        skips updates."""
         texts = [""]
         offsets = self.kfac.plan.offsets
         if offsets:
@@ -181,7 +182,7 @@ class LayerExplanation:
     # the basis
 
     def _has(self) -> str:
-        """Say with which basis or inverse the layer is stepped; empty if it has none."""
+        """Say which basis or inverse preconditions the layer. Empty if it has none."""
         if self.layer.name in self.kfac.proving.unfit:
             return ""
         if not self.factors:
@@ -271,7 +272,7 @@ class LayerExplanation:
         if not bool(average.packed_P.isfinite().all()):
             return "is not finite"
         if not bool((average.packed_P != 0).any()):
-            return "is zero, as all its rows are"
+            return "is zero, because all its rows are zero"
         return "waits for its next update"
 
     def _factor_text(self, factor: FactorSpec) -> str:
@@ -290,7 +291,7 @@ class LayerExplanation:
         return f"{text}; last batch: {self._last_batch_text(factor, has_updates=count > 0)}"
 
     def _last_batch_text(self, factor: FactorSpec, *, has_updates: bool) -> str:
-        """Say what the factor's last batch had, and what became of it."""
+        """Say how many rows the factor's last batch had, and whether it changed the factor."""
         batch = self.curvature.log.batches[factor.key]
         limited, unchanged, rows, changed = batch.tolist()
         unit = "rows" if factor.is_A else "loss terms"
@@ -299,10 +300,10 @@ class LayerExplanation:
             if rows > 0:
                 reason = ", but its values are not finite"
             elif self.kfac.proving.frozen(self.layer):
-                reason = " as its weight is frozen"
+                reason = " because its weight is frozen"
             else:
                 reason = " on the ranks that contribute"
-            text += f"{reason}, so it left the factor as it was"
+            text += f"{reason}, so the factor did not change"
             if has_updates:
                 is_here = changed >= 0
                 since = (

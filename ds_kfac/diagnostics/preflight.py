@@ -28,8 +28,8 @@ COMPILED = "deepspeed_shm_comm"
 """The op that DeepSpeed builds when it makes the process group on a CPU."""
 NOT_PASSED_ON = (
     "a KFACAdamW was made for {count} of the parameters that this engine trains, but "
-    "deepspeed.initialize was not given it. Pass it as optimizer=. transformers' Trainer ignores "
-    "optimizers=(..) under DeepSpeed: give it optimizer_cls_and_kwargs=(ds_kfac.KFACAdamW, "
+    "it was not passed to deepspeed.initialize. Pass it as optimizer=. transformers' Trainer "
+    "ignores optimizers=(..) under DeepSpeed: give it optimizer_cls_and_kwargs=(ds_kfac.KFACAdamW, "
     '{{"lr": 1e-3}}) instead, or name KFACAdamW in the DeepSpeed config. If this KFACAdamW is not '
     "meant to train, delete it before the engine is built"
 )
@@ -53,8 +53,8 @@ missing."""
 
 
 def alone() -> bool:
-    """Return whether no launcher has started this process, as in a notebook, and it has no process
-    group yet."""
+    """Return whether this process has no process group yet and was not started by a launcher, as
+    in a notebook."""
     if any(name in os.environ for name in (*RANK_VARIABLES, *OTHER_LAUNCHERS)):
         return False
     if deepspeed.comm.is_initialized():
@@ -175,7 +175,7 @@ def warn_of_compilation(ds_config: Mapping[str, Any] | None = None) -> None:
     leaves a lock that blocks all later runs.
 
     Launchers are not warned: they import ds_kfac if ``DS_KFAC`` is set, but do not start DeepSpeed
-    themselves. If a program makes itself a rank after it has called ``enable``, it is warned at
+    themselves. A program that sets the variables of a rank only after ``enable`` is warned at
     ``initialize``.
 
     Args:
@@ -234,8 +234,8 @@ def check_tensors(model: Any, arguments: dict[str, Any]) -> None:
 
 
 def _check_membership(named: Mapping[str, nn.Parameter], arguments: dict[str, Any]) -> None:
-    """Raise ValueError if a parameter in the arguments of ``deepspeed.initialize`` is not one of
-    the model's."""
+    """Raise ValueError if a parameter in the arguments of ``deepspeed.initialize`` does not belong
+    to the model."""
     model_ids = set(map(id, named.values()))
     groups = getattr(arguments.get("optimizer"), "param_groups", ())
     given = (arguments.get("model_parameters"), [group["params"] for group in groups])
@@ -259,12 +259,12 @@ def check_objects(arguments: dict[str, Any], source: Mapping[str, Any], rule: Up
         rule: the engine's update rule.
 
     Raises:
-        ValueError: there is such an object. If the config names KFACAdamW, too, this is only a
-            warning.
+        ValueError: there is such an object, and the config does not name KFACAdamW. If the config
+            names it, there is only a warning.
     """
     optimizer = arguments.get("optimizer")
     config_makes_it = optimizer is None and "optimizer" in source
-    # without param_groups it is a function that makes the optimizer
+    # an ``optimizer`` without param_groups is a function that makes the optimizer
     trains = config_makes_it or hasattr(optimizer, "param_groups")
     if rule.given(optimizer) or not trains:
         return

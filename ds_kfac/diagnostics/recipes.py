@@ -1,8 +1,8 @@
 """Compare a run's learning rate, weight decay and second beta with the recipes of
 docs/howto/recipes.md.
 
-A model does not show at attach what it is trained for: a decoder may be pretrained or fine-tuned,
-with its labels masked or not. So a run is compared with the nearest recipe for its type of model,
+At attach it is not known what a model is trained for: a decoder may be pretrained or fine-tuned,
+with or without masked labels. So a run is compared with the nearest recipe for its type of model,
 and a warning names the values that are far from it.
 """
 
@@ -35,7 +35,7 @@ times a recipe's learning rate is far, because it is probably a typing error."""
 LEAST_DECAY = 0.01
 """A weight decay that has hardly any effect. Smaller values are treated as this value."""
 BETA2 = (0.5, 0.999)
-"""Smallest and largest second beta that are not far; 0.999 is the default."""
+"""Smallest and largest second beta that do not count as far from a recipe. The default is 0.999."""
 RECIPES_BETA2 = 0.95
 
 
@@ -136,7 +136,7 @@ def config_far_from_recipes(
 def _peak_rate(optimizer: str, lr: float, schedule: Mapping[str, Any]) -> float | None:
     """Return the largest learning rate of a config's "scheduler" block; None if it cannot be known.
 
-    The scheduler itself computes it, for an optimizer of a one-element tensor.
+    To compute it, the scheduler is built with an optimizer of a single one-element tensor.
     """
     element = torch.zeros(1, dtype=torch.float32, device="cpu")
     stand_in: Any = torch.optim.SGD if optimizer == "SGD" else torch.optim.AdamW
@@ -218,8 +218,8 @@ def _decay_apart(recipe: Recipe, weight_decay: float) -> float:
 
 
 def _distance(recipe: Recipe, lr: float, weight_decay: float) -> tuple[int, float]:
-    """Return how many of learning rate and weight decay are far from the recipe's, and the absolute
-    difference of the learning rates' logarithms."""
+    """Return two values: how many of the two settings, learning rate and weight decay, are far from
+    the recipe; and the absolute difference of the learning rates' logarithms."""
     rate_apart = abs(math.log(lr / recipe.lr))
     decay_apart = _decay_apart(recipe, weight_decay)
     return sum(apart > MOST_APART for apart in (rate_apart, decay_apart)), rate_apart

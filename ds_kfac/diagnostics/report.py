@@ -40,7 +40,7 @@ BATCH_NORM: Any = nn.modules.batchnorm._BatchNorm
 PIPELINE_SCALES = (
     "each pipeline stage takes the scale of G from the number of rows of its own last layer. If "
     "layers of the last stage have fewer rows than other layers, for example a pooled head, G of "
-    "the other stages is larger by the ratio of these numbers (docs/reference/supported.md)"
+    "the other stages is larger by the ratio of the numbers of rows (docs/reference/supported.md)"
 )
 ZERO_NORMS = (
     "{count} norms begin with a weight of zero ({first}, ..), so the layers before them get hardly "
@@ -68,8 +68,8 @@ def report(kfacs: Sequence[KFACPreconditioner], scan: Scan, given: KFACConfig) -
     The first rank of the job prints, and so does the first rank of each pipeline stage.
 
     Args:
-        kfacs: this rank's preconditioners: one for the dense layers, and one for experts if these
-            are spread over other ranks.
+        kfacs: this rank's preconditioners. There is one for the dense layers, and another one for
+            experts if they are distributed over another group of ranks.
         given: the config as the user gave it.
     """
     first = kfacs[0]
@@ -116,19 +116,20 @@ def summary(
         plans: plans of this rank's preconditioners, see :func:`report`.
         optimizer: class or type of the innermost optimizer.
         mode: the engine's mode, in words.
-        ratio: learning rate of parameters in no layer, as a multiple of the optimizer's.
+        ratio: learning rate of the parameters outside of K-FAC layers, divided by the optimizer's
+            learning rate.
     """
     plan = plans[0]
     share = share_of(model, scan)
     state_bytes = sum(max(plan.assignment.memory) for plan in plans)
     method = plan.method.words
-    lines = [f"ds_kfac steps {share}"]
+    lines = [f"ds_kfac updates {share}"]
     if share.others:
         others = facts.others(optimizer, ratio, share.matrices - share.stepped)
         lines.append(f"  all other trained parameters ({share.others:,}): {others}")
     if share.tables:
         lines.append(
-            "  tables, like embeddings, because the model's code looks up rows in them: "
+            "  treated as tables, like embeddings, because the model's code looks up rows in them: "
             f"{named(share.tables)}"
         )
     lines += [
@@ -141,13 +142,13 @@ def summary(
     ]
     if share.fraction < LOW_SHARE:
         low = (
-            f"  WARNING: K-FAC steps less than {LOW_SHARE:.0%} of the matrix parameters; left out: "
-            f"{share.exceptions()}"
+            f"  WARNING: K-FAC updates less than {LOW_SHARE:.0%} of the matrix parameters; left "
+            f"out: {share.exceptions()}"
         )
         warnings = [low, *warnings]
     if share.unclear_fraction > 1 - LOW_SHARE:
         unclear = (
-            "  WARNING: K-FAC does not step these large parameters, and the share above does not "
+            "  WARNING: K-FAC does not update these large parameters, and the share above does not "
             "count them, because by their shape they are neither matrices nor tables: "
             f"{named(share.unclear)}"
         )
@@ -291,8 +292,8 @@ def layer_lines(
     """Return the table of the preconditioned layers.
 
     Args:
-        ranks: layer name -> (gradient workers, ranks that decompose its factors). If given, each
-            layer has a row; None: equal layers share a row.
+        ranks: layer name -> (gradient workers, ranks that decompose its factors). If None,
+            equal layers share a row. Otherwise each layer has its own row.
     """
     choices = [facts.choice(config, layer) for layer in layers]
     has_choices = any(choice is not None for choice in choices)
@@ -320,7 +321,7 @@ def skipped_lines(scan: Scan, *, every_module: bool = False) -> list[str]:
     are none.
 
     Args:
-        every_module: True: each module has a row. False: equal modules share a row.
+        every_module: whether each module has its own row. If False, equal modules share a row.
     """
     if not scan.skipped:
         return []
@@ -405,9 +406,7 @@ def without_effect(
     keys += rule.facts.idle(config, layers)
     if not keys:
         return []
-    return [
-        f"these keys are without effect with {rule.optimizer_type or optimizer}: {', '.join(keys)}"
-    ]
+    return [f"these keys have no effect with {rule.optimizer_type or optimizer}: {', '.join(keys)}"]
 
 
 def _memory_warnings(kfac: KFACPreconditioner) -> list[str]:

@@ -1,4 +1,4 @@
-"""How much of a model K-FAC steps, and which matrices it leaves out."""
+"""How much of a model K-FAC updates, and which matrices it leaves out."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -31,9 +31,9 @@ class Share:
         stepped: elements of matrices in K-FAC layers.
         curved: elements of matrices in K-FAC layers with at least one factor that is not diagonal.
         kinds: one ``(type of layer, number of layers)`` pair for each type of K-FAC layer.
-        others: elements of all parameters in no K-FAC layer.
-        skipped: one ``((type of module, reason), elements)`` pair for the matrices in no K-FAC
-            layer, largest first.
+        others: elements of all parameters outside of K-FAC layers.
+        skipped: ``((type of module, reason), elements)`` pairs that count the matrices outside of
+            K-FAC layers, largest first.
         tables: one ``(name, elements)`` pair for each parameter that counts as a table because the
             model's code looks up rows in it, largest first. Weights of embedding modules are left
             out.
@@ -53,7 +53,7 @@ class Share:
 
     @property
     def fraction(self) -> float:
-        """Fraction of the matrix elements that K-FAC steps; 1 for a model without matrices."""
+        """Fraction of the matrix elements that K-FAC updates; 1 for a model without matrices."""
         return self.stepped / self.matrices if self.matrices else 1.0
 
     @property
@@ -77,7 +77,7 @@ class Share:
         )
 
     def exceptions(self) -> str:
-        """Name the largest matrices that K-FAC does not step, with the reasons."""
+        """Name the largest matrices that K-FAC does not update, with the reasons."""
         return largest([f"{kind} {count:,} ({reason})" for (kind, reason), count in self.skipped])
 
 
@@ -95,7 +95,7 @@ def named(parameters: Sequence[tuple[str, int]]) -> str:
 
 
 def share(layers: Sequence[LayerSpec], parameters: int) -> str:
-    """Say how many of a model's ``parameters`` the layers have."""
+    """Say how many of a model's parameters are in the layers. ``parameters``: their number."""
     in_layers = sum(layer.numel for layer in layers)
     kinds = Counter(layer.kind for layer in layers)
     return (

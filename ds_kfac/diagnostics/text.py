@@ -77,7 +77,7 @@ def folded(rows: Sequence[Row]) -> list[Row]:
 
 
 def _folded_name(pattern: str, numbers: Sequence[Sequence[int]]) -> str:
-    """Return a pattern in which the range of the rows' numbers replaces each ``#``."""
+    """Return the pattern with each ``#`` replaced by the range of the rows' numbers."""
     texts = []
     for place in zip(*numbers, strict=True):
         low = min(place)

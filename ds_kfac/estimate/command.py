@@ -66,7 +66,7 @@ def estimate_kfac_mem_needs_all_live(
         estimate_kfac_mem_needs_all_live(model, "ds_config.json", world=64)
 
     Args:
-        model: the model as given to ``ds_kfac.initialize``, with
+        model: the model that a run would pass to ``ds_kfac.initialize``, together with
             ``model_parameters=model.parameters()``.
         config: DeepSpeed config, a dict or the path of a file.
         world: number of data-parallel ranks.
@@ -109,7 +109,8 @@ def estimate_kfac_mem_needs_all_cold(
         estimate_kfac_mem_needs_all_cold(shapes, "ds_config.json", world=64)
 
     Args:
-        shapes: (inputs, outputs, whether it has a bias) of every layer, in the model's order.
+        shapes: a tuple (number of inputs, number of outputs, whether there is a bias) for every
+            layer, in the model's order.
         options: keyword arguments of :func:`estimate_kfac_mem_needs_all_live`, except ``example``.
     """
     with torch.device("meta"):
@@ -133,7 +134,7 @@ def described(
 
     Args:
         rows: number of tokens (or images) of a rank in a step; None: unknown.
-        assumed: words that follow the batch in the text if the batch is assumed.
+        assumed: text to append to the batch size if the batch size is only assumed.
 
     Returns the lines of text, and all strategies.
     """
@@ -286,19 +287,19 @@ def chosen_lines(chosen: Estimate, assumed: str = "") -> list[str]:
     by tables of memory, bytes on the wire, FLOPs and seconds.
 
     Args:
-        assumed: words that follow the batch in the text if the batch is assumed.
+        assumed: text to append to the batch size if the batch size is only assumed.
     """
     plan = chosen.plan
     memory = chosen.memory
     state, beside = (number(nbytes.max(), "B") for nbytes in (chosen.state, memory[BESIDE]))
-    answer = f"K-FAC takes {state} of state on a rank, at most {beside} beside it in a step"
+    answer = f"K-FAC keeps {state} of state on a rank, and needs at most {beside} more in a step"
     if chosen.model is not None:
         worst = (chosen.model + chosen.worst) / (chosen.model + chosen.seconds)
         dtype = str(chosen.subject.context.parameters).removeprefix("torch.")
         answer += (
-            f"; it adds {chosen.overhead:.1%} to a step of {chosen.rows:,} tokens or images a "
-            f"rank{assumed} in {dtype}{chosen.subject.assumed}, its worst step is {worst:.2f} x "
-            "the mean"
+            f"; it adds {chosen.overhead:.1%} to a step of {chosen.rows:,} tokens or images per "
+            f"rank{assumed} in {dtype}{chosen.subject.assumed}, and its worst step is {worst:.2f} "
+            "x the mean"
         )
     lines = ["", f"  {answer}", f"  {chosen.name}: load max/mean {plan.assignment.imbalance:.2f}"]
     lines += [f"  plan: {reason}" for reason in plan.reasons]

@@ -1,8 +1,8 @@
 """Estimate what K-FAC costs each rank of a run: bytes that it sends and keeps, FLOPs and seconds.
 
 Bytes are exact, because they come from the layouts that the run itself uses. Seconds are
-predictions. An array [W] has one number for each rank. An array [W, W] has the bytes that the rank
-of the row sends to the rank of the column.
+predictions. An array [W] has one number for each rank. An array [W, W] has, in row i and column j,
+the bytes that rank i sends to rank j.
 """
 
 from collections import Counter
@@ -353,8 +353,8 @@ class Estimate:
         return {kind: nbytes.astype(np.int64) for kind, nbytes in memory.items()}
 
     def _in_stacks(self, keys: Keys, inside: Sequence[Set[str]]) -> np.ndarray:
-        """Return the bytes [W] of the eigenbases that each rank keeps only in stacks, because all
-        of its layers that use them are stepped in batches.
+        """Return the bytes [W] of the eigenbases that each rank keeps only in stacks. These are the
+        eigenbases that the rank uses only for layers that are stepped in batches.
 
         Args:
             keys: the factors whose eigenbases count.
@@ -394,8 +394,8 @@ class Estimate:
 
     def _reduced(self, keys: Keys, reduction: ReductionPlan) -> tuple[np.ndarray, np.ndarray]:
         """Return two arrays of bytes [W]. The first has the factors' batch sums, on the ranks that
-        make or average them. The second has the largest buffers of all messages with these sums
-        that are in flight at the same time."""
+        make or average them. The second has the buffers of the messages with these sums: the
+        largest total of messages that are in flight at the same time."""
         sums = (
             ({slot.owner, *slot.contributors}, FP32 * slot.numel)
             for slot in reduction.of(keys, 0)[0]
@@ -428,8 +428,8 @@ class Estimate:
         """Return bytes [3, W] in three rows:
 
         1. gathered gradients;
-        2. the peak, while layers are stepped, of the remaining gradients, the results that wait to
-           be sent, and the workspace of a chunk of layers;
+        2. the peak while layers are stepped. It includes the remaining gradients, the results that
+           wait to be sent, and the workspace of a chunk of layers;
         3. all results that wait to be sent, with their copies in the message.
         """
         plan = self.plan
@@ -596,13 +596,13 @@ class Estimate:
     def _on_homes(
         self, amount: Callable[[rates.FactorSpec], float], keys: Keys | set[str] | None = None
     ) -> np.ndarray:
-        """Return an array [W] that has, for each rank, the sum of the amounts of the factors whose
-        eigen worker it is. ``keys`` restricts the sum to these factors; None: all factors."""
+        """Return an array [W]. Each rank's entry is the sum of ``amount`` over the factors whose
+        eigen worker the rank is. ``keys`` restricts the sum to these factors; None: all factors."""
         return self._at(
             ([self.homes[f.key]], amount(f)) for f in self.factors if keys is None or f.key in keys
         )
 
     def _on_workers(self, amount: Callable[[LayerSpec], float]) -> np.ndarray:
-        """Return an array [W] that has, for each rank, the sum of the amounts of the layers whose
-        gradient worker it is."""
+        """Return an array [W]. Each rank's entry is the sum of ``amount`` over the layers whose
+        gradient worker the rank is."""
         return self._at((self.workers[layer.name], amount(layer)) for layer in self.plan.layers)

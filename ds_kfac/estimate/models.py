@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 CONTEXT = 4096
-"""Largest number of tokens in the example of a language model, because the model's own config may
-allow a million."""
+"""Largest number of tokens in the example of a language model. There is a limit because the model's
+own config may allow a million tokens."""
 
 
 def build(name: str, lora: int | None = None) -> tuple[nn.Module, tuple[Any, ...] | None]:

@@ -82,11 +82,12 @@ class Subject:
 
     Attributes:
         user_config: the "kfac" block as it was written.
-        config, answers: the block with its nulls resolved, and how they were resolved, in words.
+        config, answers: the block with a value in place of each null, and texts that say how these
+            values were chosen.
         rule: the optimizer's update rule.
         context: the facts of the engine that DeepSpeed would build.
         replicated: whether every rank has every averaged gradient.
-        gradients: dtype of gradients where K-FAC reads them.
+        gradients: dtype of the gradients that K-FAC reads.
         scan, layers: the result of scanning the model, and the layers in it. Large layers are
             divided.
         groups: parameter groups of the optimizer, in its order. A group is a list of (name, number
@@ -163,8 +164,8 @@ class Subject:
 
     @property
     def assumed(self) -> str:
-        """Words that follow the dtype of parameters in a text if the dtype is only assumed, because
-        the config has "auto" in its place."""
+        """Text to append to the parameters' dtype if the dtype is only assumed, because the config
+        has "auto" instead of a value."""
         unknown = [
             f'"{key}"' for key in DTYPES if block(self.ds_config, key).get("enabled") == AUTO
         ]
@@ -180,7 +181,7 @@ class Subject:
         MEM-OPT.
 
         Args:
-            workers: number of ranks that step a layer.
+            workers: number of gradient workers of a layer.
         """
         if not self.replicated:
             return f"ZeRO-{self.context.stage} owners"

@@ -33,8 +33,8 @@ class Trace:
         inputs: module name -> numbers that identify the module's inputs. Modules with equal numbers
             share their inputs.
         rows: module name -> number of rows per unit. A missing module has one row per unit.
-        stacked: name of a parameter that is a stack of matrices, such as experts -> number of rows
-            per unit that one matrix multiplies, averaged over the matrices.
+        stacked: dict from the name of a parameter that is a stack of matrices, such as experts, to
+            the number of rows per unit that one matrix multiplies, averaged over the matrices.
     """
 
     units: int = 0
@@ -143,7 +143,7 @@ class _Stack(NamedTuple):
 
 
 class _StackedProducts(TorchFunctionMode):
-    """Adds to a trace the rows of products with stacks of matrices."""
+    """Records in a trace how many rows are multiplied by stacks of matrices."""
 
     def __init__(self, modules: Mapping[str, nn.Module], trace: Trace) -> None:
         super().__init__()

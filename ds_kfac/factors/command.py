@@ -125,8 +125,8 @@ def _model(name: str, given: Mapping[str, Any]) -> nn.Module:
 def windows(
     arguments: argparse.Namespace, tokenizer: Any, rank: int, ranks: int
 ) -> list[dict[str, Tensor]]:
-    """Return this rank's batches of --data: its texts, joined and cut into sequences of --length
-    tokens."""
+    """Join the texts of --data, cut them into sequences of --length tokens, and return this rank's
+    batches of sequences."""
     length = arguments.length
     end = tokenizer.eos_token_id
     tokens: list[int] = []
@@ -159,7 +159,7 @@ def _texts(path: Path) -> Iterator[str | list[int]]:
             options = {"data_files": str(path), "split": "train", "sample_by": "document"}
             rows = datasets.load_dataset("text", **options)
         for row in rows:
-            # "" + raises TypeError if the value is no text
+            # "" + raises TypeError if the value is not a string
             yield list(row["input_ids"]) if "input_ids" in row else "" + row["text"]
     except (OSError, ValueError, TypeError, KeyError, datasets.exceptions.DatasetsError) as problem:
         raise FactorsError(f"--data {path}: no text or input_ids ({problem!r})") from problem

@@ -24,10 +24,10 @@ def convert(
         out: path of the safetensors file to write; for kronfluence the ``output_dir`` of its
             Analyzer, in which a folder ``factors_<name>`` is made.
         name: only for kronfluence, name of the factors.
-        rank: only for eva, mean number of rows of LoRA's A over all layers.
-        rho: only for eva, largest number of rows of a layer, in units of ``rank``.
+        rank: only for eva, mean rank of the adapters of all layers.
+        rho: only for eva, largest rank of a single adapter, as a multiple of ``rank``.
 
-    Returns name of a layer -> why it was left out.
+    Returns the layers that were left out: layer name -> reason.
 
     Raises:
         FactorsError: an argument is wrong, or no layer can be converted.
@@ -128,10 +128,10 @@ def kronfluence(factors: Factors, layers: list[str], folder: Path) -> None:
 def eva(factors: Factors, layers: list[str], rank: int, rho: float) -> dict[str, Tensor]:
     """Return an ``eva_state_dict`` for ``peft.initialize_lora_eva_weights``.
 
-    For each layer it has the r directions in which the layer's inputs vary most, [r, I]. r differs
-    between layers, because the directions of all layers are compared. The result keeps those that
-    explain the largest parts of their layer's variance: ``rank`` times the number of layers in
-    total, and at least one of each layer (Paischer et al. 2024, arXiv:2410.07170).
+    For each layer it has the r directions in which the layer's inputs vary most, [r, I]. To choose
+    r, the directions of all layers are sorted by the part of their layer's variance that they
+    explain. The first ones are kept, in total ``rank`` times the number of layers, but at least one
+    per layer (Paischer et al. 2024, arXiv:2410.07170).
     """
     if rank < 1 or rho < 1:
         raise FactorsError(f"convert: rank {rank}, rho {rho}; both must be at least 1")

@@ -75,7 +75,7 @@ def _add_squares(
     capture: Capture,
 ) -> None:
     """Add the squared, rotated gradients of a batch's sequences to ``total``. ``total`` becomes NaN
-    if the first dimension of a call does not number the batch's sequences."""
+    if the first dimension of a call's input is not the batch's sequences."""
     rows = []  # (inputs [N, T, I], output gradients [N, T, O]) of each call
     for call, gradient in zip(batch.calls, batch.gradients or (), strict=True):
         if call.layer.name == layer.name and gradient is not None:

@@ -84,7 +84,7 @@ def export(
 
 
 def _bases(kfac: KFACPreconditioner, names: dict[str, str], sides: str) -> dict[str, Tensor]:
-    """Return name in the files -> tensor for the eigenbases that this rank has to write.
+    """Return the eigenbases that this rank has to write, in a dict by their names in the files.
 
     A factor's eigenbasis is written by the first gradient worker of its first layer.
 
@@ -134,7 +134,7 @@ def begin_from(job: Job, factors: Factors) -> None:
 
 
 def _owned_factors(kfac: KFACPreconditioner, factors: Factors) -> dict[str, KroneckerFactor]:
-    """Read those factors of ``kfac`` that this rank owns from the files. Returns key -> factor.
+    """Read from the files the factors of ``kfac`` that this rank owns. Return a dict by factor key.
     Raises FactorsError if any factor in the files does not fit, even if another rank owns it."""
     fisher = kfac.config.factor.fisher
     saved_fisher = factors.header["fisher"]

@@ -11,8 +11,8 @@ last.
     <layer>/corrected         [O, I], EKFAC's eigenvalues, see corrected.py
 
 A folder without index.json is not finished, and does not load. ``layer`` is the name of a module,
-or of one of its matrices, such as an expert's. O and I are the sides of a layer's matrix; I
-includes the bias as the last column, whose input is 1.
+or of one of its matrices, such as an expert's. O and I are the numbers of rows and columns of a
+layer's matrix. The bias, whose input is 1, counts as the last column.
 """
 
 import difflib
@@ -62,7 +62,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_index(folder: Path, header: Mapping[str, Any]) -> None:
-    """Write the index, which finishes a folder. ``header``: see :class:`Factors`."""
+    """Write the index, without which a folder is unfinished. ``header``: see :class:`Factors`."""
     index = {"format": "ds_kfac.factors", "version": VERSION, **header}
     write_text(folder / INDEX, json.dumps(index, indent=1))
 
@@ -87,7 +87,7 @@ def described(layer: LayerSpec, keys: Mapping[str, str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Factors:
-    """Factors in a finished folder. A tensor is read when it is accessed, into CPU memory.
+    """Factors in a finished folder. A tensor is read into CPU memory when it is accessed.
 
     Attributes:
         folder: where the files are.
@@ -98,8 +98,8 @@ class Factors:
               export it is the number of batches.
             - "fisher": "empirical", "monte_carlo" or "activations_only".
             - "weight_map": tensor name -> file name.
-            - only from ``fit``: "batches" and "sequences", their numbers in the data; "left_alone",
-              name of a module -> why it has no factors; "weight_sharing".
+            - only from ``fit``: "batches" and "sequences" (how many of them the data had);
+              "left_alone" (module name -> why the module has no factors); "weight_sharing".
             - only from a run's export: "steps".
     """
 

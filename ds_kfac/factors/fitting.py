@@ -6,8 +6,8 @@ without decay. Then the owners decompose the factors, and a second pass over the
 EKFAC's eigenvalues.
 
 In addition to the model, a rank needs memory for the inputs and output gradients of all layers for
-one batch, for batch sums of at most :data:`ROUND_BYTES` (or of one layer, if these take more), and
-for the messages with these sums.
+one batch, for batch sums (:data:`ROUND_BYTES` at most, unless those of a single layer take more),
+and for the messages with these sums.
 """
 
 import json
@@ -65,11 +65,11 @@ def fit(
     Collective if torch.distributed runs. The model runs in evaluation mode. Afterwards, each of its
     modules is in the same mode as before. Factors that ``out`` already holds are replaced.
 
-    A is the mean of a a^T over all rows but padding, and G is the mean of g g^T. g is the gradient
-    of a single term of the loss. With ``reduction="mean"`` it is the gradient that arrives at the
-    layer, times the number of rows in the batch. This number includes rows without a label. So if
-    your loss is a mean that leaves out these rows, G is too large by the factor rows / labelled
-    rows. In that case, return the sum of the terms and pass ``reduction="sum"``.
+    A is the mean of a a^T over all rows except padding, and G is the mean of g g^T, where g is the
+    gradient of a single term of the loss. With ``reduction="mean"``, g is the gradient that arrives
+    at the layer, times the number of rows in the batch. This number includes rows without a label.
+    So if your loss is a mean that leaves out these rows, G is too large by the factor rows /
+    labelled rows. In that case, return the sum of the terms and pass ``reduction="sum"``.
 
     Args:
         model: an nn.Module that is whole on every rank, or a DeepSpeedEngine of any ZeRO stage.
@@ -80,16 +80,16 @@ def fit(
             output, which is the output's ``loss``, the first scalar of a tuple, or the output
             itself.
         out: folder for the files (:mod:`ds_kfac.factors.files`).
-        config: a "kfac" block. It is read for ``layers``, and for ``dense_max``, ``fisher``,
-            ``weight_sharing``, ``sampler`` and ``prediction`` in ``factor``. ``fisher`` is
+        config: a "kfac" block. Only ``layers`` is used, and in ``factor`` the keys ``dense_max``,
+            ``fisher``, ``weight_sharing``, ``sampler`` and ``prediction``. ``fisher`` is
             "empirical" (the default), "monte_carlo" (the true Fisher) or "activations_only" (only
             A).
         reduction: "mean" if the loss is a mean over its terms, "sum" if it is their sum.
         mask: function that gets the positional and the keyword arguments of the model's forward,
             and returns the attention masks [N, T]: one mask, several masks or None. If there is no
             function, the masks are the arguments whose names end in ``attention_mask``.
-        corrected: whether to make a second pass over the data, for EKFAC's eigenvalues. They assume
-            that the first dimension of a layer's input numbers the sequences.
+        corrected: whether to make a second pass over the data, for EKFAC's eigenvalues. It assumes
+            that each entry of the first dimension of a layer's input is a sequence.
         progress: whether rank 0 shows a progress bar.
 
     Raises:
@@ -293,8 +293,8 @@ class _Fitting:
             )
 
     def _decomposed(self, key: str, packed: Tensor) -> dict[str, Tensor]:
-        """Return name in the files -> tensor for a factor's eigenbasis. A factor that is zero has
-        none."""
+        """Return a factor's eigenbasis, as a dict from name in the files to tensor. The dict is
+        empty if the factor is zero."""
         if not packed.any():
             return {}
         updates = torch.ones((), device=self.device, dtype=torch.float32)
@@ -307,7 +307,7 @@ class _Fitting:
 
 
 def _sums_of(batch: Batch, layers: Sequence[LayerSpec], capture: Capture) -> dict[str, BatchSum]:
-    """Return factor key -> this rank's sum over a batch, for the factors of some layers."""
+    """Return this rank's batch sums for the factors of some layers, in a dict by factor key."""
     names = {layer.name for layer in layers}
     indices = [index for index, call in enumerate(batch.calls) if call.layer.name in names]
     calls = [batch.calls[index] for index in indices]

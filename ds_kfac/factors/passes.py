@@ -48,7 +48,7 @@ class Batch:
         calls: calls of the layers, in the order in which they ran.
         gradients: gradient of each call's output, None where the loss does not depend on the
             output. None in place of the list if there was no backward pass.
-        sequences: number of sequences, the first dimension of the batch's first tensor.
+        sequences: number of sequences: the size of dimension 0 of the batch's first tensor.
         rows: number of rows of the layer nearest to the loss, without padding.
         gain: factor that turns a gradient into the gradient of a single term of the loss.
     """

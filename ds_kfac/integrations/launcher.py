@@ -1,8 +1,8 @@
 """``python -m ds_kfac run``: run DeepSpeed's launcher, and enable K-FAC in every process that it
 starts.
 
-Each process runs this file as a module, which enables K-FAC and then runs the user's script. This
-works without an environment variable, which launchers do not pass on to other nodes. DeepSpeed is
+Each process runs this file as a module, which enables K-FAC and then runs the user's script. An
+environment variable would not do, because launchers do not pass it on to other nodes. DeepSpeed is
 imported only when it is needed, so that help and the error for a missing script appear at once.
 """
 
@@ -16,9 +16,9 @@ USAGE = "[deepspeed launcher arguments] script.py [script arguments]"
 HELP = """\
 usage: {program} run {usage}
 
-Starts a script by DeepSpeed's launcher, with K-FAC enabled in every process:
-deepspeed.initialize attaches it if the DeepSpeed config names KFACAdamW or has a "kfac" block.
-No line of the script changes.
+Starts a script with DeepSpeed's launcher, and enables K-FAC in every process.
+deepspeed.initialize then attaches K-FAC if the DeepSpeed config names KFACAdamW or has a "kfac"
+block. The script itself need not be changed.
 
   {program} run train.py --deepspeed ds_config.json       every GPU of this machine
   {program} run --num_gpus 2 train.py                     two GPUs
@@ -48,7 +48,7 @@ def wants_help(arguments: Sequence[str]) -> bool:
 def check_script(arguments: Sequence[str]) -> None:
     """Raise ValueError if the script does not exist. The script is assumed to be the first argument
     that ends with .py. With a hostfile nothing is checked, because the file may exist on another
-    node; a module is looked up later."""
+    node. A module is not checked here, because it is looked up later."""
     if any(word.split("=")[0] in (*HOSTS, "--module", "--no_python") for word in arguments):
         return
     script = next(

@@ -69,7 +69,7 @@ QUESTIONS = {
         "have kl-clip's factor nu instead",
     ),
     "failures": Question(
-        "failures so far (layers: in the last step)",
+        "failures so far\n(unpreconditioned, unused: in the last step)",
         r"(?i:kfac)_(?=" + "|".join(HEALTH) + r")",
         f"{COUNTERS}; a framework's logs have only the counters that are not 0",
     ),
@@ -208,8 +208,8 @@ def per_step(points: Points, steps: dict[float, float]) -> Points:
     """Convert a sum over all steps so far to the mean amount per step since the last point.
 
     Args:
-        steps: number of samples, as on the x axis -> number of steps at that point. Empty if the x
-            axis counts steps.
+        steps: dict from the number of samples on the x axis to the number of steps at that point.
+            Empty if the x axis counts steps.
     """
     # after a resume, counters begin at zero again, but steps do not
     before = [(0.0, 0.0, 0.0)] if steps else []
@@ -224,8 +224,8 @@ def parts_of_step(found: Series) -> tuple[dict[str, float], float | None]:
     """Return (part of a step -> mean seconds per step, K-FAC's share of a step).
 
     The times that DeepSpeed logs include K-FAC's stages. The stages are subtracted from them, so
-    that no time is counted twice. The share is None if the logs lack DeepSpeed's times, or those of
-    the stages.
+    that no time is counted twice. The share is None if the logs lack DeepSpeed's times or the
+    stages' times.
 
     Args:
         found: the lines of "seconds". The first point of each line is left out, because it includes

@@ -1,14 +1,14 @@
-"""Decide which layers share one A. Pure. Before training, the experts of a stack may be given a
-common A. Other layers can only share an A after the first captured batch has shown that they have
-the same input.
+"""Decide which layers share one A. All functions are pure. Before training, the experts of a stack
+may be given a common A. Other layers can only share an A after the first captured batch has shown
+that they have the same input.
 
-Note: Experts of a stack. A stack is one parameter that holds a matrix of each expert of a mixture.
-If its matrices multiply the tokens that enter the mixture, the model scan gives all of them one
-common A. If they multiply inputs that the experts compute themselves, the model scan gives each
-matrix its own A, unless the matrices have more inputs than outputs. A matrix's own A always fits
-better, because it has only the tokens that the expert gets. :func:`own_inputs` decides, within a
-memory limit, in which stacks with a common A each matrix gets its own. Stacks of one mixture that
-get the same rows, such as w1 and w3, share their common A, or the A of each expert.
+Note: Experts of a stack. A stack is one parameter that holds one matrix for each expert of a
+mixture. If its matrices multiply the tokens that enter the mixture, the model scan gives all of
+them one common A. If they multiply inputs that the experts compute themselves, the model scan gives
+each matrix its own A, unless the matrices have more inputs than outputs. A matrix's own A always
+fits better, because it has only the tokens that the expert gets. As long as memory allows,
+:func:`own_inputs` replaces the common A of a stack by one A for each of its matrices. Stacks of one
+mixture that get the same rows, such as w1 and w3, share their common A, or the A of each expert.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -135,12 +135,12 @@ def own_inputs(
     reasons = []
     if with_own:
         reasons.append(
-            f"each expert has its own A, and all these As take {taken / world / 1e6:,.1f} MB a "
-            f"rank more than one A for all experts would; the limit is {limit}"
+            f"each expert has its own A, which takes {taken / world / 1e6:,.1f} MB per rank more "
+            f"than a common A would; the limit is {limit}"
         )
     if left:
         reasons.append(
-            f"experts share one A: an A for each expert would take {left / world / 1e6:,.1f} MB a "
-            f"rank more; the limit is {limit}"
+            f"experts share one A: an A for each expert would take {left / world / 1e6:,.1f} MB "
+            f"per rank more; the limit is {limit}"
         )
     return changed, tuple(reasons)

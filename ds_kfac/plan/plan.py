@@ -72,7 +72,7 @@ class Plan:
         config: the config, in which each null was replaced by a value.
         precision: precision of the products of a step.
         batched: whether layers of one shape are stepped in one batch.
-        answers: texts for the report that say by which value each null in the config was replaced.
+        answers: texts for the report that say which value replaced each null in the config.
         reasons: texts for the report that say why this plan was chosen.
         first: the contributors to the first captured batch, before numbers of rows were known.
             None: numbers of rows are not known yet, or all ranks contribute in any case.
@@ -387,8 +387,8 @@ def _contributors(
             counts = {factor.key: 1 for factor in alone_here(work.layers, work.factors)}
         need = f"{roles.ROWS_PER_COLUMN} rows per column" if wanted is None else f"{wanted} rows"
         reasons.append(
-            f"a factor update uses {need} (factor.rows), from as few ranks as had that many "
-            "together in the first update"
+            f"a factor update uses {need} (factor.rows), from the smallest number of ranks that "
+            "together had enough rows in the first update"
         )
     return roles.Contributors(work.world, work.costs.node_size, counts, facts.sequence)
 

@@ -114,7 +114,7 @@ def few_rows(least: int) -> dict:
     return {"factor": {**KFAC["factor"], "rows": least}}
 
 
-LEFT = "so it left the factor as it was; unchanged since step"
+LEFT = "so the factor did not change; unchanged since step"
 HOOK = "a hook failed (TypeError: no matrix): "
 NOT_PROVEN = "no basis: not proven, its rows do not make up its gradient: "
 SAYS = {
@@ -145,7 +145,7 @@ SAYS = {
     "adaptive": ({"after": 4, "block": {"adaptive": 100.0, **LATE}}, ["adaptive: A takes 1 of "]),
     "frozen": (
         {"event": freeze, "after": 2, "steps": 2},
-        [f"step 3, 0 rows as its weight is frozen, {LEFT} 1"],
+        [f"step 3, 0 rows because its weight is frozen, {LEFT} 1"],
     ),
     "a hook that failed": (
         {"event": break_hook, "after": 3},
@@ -159,7 +159,7 @@ SAYS = {
         {"layer": "first", "event": make_zero, "after": 2},
         [f"2 updates; last batch: step 2, 0 rows on the ranks that contribute, {LEFT} 1"],
     ),
-    "zero": ({"event": empty}, ["no basis: A is zero, as all its rows are"]),
+    "zero": ({"event": empty}, ["no basis: A is zero, because all its rows are zero"]),
     "not finite": (
         {"layer": "head", "event": spoil, "after": 1},
         [f"1 updates; last batch: step 1, 12 rows, but its values are not finite, {LEFT} 0"],

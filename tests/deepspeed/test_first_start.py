@@ -103,4 +103,4 @@ def test_where_a_launchers_variables_are_incomplete_it_is_said_how_to_start(tmp_
 
 def test_python_without_asserts_attaches(tmp_path):
     run = started(tmp_path, KFAC_ADAMW, {}, "-O")
-    assert run.returncode == 0 and "ds_kfac steps 100%" in run.stderr, run.stderr[-2000:]
+    assert run.returncode == 0 and "ds_kfac updates 100%" in run.stderr, run.stderr[-2000:]

@@ -92,7 +92,7 @@ def test_rank_0_prints_a_summary_whatever_the_level_of_loggers_is():
     else:
         assert seen == []
     size = "100% of the trained matrix parameters (14,464 of 14,464) in 225 K-FAC layers"
-    assert lines[0] == f"ds_kfac steps {size} (225 Linear), 100% with curvature"
+    assert lines[0] == f"ds_kfac updates {size} (225 Linear), 100% with curvature"
     assert len(lines) <= 40 and "WARNING" not in report, lines
     assert "layers.[0-31].mlp.up_proj x 32" in report
     assert "layers.[0-31].input_layernorm x 32" in report
@@ -106,12 +106,12 @@ def test_rank_0_prints_a_summary_whatever_the_level_of_loggers_is():
 @pytest.mark.ranks(1)
 def test_warnings_are_in_the_summary():
     idle, _ = reported(damping={"value": 2.0})
-    assert "without effect with KFACAdamW: kfac.damping.value" in "\n".join(idle)
+    assert "no effect with KFACAdamW: kfac.damping.value" in "\n".join(idle)
     (far,) = [line for line in reported(lr=0.3)[0] if "recipe" in line]
     assert far.startswith("  WARNING: this run is far from every recipe for a language model"), far
     assert "'Masked model'" in far and ": lr 0.3 (0.002 there)" in far, far
     left = "\n".join(reported(Left)[0])
-    assert "ds_kfac steps 10% of the trained matrix parameters (64 of 640)" in left
+    assert "ds_kfac updates 10% of the trained matrix parameters (64 of 640)" in left
     assert "less than 80% of the matrix parameters; left out: Left 576 (" in left
     with patch.object(type(get_accelerator()), "available_memory", lambda *_: 500_000):
         seen, _ = reported()

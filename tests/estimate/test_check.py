@@ -62,7 +62,7 @@ def test_a_config_that_fits_is_reported(capsys):
     text = capsys.readouterr().out
     assert len(text.splitlines()) <= 40 and "WARNING" not in text
     for part in (
-        "ds_kfac steps 100% of the trained matrix parameters (6,607,077,376 of 6,607,077,376) in "
+        "ds_kfac updates 100% of the trained matrix parameters (6,607,077,376 of 6,607,077,376) in "
         "225 K-FAC layers",
         "KFACAdamW, world size 64",
         "layers.[0-31].mlp.up x 32",
@@ -156,7 +156,7 @@ def test_a_mixture_of_experts_of_transformers_is_stepped_whole(capsys, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | EXPERTS))
     assert main([*RUN, f"hf:{tmp_path}"]) == 0
     text = capsys.readouterr().out
-    assert "ds_kfac steps 100% of the trained matrix parameters" in text and "WARNING" not in text
+    assert "ds_kfac updates 100% of the trained matrix parameters" in text and "WARNING" not in text
 
 
 def test_lora_is_estimated(capsys, llama):
@@ -219,7 +219,7 @@ def test_the_readme_shows_what_is_printed(capsys, monkeypatch):
     """Whether attach prints the same is asked in tests/deepspeed/test_report.py."""
     monkeypatch.setenv("COLUMNS", "76")
     assert main([*RUN, f"{HERE}:example", "--world", "2"]) == 0
-    report = capsys.readouterr().out.split("ds_kfac steps ")[1].split("  ZeRO stage")[0]
+    report = capsys.readouterr().out.split("ds_kfac updates ")[1].split("  ZeRO stage")[0]
     lines = (ROOT / "README.md").read_text().splitlines()
     shown = "\n".join(line.removeprefix("    ") for line in lines)
-    assert f"ds_kfac steps {report}" in shown
+    assert f"ds_kfac updates {report}" in shown

@@ -48,7 +48,10 @@ HALF = {"assignment": {"gradient_worker_fraction": 0.5}}
             ["config is refused: kfac.assignment.gradient_worker_fraction is 0.5", "ZeRO-1 own"],
         ),
         ({"gradient_accumulation_steps": 3}, ["batch of a rank: 6 x 1,024 tokens"]),
-        ({"bf16": {"enabled": True}}, ["a step of 2,048 tokens or images a rank in bfloat16, its"]),
+        (
+            {"bf16": {"enabled": True}},
+            ["a step of 2,048 tokens or images per rank in bfloat16, and its"],
+        ),
     ],
 )
 def test_every_strategy_has_a_row_or_a_reason(capsys, config, blocks, told):
@@ -71,11 +74,13 @@ def test_constants_and_measured_rates_may_be_given_and_are_printed(capsys, confi
 
 def test_what_a_framework_fills_in_is_assumed_in_the_line_with_the_number(capsys, config):
     auto = {"bf16": {"enabled": "auto"}, "train_micro_batch_size_per_gpu": "auto"}
-    text = estimated(capsys, *config(**auto)).split("K-FAC takes ")[1][:420]
-    assert "a step of 1,024 tokens or images a rank (assumed: the config has no batch size" in text
+    text = estimated(capsys, *config(**auto)).split("K-FAC keeps ")[1][:420]
+    assert (
+        "a step of 1,024 tokens or images per rank (assumed: the config has no batch size" in text
+    )
     assert 'in float32 (assumed, because "bf16" is "auto": give --dtype)' in text
     text = estimated(capsys, *config(**auto), "--dtype", "bf16", "--batch-rows", "512")
-    assert "a step of 512 tokens or images a rank in bfloat16, its worst" in text
+    assert "a step of 512 tokens or images per rank in bfloat16, and its worst" in text
     assert main([*SMALL, *config(bf16={"enabled": True}), "--dtype", "fp16"]) == 1
     assert "--dtype fp16: the config enables bf16" in capsys.readouterr().err
 

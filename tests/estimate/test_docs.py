@@ -59,7 +59,7 @@ def test_every_model_has_a_row_and_the_sentence_of_the_page_is_of_the_first():
     assert tuple(HEAD[4:]) == SHOWN and {row[0] for row in ROWS} == MODELS.keys()
     state, beside, *_, share = ROWS[0][4:]
     sentence = (
-        f"K-FAC takes {state} of state on a rank, at most {beside} beside it in a step; it "
+        f"K-FAC keeps {state} of state on a rank, and needs at most {beside} more in a step; it "
         f"adds {share}"
     )
     assert sentence in " ".join(PAGE.split())

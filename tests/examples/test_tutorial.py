@@ -32,9 +32,9 @@ def test_the_script_switches_saves_and_resumes(tmp_path):
     config = json.loads(CONFIG)
     config["optimizer"]["type"] = "KFACAdamW"
     report = run(tmp_path, script, config, "--steps", "25", "--save", "step25")
-    shown = " ".join(re.search(r"^```text\n(ds_kfac steps.*?)^```", PAGE, re.M | re.S)[1].split())
+    shown = " ".join(re.search(r"^```text\n(ds_kfac updates.*?)^```", PAGE, re.M | re.S)[1].split())
     for line in report.splitlines():
-        if line.startswith(("ds_kfac steps", "  all other", "  step:", "  factors every")):
+        if line.startswith(("ds_kfac updates", "  all other", "  step:", "  factors every")):
             assert " ".join(line.split()) in shown
     straight = run(tmp_path, script, config, "--steps", "50")
     resumed = run(tmp_path, script, config, "--load", "step25", "--steps", "50")

@@ -98,7 +98,7 @@ def losses(folder: Path, *command: str, **variables: str) -> list[float]:
     run = subprocess.run(command, env=environment, cwd=folder, text=True, timeout=900, **streams)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-8000:]
     text = run.stdout + run.stderr
-    assert "ds_kfac steps 100% of the trained matrix parameters" in text
+    assert "ds_kfac updates 100% of the trained matrix parameters" in text
     lines = re.findall(r"\{'loss': .*?\}", text)
     for name in ("eigenvalue_spread", "step_to_weight"):
         assert lines and all(f"kfac/{name}" in line for line in lines)

@@ -158,7 +158,7 @@ IMPORTED = "import ds_kfac"
         ("SGD", {}, "", (UNREAD, "python -m ds_kfac run")),
         ("SGD", None, "", ()),
         ("SGD", {"enabled": False}, "", ()),
-        ("SGD", {}, f"{IMPORTED}; ds_kfac.enable()", ("ds_kfac steps 100%",)),
+        ("SGD", {}, f"{IMPORTED}; ds_kfac.enable()", ("ds_kfac updates 100%",)),
         ("SGD", {}, IMPORTED, ("WARNING", "ds_kfac.enable()")),
         ("KFACAdamW", None, "", NAMED),
         ("K-FAC", None, "", (*NAMED, MEANT)),
