@@ -13,8 +13,8 @@ mean over M terms, the gradient of one term is M g.
                      V = Q_G [R / (beta alpha^T + lambda)] Q_A^T
                      dW <- nu V,   nu = min(1, sqrt(kl_clip / (lr^2 sum over layers <V, dW>)))
     KFACAdamW        m, v: Adam's moments of R
-                     U = m / (sqrt(v) + eps), unbiased, 0 where both an eigenvalue and the
-                         gradient along its direction are only rounding errors
+                     U = m / (sqrt(v) + eps), with bias correction; 0 where both an eigenvalue
+                         and the gradient along its direction are only rounding errors
                      S = diag(alpha / mean(alpha) + c)^-p
                      U <- orthogonal(U S) S, scaled to norm = size * sqrt(max(O, I))
                      W <- W - lr (Q_G U Q_A^T + weight_decay W)
@@ -25,7 +25,7 @@ After ``loss.backward()`` of a batch that went through every layer once, call on
     kfac.adamw(lr); optimizer_of_other_params.step()  # updates the nn.Linear layers itself
 
 ``tests/oracle.py`` implements the algorithm with every option, and ``tests/oracle_images.py`` adds
-convolutions and the norms of image models. Tests check that all of them agree.
+convolutions and the norms of image models. Tests check that these files agree with ds_kfac.
 """
 
 from typing import Any
@@ -50,7 +50,7 @@ class Layer:
     def forward_hook(self, module: nn.Module, inputs: tuple, y: Tensor) -> None:
         a = inputs[0].detach().flatten(0, -2)  # [N, I]
         self.a = a if self.module.bias is None else torch.cat([a, torch.ones_like(a[:, :1])], 1)
-        # the matrix product's autograd node, even if y is changed in place
+        # the autograd node of the matrix product, even if y was changed in place
         node: Any = (y if y._base is None else y._base).grad_fn
         node.register_prehook(self.backward_hook)
 
@@ -119,8 +119,8 @@ class KFAC:
         self.M = 0  # M of this step's batch; 0 until a gradient arrives
 
     def update(self) -> None:
-        """Update the factors if this step is one of their update interval, then refresh the
-        eigenbases if it is one of their refresh interval. The first step does both."""
+        """Update the factors every ``update_interval`` steps, and refresh the eigenbases every
+        ``refresh_interval`` steps. The first step does both."""
         refreshes, off = divmod(self.steps, self.refresh_interval)
         for layer in self.layers.values():
             if self.steps % self.update_interval == 0:
@@ -191,7 +191,7 @@ def one_step(C: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
     """Return (eigenvalues, eigenvectors) of C after one step of orthogonal iteration, starting from
     the last eigenvectors Q (``curvature/iteration.py``)."""
     sizes = (Q * (C @ Q)).sum(0)
-    # the added term keeps vectors in place whose eigenvalues are rounding errors of C
+    # the added term keeps the vectors in place whose eigenvalues are only rounding errors of C
     Z = C @ Q / sizes.max() + max(64, len(C)) ** 0.5 * 2**-23 * Q
     Q, R = torch.linalg.qr(Z[:, sizes.argsort(descending=True, stable=True)])
     Q = Q * R.diagonal().sign()
@@ -200,7 +200,8 @@ def one_step(C: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def orthogonal(U: Tensor, S: Tensor, size: float) -> Tensor:
-    """Return X S, scaled. X is the orthogonal factor of U S, by Newton-Schulz as in Muon."""
+    """Return X S, scaled. X is the orthogonal factor of U S, computed by Newton-Schulz as in
+    Muon."""
     X = U @ S / (U @ S).norm()
     for _ in range(5):
         X = 3.4445 * X - 4.7750 * X @ X.T @ X + 2.0315 * X @ X.T @ X @ X.T @ X

@@ -27,9 +27,9 @@ GROUPED = frozenset({"cuda"})
 because a single small matrix does not keep the device busy."""
 BATCHED_UP_TO = 512
 """Largest width of matrices that are decomposed together in one call. A wider matrix keeps the
-device busy alone. According to pytorch issues 174674 and 175585, a batched call was 110 times as
-fast as single calls for 500 matrices [100, 100] in fp32, and 32 to 75 times as fast for widths 33
-to 128 in fp64. We have not measured this."""
+device busy on its own. According to pytorch issues 174674 and 175585, a batched call was 110 times
+as fast as single calls for 500 matrices [100, 100] in fp32, and 32 to 75 times as fast for widths
+33 to 128 in fp64. We have not measured this."""
 BATCH_NUMEL = 1 << 26
 """Largest number of elements of the matrices in one call (256 MB in fp32). The solver needs a
 workspace of several times this size."""
@@ -53,8 +53,8 @@ class Eigenbasis:
     Attributes:
         vectors: the blocks of Q, fp32 [n, b, b] for each group of equally wide blocks, with
             eigenvectors in columns. Empty for a diagonal factor, whose Q is I.
-        values: fp32 [D], ascending in each block. Negative values, which only rounding can produce
-            in a second moment, are clamped to 0.
+        values: fp32 [D], ascending in each block. Negative values are clamped to 0, because only
+            rounding can make an eigenvalue of a second moment negative.
     """
 
     vectors: tuple[Tensor, ...]
@@ -109,11 +109,11 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Refreshed:
-    """Result of a refresh, which decomposes one factor anew.
+    """Result of decomposing one factor in a refresh.
 
     Attributes:
         basis: the new decomposition: an eigenbasis or a damped inverse, depending on the method in
-            ``METHODS``. None if all attempts failed for some block.
+            ``METHODS``. None if all attempts failed for one of the blocks.
         how: how it was computed: "eigh", "iteration" (a step from the last eigenbasis), "cholesky"
             (an inverse), "diagonal" (there was nothing to decompose, because the side is diagonal
             or the identity), or "failed".
@@ -155,7 +155,7 @@ def refresh_all(requests: Sequence[Request]) -> list[Refreshed]:
     """Decompose factors by eigh. Synchronises with the device.
 
     On a CPU each block is decomposed by itself, so that its result does not depend on the other
-    requests. On a GPU small blocks of one width share a call of the solver.
+    requests. On a GPU small blocks of one width are decomposed together in one call of the solver.
 
     Returns the results in the order of the requests.
     """
@@ -176,7 +176,7 @@ def calls(
     that is diagonal or the identity needs no call.
 
     Args:
-        widest: largest width of blocks that share a call.
+        widest: largest width at which blocks of several factors are solved in one call.
 
     Yields for each call two lists of equal length: the places of the call's groups of blocks, and
     the blocks [n, b, b] of each group.
@@ -210,7 +210,7 @@ def joined(
     """Combine the results of blocks into one result for each request.
 
     Args:
-        solved: place of the blocks -> their decomposition.
+        solved: dict from the place of blocks to their decomposition.
         how: how the blocks were decomposed.
     """
     results: list[Refreshed] = []
@@ -256,7 +256,7 @@ def _decompose_batch(parts: Sequence[Tensor]) -> list[BlockEigh]:
 
 
 def grouped(device: torch.device) -> bool:
-    """Return whether small matrices share a call on this device."""
+    """Return whether several small matrices are decomposed in one call on this device."""
     return device.type in GROUPED
 
 
@@ -278,8 +278,8 @@ def with_fallbacks(
         blocks: [n, b, b].
         check: see :func:`passed`.
 
-    Returns the first valid result, on the device of ``blocks``, or None if all attempts failed; and
-    the number of failed attempts.
+    Returns two values: the first valid result, on the device of ``blocks``, or None if all attempts
+    failed; and the number of failed attempts.
     """
     device = blocks.device
     attempts = [(device, blocks.dtype), (device, torch.float64)]
@@ -298,8 +298,8 @@ def with_fallbacks(
 
 
 def passed(result: Sequence[Tensor], check: Callable[..., Tensor], device: torch.device) -> Tensor:
-    """Return for each block, bool [n], whether its result is valid: finite and, on a GPU, within
-    the residual check.
+    """Check for each block whether its result is valid. A valid result is finite and, on a GPU,
+    passes the residual check. Returns bool [n].
 
     Args:
         result: tensors [n, ..].
@@ -313,17 +313,17 @@ def passed(result: Sequence[Tensor], check: Callable[..., Tensor], device: torch
 
 
 def probe(blocks: Tensor) -> Tensor:
-    """Return a fixed vector for residual checks, fp32 [b], with no pattern that a factor could
-    share."""
+    """Return a fixed vector for residual checks, fp32 [b], without a pattern that a factor could
+    also have."""
     numbers = torch.arange(blocks.shape[-1], device=blocks.device, dtype=torch.float32)
     return torch.cos(1.0 + numbers**2)
 
 
 def passes_residual_check(blocks: Tensor, values: Tensor, vectors: Tensor) -> Tensor:
-    """Return for each block, bool [n], whether Q Q^T x = x and Q^T C x = diag(values) Q^T x for one
-    vector x (Freivalds' check), where C is the block and Q its ``vectors``.
+    """Check for each block whether Q Q^T x = x and Q^T C x = diag(values) Q^T x for one vector x
+    (Freivalds' check), where C is the block and Q its ``vectors``. Returns bool [n].
 
-    On a GPU torch.linalg.eigh has returned vectors that are not orthogonal, without an error
+    On a GPU, torch.linalg.eigh may return vectors that are not orthogonal, and raise no error
     (pytorch issue 192483). The check takes O(b^2) elementwise operations. It uses no matrix
     product, because TF32 could round its operands.
     """
@@ -348,8 +348,8 @@ class Precision:
     Attributes:
         name: "highest" or "tf32".
         products: "ieee" (fp32), or "tf32", which rounds operands to 10 bits.
-        why: reason, for the report, if the config does not set the precision, or if the device does
-            not have the requested one.
+        why: text for the report, which explains the precision if the config does not set it, or if
+            the device does not have the requested one.
     """
 
     name: str = "highest"
@@ -369,7 +369,7 @@ def choose(requested: str | None, device: torch.device) -> Precision:
     """Return the precision of a run.
 
     Args:
-        requested: "highest", "tf32", or None: TF32 if the device has it.
+        requested: "highest", "tf32", or None. None means TF32 if the device has it, else fp32.
     """
     has_tf32 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= TF32_CAPABILITY
     if requested is None:
@@ -405,7 +405,7 @@ def fp32_products(how: Literal["ieee", "tf32"], device: torch.device) -> Iterato
 
 
 class _OldSwitch:
-    """The switch of torch before 2.9, with the attribute and values of the new switch."""
+    """Gives the switch of torch before 2.9 the attribute and values of the new switch."""
 
     NAMES: ClassVar = {"ieee": "highest", "tf32": "high"}
 

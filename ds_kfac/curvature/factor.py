@@ -99,7 +99,7 @@ class Side:
     @property
     def basis_numel(self) -> int:
         """Number of elements of the eigenvectors, which is also the number of multiplications to
-        rotate one vector. 0 for a diagonal."""
+        rotate one vector. 0 for a diagonal or an identity."""
         return sum(count * width**2 for count, width in self.groups) if self.block > 1 else 0
 
     def accumulate_(
@@ -117,8 +117,8 @@ class Side:
             x_ND: rows [N, D]; with ``bias`` [N, D - 1], or [N, D - n] for a side repeated n times.
             kept: bool [N], whether each row counts; None: all rows count. A row that does not count
                 may hold anything, even NaN.
-            bias: whether a 1, the input of the bias, is appended to each row; for a side repeated n
-                times, to each of a row's n parts.
+            bias: whether a 1 is appended to each row as the input of the bias. For a side repeated
+                n times, a 1 is appended to each of the n parts of a row.
         """
         if self.block == 0:
             return sum_P
@@ -184,7 +184,7 @@ class History:
 
     Attributes:
         last, before: fp32 [P], the factor's last value and the value before it, on the device of
-            the factor's average. They are zero until there are such values.
+            the factor's average. They are zero until the factor has had these values.
     """
 
     side: Side
@@ -243,7 +243,7 @@ class KroneckerFactor:
 
 
 def usable(factors: Sequence[KroneckerFactor]) -> Tensor:
-    """Return for each factor, bool [n], whether it can be decomposed.
+    """Check for each factor whether it can be decomposed. Returns bool [n].
 
     A factor cannot be decomposed if it has no data, is zero, or is not finite. G is zero as long as
     the layers above pass no gradient. The inverse of a zero factor does not exist, because relative
@@ -277,21 +277,21 @@ def update_(
     device: torch.device,
     tolerance: float | None = None,
 ) -> tuple[dict[int, Tensor], Tensor]:
-    """Average a batch, already summed over ranks, into each factor, in place. Each operation is one
-    call for all factors.
+    """Average a batch into each factor, in place. The batch has already been summed over ranks.
+    Each operation is one call for all factors.
 
     Args:
-        sums_P, counts, decays: see :func:`average_`; on ``device``.
+        sums_P, counts, decays: see :func:`average_`. The tensors are on ``device``.
         device: the device that computes. If an average is on another device, it is copied to this
             device and back.
         tolerance: see :func:`compare_`. It is not needed if no factor has a history.
 
     Returns two results, both on the device:
 
-    - index of a factor with a history -> bool [2], whether the new average is similar to the
-      factor's last value, and to the value before that;
-    - bool [2, n], whether each factor's batch was scaled down; and whether it was ignored, because
-      it had no row or had a value that is not finite.
+    - a dict from the index of a factor with a history to bool [2]: whether the new average is
+      similar to the factor's last value, and whether it is similar to the value before that;
+    - bool [2, n]: whether each factor's batch was scaled down, and whether it was ignored because
+      it had no rows or had a value that is not finite.
     """
     if not factors:
         return {}, torch.zeros(2, 0, dtype=torch.bool, device=device)
@@ -336,8 +336,8 @@ def average_(
         counts: fp32 [n], numbers of rows in each sum.
         decays: largest weight of the old average for each factor, in [0, 1).
 
-    Returns fp32 [n], the factor by which each batch was scaled down, usually 1; and bool [n],
-    whether each batch was used.
+    Returns two values: fp32 [n], the factor by which each batch was scaled down, usually 1; and
+    bool [n], whether each batch was used.
     """
     averages_P = [factor.packed_P for factor in factors]
     updates = [factor.updates for factor in factors]
@@ -416,8 +416,8 @@ def frobenius(packed_P: Sequence[Tensor], sides: Sequence[Side]) -> Tensor:
 
 
 def _squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of squares of each tensor, fp32 [n]. Norms are taken of pieces, because
-    torch's norm over millions of elements loses digits on a CPU."""
+    """Return the sum of squares of each tensor, fp32 [n]. The norms are computed for pieces,
+    because torch's norm over millions of elements loses digits on a CPU."""
     pieces_of = [tensor.split(PIECE) for tensor in tensors]
     norms = torch._foreach_norm([piece for pieces in pieces_of for piece in pieces])
     squares = torch.stack(norms).square().split([len(pieces) for pieces in pieces_of])

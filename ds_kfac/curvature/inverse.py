@@ -38,10 +38,10 @@ FACTORED_DAMPING: dict[str, Callable[[float, Scalar, Scalar], Scalar]] = {
     "tikhonov": lambda value, mean, partner: (value * mean / partner) ** 0.5,
     "relative": lambda value, mean, partner: value**0.5 * mean,
 }
-"""Kind of damping -> function that returns the number added to a factor's diagonal, from lambda and
-the mean diagonals of the factor and its partner (the layer's other factor). The number is pi
-sqrt(lambda) for A and sqrt(lambda) / pi for G. With "relative" damping, lambda is first multiplied
-by mean(A) mean(G), so the partner's mean cancels."""
+"""For each kind of damping, a function that returns the number to add to a factor's diagonal. Its
+arguments are lambda, the mean of the factor's diagonal, and the mean of the diagonal of its partner
+(the layer's other factor). The number is pi sqrt(lambda) for A and sqrt(lambda) / pi for G. With
+"relative" damping, lambda is first multiplied by mean(A) mean(G), so the partner's mean cancels."""
 
 
 @dataclass(frozen=True)
@@ -142,9 +142,9 @@ def refresh_inverse(
 
     Args:
         factor: a factor whose side is dense, blocked or diagonal.
-        partner: the layer's other factor; None if another rank has it, which "relative" damping
-            allows. If the partner is an identity, its damped inverse is a number, by which this
-            inverse is multiplied.
+        partner: the layer's other factor; None if it is on another rank. Only "relative" damping
+            allows None. If the partner is an identity, its damped inverse is a number, by which
+            this inverse is multiplied.
     """
     side = factor.side
     mean = _mean(factor)
@@ -178,11 +178,11 @@ def cholesky_inverse(matrix: Tensor, *, added: Scalar, scale: Scalar = 1.0) -> T
     """Return scale (matrix + added I)^-1 in fp32, computed in the matrices' dtype and on their
     device.
 
-    If the Cholesky decomposition of a matrix fails, its result is NaN. The caller checks for NaN
-    anyway, and a check here would wait for the device. A pivot as small as rounding errors also
-    counts as a failure, because the decomposition reports such pivots on some processors only. The
-    damping is added in the dtype of the matrices, because fp32 may round it away next to a large
-    diagonal.
+    If the Cholesky decomposition of a matrix fails, the matrix's result is NaN. The caller checks
+    for NaN anyway, and a check here would wait for the device. A pivot as small as rounding errors
+    also counts as a failure, because the decomposition reports such pivots on some processors only.
+    The damping is added in the dtype of the matrices, because fp32 may round it away next to a
+    large diagonal.
 
     Args:
         matrix: positive definite [n, b, b].
@@ -204,8 +204,8 @@ def cholesky_inverse(matrix: Tensor, *, added: Scalar, scale: Scalar = 1.0) -> T
 def passes_residual_check(
     blocks: Tensor, inverse: Tensor, *, added: Scalar, scale: Scalar = 1.0
 ) -> Tensor:
-    """Return for each block, bool [n], whether (C + added I) inverse x = scale x for one vector x.
-    Like the check of an eigenbasis, this check uses no matrix product."""
+    """Check for each block C whether (C + added I) inverse x = scale x for one vector x. Returns
+    bool [n]. Like the check of an eigenbasis, this check uses no matrix product."""
     x = probe(blocks)
     y = (inverse * x).sum(-1)
     residual = (blocks * y.unsqueeze(-2)).sum(-1) + added * y - scale * x

@@ -5,10 +5,10 @@ last eigenbasis.
     Q' = the orthogonal factor of Z = Q' R
     values = diag(Q'^T C Q'),  columns sorted by them, the smallest first, as eigh does
 
-R has a positive diagonal, so a column keeps its sign. Between two refreshes a running average
-changes little, so one step tracks its eigenvectors closely enough for preconditioning. Clusters of
-eigenvalues are harmless, because no step divides by a difference of eigenvalues. Source: SOAP, Vyas
-et al. 2024 (arXiv:2409.11321); orthogonal iteration: Golub & Van Loan, 8.2.4.
+R has a positive diagonal, so each column of Q' keeps its sign. Between two refreshes a running
+average changes little, so one step tracks its eigenvectors closely enough for preconditioning.
+Clusters of eigenvalues are harmless, because no step divides by a difference of eigenvalues.
+Source: SOAP, Vyas et al. 2024 (arXiv:2409.11321); orthogonal iteration: Golub & Van Loan, 8.2.4.
 
 Only GPUs use this step. It was tested on an H100 (docs/gpu.md). Q' needs products, a Cholesky
 factor and a triangular solve, which are batched over all sides of one width, whereas eigh leaves
@@ -57,7 +57,7 @@ def refresh_from_last(requests: Sequence[Request]) -> list[Refreshed]:
 
     A factor on a GPU whose request has a last basis takes a step of the iteration. If the step
     fails its checks, the factor is decomposed by eigh, which counts as a retry. All other factors
-    are decomposed by eigh at once. Synchronises with the device once more than
+    are decomposed by eigh directly. Synchronises with the device once more than
     :func:`ds_kfac.curvature.eigen.refresh_all`.
     """
     suited = [

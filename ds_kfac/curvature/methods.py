@@ -164,7 +164,7 @@ class _Iterated(_Eigen):
     """Method "eigen" on a GPU, for an update rule that keeps moments in the eigenbasis and rotates
     them into each new eigenbasis."""
 
-    solver = f"orthogonal iteration, every {EXACT_EVERY}th time and in the burn-in by eigh"
+    solver = f"orthogonal iteration, but eigh in the burn-in and every {EXACT_EVERY}th time"
     step_flops = STEP_FLOPS
     exact_every = EXACT_EVERY
     decompose = staticmethod(refresh_from_last)
@@ -203,5 +203,5 @@ class _Inverse(Method):
 
 EIGEN, ITERATED = _Eigen(), _Iterated()
 METHODS: dict[str, Method] = {"eigen": EIGEN, "inverse": _Inverse()}
-"""Value of ``preconditioner.method`` -> the method. ``ITERATED`` is not in the table: the plan uses
-it instead of "eigen" where it is faster."""
+"""Dict from the value of ``preconditioner.method`` to the method. ``ITERATED`` is not in the dict.
+The plan uses it instead of "eigen" where it is faster."""

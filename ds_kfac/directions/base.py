@@ -26,7 +26,7 @@ DISABLED = (
     'the optimizer {optimizer} needs K-FAC, but the "kfac" block has "enabled": false; to train '
     'without K-FAC, use "AdamW"'
 )
-"""What to say if a config names a rule's optimizer and switches K-FAC off."""
+"""Error message for a config that names a rule's own optimizer but disables K-FAC."""
 
 
 class UpdateRule(ABC):
@@ -38,13 +38,13 @@ class UpdateRule(ABC):
     Attributes:
         facts: descriptions and costs of the rule, for the report and the estimate. No step depends
             on them.
-        needs_basis: whether the rule cannot compute steps without eigenbases. If so, attaching
-            K-FAC raises an error if ``preconditioner.method`` has no eigenbases.
+        needs_basis: whether the rule needs eigenbases. If True, attaching K-FAC raises an error if
+            ``preconditioner.method`` computes no eigenbases.
         blocks: names of the blocks of the "kfac" config that only this rule reads.
         fisher: default of ``factor.fisher`` in the config.
         numbers: number of scalars per step that are summed over all ranks (``Outcome.numbers``).
         optimizer_type: name of the rule's own optimizer, as in ``"optimizer": {"type": ...}``.
-            None: the rule changes gradients, and any optimizer steps with them.
+            None: the rule only replaces gradients, so that any optimizer can be used.
         marks: keys that the rule's own optimizer adds to its parameter groups, to distinguish the
             groups of K-FAC's layers from all other groups.
     """
@@ -77,8 +77,8 @@ class UpdateRule(ABC):
     # what the rule's steps need
 
     def moments(self, config: KFACConfig) -> type[Moments] | None:
-        """Return the class of the moments of a layer's gradients, which gradient workers (the ranks
-        that precondition the layer) keep between steps. None if they keep no moments."""
+        """Return the class of the moments that gradient workers (the ranks that precondition a
+        layer) keep for the layer between steps, or None if they do not keep moments."""
         return None
 
     def flags(self, config: KFACConfig) -> bool:
@@ -90,25 +90,26 @@ class UpdateRule(ABC):
         """Raise ValueError if the rule does not support the config."""
 
     def scanned(self, config: KFACConfig) -> LayerChoice:
-        """Return the options of the model scan, which decide which layers of a model the rule
-        steps.
+        """Return the options of the model scan. They decide which of a model's layers the rule
+        updates.
 
         Args:
-            config: config whose nulls have been replaced, see :meth:`resolved`.
+            config: config in which nulls have been replaced by values, see :meth:`resolved`.
         """
         return config.choice
 
     def by_rows(self, config: KFACConfig, layer: LayerSpec) -> bool:
-        """Whether the rule steps each output (row) of the layer independently of the other outputs
-        if G is the identity. If so, a large layer may be cut into parts, each with some of the
-        outputs."""
+        """Whether the rule computes the step of each output (row) of the layer independently of the
+        other outputs if G is the identity. If so, a large layer may be cut into parts, each with
+        some of the outputs."""
         return False
 
     # for a rule with an optimizer of its own, which DeepSpeed steps
     #
-    # If the rule defines `given`, `optimizer_params` and `install`, it is recognized by the config
-    # or by an argument of deepspeed.initialize, before an engine exists. Otherwise it is recognized
-    # only at attach, by `claims`, and the estimate assumes the last rule of DIRECTIONS.
+    # If the rule defines `given`, `optimizer_params` and `install`, the config or an argument of
+    # deepspeed.initialize tells that the rule is used, before an engine exists. Otherwise only
+    # `claims` tells this, when K-FAC is attached, and the estimate assumes the last rule of
+    # DIRECTIONS.
 
     def given(self, optimizer: Any) -> bool:
         """Whether the rule is selected by this ``optimizer`` argument of
@@ -138,11 +139,11 @@ class UpdateRule(ABC):
         layout: ShardLayout,
         other_params: Sequence[nn.Parameter],
     ) -> None:
-        """Raise ValueError if a parameter is in a parameter group with which it would be stepped
-        wrongly.
+        """Raise ValueError if a parameter is in a wrong parameter group, so that its step would be
+        wrong.
 
         Args:
-            layout: tells the index of every parameter's group (``layout.group_index``).
+            layout: ``layout.group_index`` returns the index of a parameter's group.
             other_params: trained parameters that belong to no layer.
         """
 
@@ -190,7 +191,7 @@ class UpdateRule(ABC):
 
     @final
     def cut(self, config: KFACConfig, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
-        """Return the layers that the rule steps. Large layers are cut into parts, see
+        """Return the layers that the rule updates. Large layers are cut into parts, see
         ``ds_kfac/model/blocks.py``."""
         if not config.choice.shares:
             return tuple(layers)

@@ -44,8 +44,8 @@ class Outcome:
     Attributes:
         numbers: fp32 scalars that are summed over all ranks before :meth:`Direction.finish`.
         flags: fp32 [layers], 1 or 0 for each layer in the order of :attr:`Direction.layers`. The
-            rule defines what a flag means. :meth:`Direction.finish` receives the flags of all
-            ranks; None if it needs no flags.
+            rule defines what a flag means, and :meth:`Direction.finish` receives the flags of all
+            ranks. None if the rule does not use flags.
         replaced: number of layers whose result was replaced by 0, because the gradient, the result,
             or the gradient norm that DeepSpeed uses for clipping was not finite.
         unused: number of layers whose gradient was exactly zero.
@@ -64,29 +64,31 @@ class Outcome:
 
 
 class Direction:
-    """Computes results from gradients, in two halves: :meth:`step` and :meth:`finish`.
+    """Computes results from gradients in two calls: :meth:`step` and :meth:`finish`.
 
-    Between the two halves the results are sent to the ranks that hold the gradients. The same
+    Between the two calls the results are sent to the ranks that hold the gradients. The same
     message contains the scalars of :attr:`Outcome.numbers`, which are summed over all ranks.
 
-    A subclass implements :meth:`layer`, which steps one layer. A subclass that steps several layers
-    in one batch overrides :meth:`step` instead. :meth:`finish` is optional.
+    A subclass implements :meth:`layer`, which computes the result of one layer. A subclass that
+    processes several layers in one batch overrides :meth:`step` instead. :meth:`finish` is
+    optional.
 
     Args:
         moments: class of the moments that are kept for each layer; None: no moments are kept.
 
     Attributes:
         layer_groups: groups of this rank's layers with their state. Layers of one shape that are
-            stepped in one batch form a group. Groups with the largest matrices come first.
+            processed in one batch form a group. Groups with the largest matrices come first.
         layers, names: this rank's layers and their names, in the order of the groups.
         precision: precision of the products that rotate gradients.
         recorded: records a step's kernels as a CUDA graph, and replays them; None if steps are not
             recorded.
-        parameter_groups: layer name -> for each parameter of the layer, the index of its parameter
-            group.
-        last: ``(squared norm, learning rate)`` of the last step: the squared norm of all layers'
-            directions on all ranks, a scalar on the device; and the first parameter group's
-            learning rate. None if an optimizer of the user's choice computes the step.
+        parameter_groups: dict from layer name to a tuple, which has the index of the parameter
+            group of each of the layer's parameters.
+        last: ``(squared norm, learning rate)`` of the last step. The squared norm, a scalar on the
+            device, is summed over the directions of all layers on all ranks. The learning rate is
+            that of the first parameter group. None if an optimizer of the user's choice computes
+            the step.
     """
 
     recorded: RecordedStep | None = None
@@ -116,13 +118,14 @@ class Direction:
         self.names = [layer.name for layer in self.layers]
 
     def batch_key(self, layer: LayerSpec) -> Hashable:
-        """Return a key of a layer. Layers of one shape may be stepped in one batch if their keys
-        are equal."""
+        """Return a layer's key. Layers of one shape may be processed in one batch if their keys are
+        equal."""
         return layer.copies
 
     def state(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs in addition to the layers' states. It is empty,
-        or has one entry "peak_lr": parameter group -> largest learning rate so far."""
+        """Return the state that a resumed run needs in addition to the layers' states. The state is
+        empty, or has one entry "peak_lr": a dict from the index of a parameter group to the group's
+        largest learning rate so far."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -133,10 +136,10 @@ class Direction:
         """Compute the results of this rank's layers. This is the first half of a step.
 
         The method calls ``gradients.pop`` and ``exchange.put`` once for each layer, and changes
-        moments in place. This implementation steps the layers one by one. If a layer has no
+        moments in place. This implementation processes the layers one by one. If a layer has no
         eigenbasis yet, its result is its gradient. If a layer's gradient or result is not finite,
-        its result is 0, its moments do not change, and it counts as replaced. The same holds for
-        all layers if ``context.factor_is_zero``.
+        its result is 0, its moments do not change, and it counts as replaced. If
+        ``context.factor_is_zero`` is True, this holds for all layers.
         """
         outcome = Outcome()
         for group in self.layer_groups:
@@ -185,8 +188,9 @@ class Direction:
         Args:
             gradient: fp32 of ``layer.shape``, averaged, unscaled and clipped by DeepSpeed.
             basis: the layer's eigenbasis, whose methods rotate matrices into it and back. If
-                ``preconditioner.method`` has no eigenbases, which only rules with ``needs_basis``
-                False allow, this is the object that ``Method.of_layer`` returns.
+                ``preconditioner.method`` computes no eigenbases, this is the object that
+                ``Method.of_layer`` returns. Only rules whose ``needs_basis`` is False allow such a
+                method.
             moments: the layer's moments, of the class that :meth:`UpdateRule.moments` returns.
 
         Returns ``(result, new moments)``. The result is fp32 of the gradient's shape, and the
@@ -205,7 +209,7 @@ class Direction:
             flags: bool [layers of all ranks], ``Outcome.flags`` of all ranks in the plan's order;
                 None if :meth:`UpdateRule.flags` returns False.
 
-        Returns layer name -> scalar, for the layers of all ranks. If it returns None, as this
-        implementation does, results are not changed.
+        Returns a dict from layer name to factor (a scalar), for the layers of all ranks. If the
+        method returns None, as this implementation does, results are not changed.
         """
         return None

@@ -19,7 +19,7 @@ class RuleFacts:
     ``UpdateRule.facts`` to an object of a subclass.
 
     Attributes:
-        without_curvature: text for messages: what happens to a layer that has no curvature.
+        without_curvature: text for messages that says what happens to a layer without curvature.
         passes: number of times that a gradient worker (a rank that preconditions the layer) reads
             or writes a tensor of the gradient's size in a step, not counting the preconditioning.
     """
@@ -39,22 +39,22 @@ class RuleFacts:
         return f"the update rule's direction, applied by {optimizer}"
 
     def others(self, optimizer: str, ratio: float, matrices: int) -> str:
-        """Describe how parameters that belong to no layer are stepped.
+        """Describe how parameters that belong to no layer are updated.
 
         Args:
             optimizer: class name of the engine's innermost optimizer.
             ratio: see :meth:`rates`.
-            matrices: number of elements of the matrices among these parameters.
+            matrices: total number of elements of the matrices among these parameters.
         """
         return f"{optimizer}, along their own gradients"
 
     def choice(self, config: KFACConfig, layer: LayerSpec) -> str | None:
-        """Describe how one layer is stepped. Return None if the rule treats all layers alike."""
+        """Describe how one layer is updated. Return None if the rule treats all layers alike."""
         return None
 
     def idle(self, config: KFACConfig, layers: Sequence[LayerSpec]) -> list[str]:
-        """Return texts that name settings without effect in the config's blocks
-        ``UpdateRule.blocks``."""
+        """Return a text for each setting that has no effect. Only the config's blocks that are
+        listed in ``UpdateRule.blocks`` are checked."""
         return []
 
     # learning rates
@@ -65,8 +65,9 @@ class RuleFacts:
         return 1.0
 
     def rates(self, plan: Plan, ratio: float) -> dict[str, float]:
-        """Return kind of parameters (such as "heads") -> learning rate, as a multiple of the
-        optimizer's ``lr``. The result is empty if all parameters have the same learning rate.
+        """Return a dict from a kind of parameters, such as "heads", to their learning rate as a
+        multiple of the optimizer's ``lr``. The result is empty if all parameters have the same
+        learning rate.
 
         Args:
             ratio: learning rate of parameters that belong to no layer, as a multiple of ``lr``.
@@ -97,12 +98,12 @@ class RuleFacts:
         self, plan: Plan, groups: Sequence[Sequence[LayerSpec]]
     ) -> list[tuple[Sequence[LayerSpec], int]]:
         """Return one ``(layers, bytes)`` pair for each part of a worker's step, in the order of the
-        step. The layers of a pair are stepped at the same time. The bytes are the most memory that
-        their step takes, including the gradients in fp32.
+        step. The layers of a pair are processed at the same time. The bytes are the peak memory of
+        their step, including the gradients in fp32.
 
         Args:
-            groups: the worker's layers. Layers of one shape that are stepped in one batch form a
-                group.
+            groups: the worker's layers, in groups. The layers of a group have one shape and are
+                processed in one batch.
         """
         copies = 4  # fp32 gradient; rotated gradient; half rotated back; rotated back
         return [
@@ -112,7 +113,7 @@ class RuleFacts:
 
 def stepped_by_rows(group: Sequence[LayerSpec]) -> bool:
     """Whether the group is one large matrix of a layer whose G has no eigenvectors. Rotation does
-    not mix the rows of such a matrix, so it is stepped a few rows at a time."""
+    not mix the rows of such a matrix, so a few rows are processed at a time."""
     layer = group[0]
     return (
         len(group) == 1 and layer.groups == 1 and layer.numel > AT_ONCE and layer.G.block in (0, 1)

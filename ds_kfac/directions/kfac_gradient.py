@@ -1,5 +1,5 @@
-"""The update rule that replaces gradients by K-FAC gradients, as in KAISA. Any optimizer can step
-with them.
+"""The update rule that replaces gradients by K-FAC gradients, as in KAISA. Any optimizer can use
+them.
 
 Each gradient is rotated into the eigenbasis, divided by the damped eigenvalues, rotated back, and
 scaled by kl-clip:
@@ -44,7 +44,8 @@ class KFACGradient(Direction):
     Vectors with one entry for each layer are in the order of ``layers``.
 
     Attributes:
-        peak_lr: index of a parameter group -> largest learning rate so far, which kl-clip uses.
+        peak_lr: dict from the index of a parameter group to the group's largest learning rate so
+            far, which kl-clip uses.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class KFACGradient(Direction):
         self.peak_lr = dict(state.get("peak_lr", {}))
 
     def step(self, context: StepContext, gradients: Gradients) -> Outcome:
-        # also without layers, because this rank may write the checkpoint
+        # even if this rank has no layers, because it may write the checkpoint
         self.peak_lr = peak_rates(context.groups, self.peak_lr)
         if not self.layers:
             none = torch.zeros(0, device=self.exchange.device, dtype=torch.float32)
@@ -119,14 +120,14 @@ class KFACGradient(Direction):
 
         Args:
             ready: for each layer of this rank, whether it has an eigenbasis or inverses.
-            split: whether to return <V, gradient> for each parameter, and not for each layer.
+            split: whether to return <V, gradient> for each parameter instead of each layer.
             damping: damping of the step.
             terms: fp32 [layers], see :meth:`CorrectedEigenvalues.divide_`; None without corrected
                 eigenvalues.
             factor_is_zero: see :class:`StepContext`.
 
-        Returns <V, gradient>, fp32 [layers] or [parameters], which is 0 for a layer that is not
-        ready; and an :class:`Outcome` with the counts.
+        Returns two values: <V, gradient>, fp32 [layers] or [parameters], which is 0 for a layer
+        that is not ready; and an :class:`Outcome` with the counts.
         """
         if factor_is_zero is not None:
             factor_is_zero = factor_is_zero.bool()  # in a recorded step the flag is fp32
@@ -152,7 +153,7 @@ class KFACGradient(Direction):
             if factor_is_zero is not None:
                 replaced = replaced | factor_is_zero
             outcome.replaced = outcome.replaced + replaced.sum()
-            # if one map of a layer is not finite, all of its maps stand still
+            # if one map of a layer is not finite, all maps of this layer stand still
             still_n = repeated(replaced, group.maps)
             still_n11 = still_n[:, None, None]
             # the gradient may be DeepSpeed's own memory, which must not change
@@ -176,13 +177,14 @@ class KFACGradient(Direction):
 
         Args:
             gradient: fp32 [n, O, I].
-            ready_n: bool [n], True for each matrix with an eigenbasis or inverses; None if all are
-                True. V of any other matrix is its gradient.
+            ready_n: bool [n], True for each matrix with an eigenbasis or inverses. The V of any
+                other matrix is its gradient. None: all matrices have an eigenbasis or inverses.
             terms_n: fp32 [n], number of loss terms of each matrix's layer; None without corrected
                 eigenvalues.
 
-        Returns V [n, O, I]; <V, gradient> [n], which is 0 for a matrix that is not ready; and bool
-        [n], whether a gradient was scaled down before it entered the second moments.
+        Returns three values: V [n, O, I]; <V, gradient> [n], which is 0 for a matrix that is not
+        ready; and bool [n], whether a gradient was scaled down before it entered the second
+        moments.
         """
         damped: dict[str, Any] = {"damping": damping, "damping_kind": self.config.damping.kind}
         limited = torch.zeros(group.n, dtype=torch.bool, device=gradient.device)
@@ -250,8 +252,8 @@ class KFACGradient(Direction):
             dot = torch.stack(sums).nan_to_num(0.0, posinf=math.inf, neginf=-math.inf)
         elif group.maps > 1:
             dot = dot.view(-1, group.maps).sum(dim=1)
-        # each rank that has a copy of the layer adds this number, so the sum over ranks counts the
-        # layer once
+        # Every rank that has a copy of the layer adds its number. Because of this division the sum
+        # over ranks counts the layer once.
         return dot / group.layers[0].copies
 
     def finish(
@@ -298,14 +300,15 @@ def weighted_by_rates(dots: Tensor, rates: Sequence[Any]) -> Tensor:
 
 
 def peak_rates(groups: Sequence[Mapping[str, Any]], before: Mapping[int, Any]) -> dict[int, Any]:
-    """Return index of a parameter group -> the group's largest learning rate so far.
+    """Return a dict from the index of a parameter group to the group's largest learning rate so
+    far.
 
     kl-clip uses these instead of the current learning rates. With the current learning rates, nu *
-    lr would not depend on lr as long as nu is below 1, which would undo a schedule's decay.
+    lr would not depend on lr as long as nu is below 1. This would undo a schedule's decay.
 
     Args:
         groups: the optimizer's parameter groups.
-        before: result of the last step's call.
+        before: what the call in the last step returned.
     """
     peaks: dict[int, Any] = {}
     for index, group in enumerate(groups):
@@ -379,12 +382,12 @@ def precondition_corrected(
 
     Args:
         norm_n: fp32 [n], norms of the gradients.
-        terms_n: fp32 [n] or a number, number of loss terms. Multiplied by this number, a squared
-            gradient is in the Fisher's units.
+        terms_n: number of loss terms, one number or fp32 [n]. A squared gradient times this number
+            is in units of the Fisher.
         decay: largest weight of the old average in the second moment.
 
-    Returns V [n, O, I]; <V, gradient> [n]; and bool [n], whether a gradient was scaled down before
-    it entered the second moment.
+    Returns three values: V [n, O, I]; <V, gradient> [n]; and bool [n], whether a gradient was
+    scaled down before it entered the second moment.
     """
     scaled_nOI, dot_n, limited_n = corrected.divide_(
         _rotated(rotation, gradient_nOI),
@@ -418,7 +421,7 @@ def kl_clip_scale(quadratic: Tensor, *, kl_clip: float) -> Tensor:
 
 
 class KFACGradientRule(UpdateRule):
-    """Replaces gradients by K-FAC gradients (KAISA), with which any optimizer can step."""
+    """Replaces gradients by K-FAC gradients (KAISA), which any optimizer can use."""
 
     facts = KFACGradientFacts()
     needs_basis = False

@@ -38,8 +38,8 @@ class KFACGradientFacts(RuleFacts):
             if corrected and stepped_by_rows(group):
                 return 2  # the gradient, and its copy that is rotated in place
             if corrected:
-                return 5  # the gradient, rotated, divided; the second moment and its increment
-            return 4  # the gradient, half rotated, rotated; the eigenvalues
+                return 5  # gradient, rotated gradient, quotient, second moment, its increment
+            return 4  # gradient, half rotated gradient, rotated gradient, eigenvalues
 
         return [
             (group, 4 * copies(group) * sum(layer.numel for layer in group))

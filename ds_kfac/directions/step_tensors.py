@@ -1,8 +1,8 @@
-"""Sources of the gradients of a step, and destinations of its results.
+"""Where a step reads its gradients and writes its results.
 
 There are two cases. :class:`StepTensors` uses the tensors of the gradient exchange
-(``ds_kfac/zero/exchange.py``). :class:`RecordedTensors` uses the same memory in every step, which a
-step that is recorded as a CUDA graph (``ds_kfac/update/recorded.py``) needs.
+(``ds_kfac/zero/exchange.py``). :class:`RecordedTensors` uses the same memory in every step, as
+required by steps that are recorded as a CUDA graph (``ds_kfac/update/recorded.py``).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ def kept_bytes(plan: Plan, layers: Sequence[LayerSpec], device: str) -> int:
 
 class StepTensors:
     """The tensors of a step that is not recorded. Gradients are copied only where necessary, and
-    results are passed to the exchange at once."""
+    results are passed to the exchange immediately."""
 
     def __init__(self, gradients: Gradients, exchange: GradientExchange) -> None:
         self.gradients = gradients
@@ -47,8 +47,8 @@ class StepTensors:
     def take(self, group: LayerGroup) -> tuple[Tensor, bool]:
         """Return the group's gradients. Call this once for each group.
 
-        Returns the gradients, fp32 [n, O, I], and whether the caller may overwrite this tensor. If
-        not, it may be DeepSpeed's own memory.
+        Returns the gradients, fp32 [n, O, I], and whether the caller may overwrite them. If not,
+        they may be in DeepSpeed's own memory.
         """
         is_copy = self.gradients.is_copy(group.names[0])
         parts = [self.gradients.pop(name) for name in group.names]
@@ -60,8 +60,8 @@ class StepTensors:
         return group.matrices(parts), True
 
     def memory(self, group: LayerGroup) -> Tensor | None:
-        """Return the memory [layers, O, I] to which the caller must write the group's results after
-        it has read the gradients. If it is None, the caller must call :meth:`put` instead."""
+        """Return the tensor [layers, O, I] to which the caller must write the group's results after
+        it has read the gradients. Return None if the caller must call :meth:`put` instead."""
         return self.exchange.memory(group.layers)
 
     def put(self, group: LayerGroup, x_nOI: Tensor) -> None:
@@ -76,9 +76,9 @@ class RecordedTensors:
     in every step, and the results overwrite the copies.
 
     Attributes:
-        matrices: group -> fp32 [n, O, I], the gradients and later the results of the group's
-            matrices.
-        gradients: layer name -> view of the layer's gradient in ``matrices``.
+        matrices: dict from group to a tensor, fp32 [n, O, I], which has the gradients of the
+            group's matrices and later their results.
+        gradients: dict from layer name to a view of the layer's gradient in ``matrices``.
     """
 
     def __init__(self, groups: Sequence[LayerGroup], device: torch.device) -> None:
@@ -102,12 +102,12 @@ class RecordedTensors:
 
 
 class RecordedStep(Recorded[T]):
-    """Executes the steps of these groups. Once a few successive steps had the same tensors and
-    settings, the step is recorded as a CUDA graph, and later steps replay it.
+    """Executes the steps of these groups. Once a few successive steps have used the same tensors
+    and settings, the step is recorded as a CUDA graph, and later steps replay it.
 
     Args:
-        inputs: name -> memory from which the recording reads a number or vector that changes from
-            step to step.
+        inputs: dict from the name of an input to the tensor from which the recording reads it. An
+            input is a number or vector that changes from step to step.
     """
 
     def __init__(
@@ -135,8 +135,9 @@ class RecordedStep(Recorded[T]):
             compute: function that changes state in place and passes the result of each group to
                 ``tensors.put``. It must decide nothing on the host, because a recording does not
                 run the host's code.
-            inputs: name of an entry of the constructor's ``inputs`` -> its value in this step. None
-                counts as 0, so that steps with and without the value have the same recording.
+            inputs: dict from the name of an input, as in the constructor's ``inputs``, to its value
+                in this step. None counts as 0, so that steps with and without a value share a
+                recording.
             values: settings on which ``compute`` depends. If they change, the step is recorded
                 again.
 

@@ -48,11 +48,11 @@ def is_factory(optimizer: Any) -> bool:
 
 
 def when_made(arguments: dict[str, Any], ds_config: Mapping[str, Any]) -> None:
-    """Replace a function that creates the user's optimizer, so that a rule is installed after
-    DeepSpeed has called it.
+    """Wrap the function that creates the user's optimizer, so that a rule is installed after
+    DeepSpeed has called the function.
 
-    If the user passes a function that creates the optimizer, only DeepSpeed can call it. Before
-    that, it is not known whether the optimizer is a rule's own optimizer.
+    Only DeepSpeed can call this function. Before the call, it is not known whether the optimizer is
+    a rule's own optimizer.
 
     Args:
         arguments: arguments of ``deepspeed.initialize``, in which ``optimizer`` and

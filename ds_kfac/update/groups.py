@@ -1,7 +1,7 @@
-"""Groups of layers of one shape. The layers of a group are stepped in one batch, because launching
-the kernels of a single layer takes longer than running them. This module decides which layers form
-a group and in which order groups are stepped, and it owns the tensors that the layers of a group
-share.
+"""Groups of layers of one shape. The layers of a group are processed in one batch, because
+launching the kernels of a single layer takes longer than running them. This module decides which
+layers form a group and in which order groups are processed, and it owns the tensors that the layers
+of a group share.
 
 Shape suffixes: O and I are the sides of a layer's matrix. nOI stands for [n, O, I], the matrices of
 all layers of a group.
@@ -26,7 +26,7 @@ S = TypeVar("S", bound=Any)
 
 BATCHED_BYTES = 1 << 28
 """Largest number of bytes of eigenvectors that a rank keeps in stacked tensors. During a refresh,
-twice this memory is needed for a short time, because new eigenvectors are copied into the
+twice as much memory is needed for a short time, because new eigenvectors are copied into the
 stacks."""
 
 
@@ -96,7 +96,7 @@ def chunks(
 
 
 def in_order(groups: Iterable[S]) -> tuple[S, ...]:
-    """Sort groups into the order in which they are stepped. This is a pure function.
+    """Sort groups into the order in which they are processed. This is a pure function.
 
     The largest matrices come first, because at that time no results are in memory yet. Groups whose
     matrices have the same two sides, in either order, are next to each other.
@@ -116,8 +116,9 @@ class LayerGroup:
     kind, and the state of one layer is a slice of it. Terms and moments are allocated at attach and
     change in place. The stacked eigenvectors are allocated when the first layer gets its basis, and
     new eigenvectors are copied into them. All tensors therefore keep their addresses, as a recorded
-    step requires. A layer that is alone in its group has no stacked eigenvectors, unless ``stays``.
-    It keeps its decompositions without a copy, so that layers that share an A keep the same tensor.
+    step requires. A layer that is alone in its group has no stacked eigenvectors, unless ``stays``
+    is True. Its decompositions are kept without a copy, so that layers with the same A share its
+    tensors.
 
     Args:
         moments: class of the moments; None: the update rule keeps no moments.
@@ -181,8 +182,8 @@ class LayerGroup:
 
     def _at_attach(self, index: int) -> tuple[Any, Any]:
         """Return the decompositions (A, G) that a layer has before its first refresh. A side that
-        is the identity has a decomposition, because such a side is never refreshed. Any other side
-        has None."""
+        is the identity is never refreshed, so it has its decomposition from the start. For any
+        other side the value is None."""
         layer = self.layers[index]
         A = None if layer.A.block else self.method.identity(layer.A, self.device)
         G = None if layer.G.block else self.method.identity(layer.G, self.device)
@@ -212,7 +213,7 @@ class LayerGroup:
         self, index: int, A: Decomposition | None = None, G: Decomposition | None = None
     ) -> None:
         """Replace the decompositions of one or both sides of a layer, and rotate the layer's
-        moments into the new eigenbasis. None: the side keeps its decomposition."""
+        moments into the new eigenbasis. A side whose argument is None keeps its decomposition."""
         before = self.state(index)
         after = replace(before, A=before.A if A is None else A, G=before.G if G is None else G)
         if before.moments is not None and after.basis is not None:
@@ -220,7 +221,7 @@ class LayerGroup:
         self._keep(index, after.A, after.G)
 
     def leave_basis(self, index: int) -> None:
-        """Remove a layer's eigenbasis, so that the layer is stepped without curvature from now on.
+        """Remove a layer's eigenbasis, so that the layer is updated without curvature from now on.
         The layer's moments are rotated out of the eigenbasis. For a second moment the result is
         approximate, because only the diagonal of a second moment is kept."""
         state = self.state(index)
@@ -310,8 +311,8 @@ class LayerGroup:
 def evenly_spaced(parts: Sequence[Tensor]) -> Tensor | None:
     """Stack tensors of one shape without a copy, or return None if that is impossible.
 
-    It is possible if the tensors are contiguous and begin at equal distances in one storage, as the
-    gradients of a model's equal blocks do at ZeRO-2 and 3.
+    It is possible if the tensors are contiguous and begin at equal distances in one storage. The
+    gradients of a model's identical blocks do so at ZeRO-2 and 3.
     """
     first = parts[0]
     starts = [x.storage_offset() for x in parts]
@@ -342,8 +343,8 @@ def _copy_basis_(place: Eigenbasis, new: Eigenbasis | None) -> None:
 
     Args:
         new: the new eigenbasis; None: the identity. An eigenbasis without vectors also stands for
-            the identity. A checkpoint may contain such an eigenbasis, if the side was the identity
-            when the checkpoint was saved.
+            the identity. A checkpoint contains such an eigenbasis if the side was the identity when
+            the checkpoint was saved.
     """
     if new is place:
         return

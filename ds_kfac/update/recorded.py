@@ -1,4 +1,4 @@
-"""Launch work that is the same in every step as one CUDA graph.
+"""If the work of a step is the same in every step, launch it as one CUDA graph.
 
 Launching a kernel takes the host 10 microseconds, and up to 40 from Python, but a GPU runs most
 kernels of a step in only 2 to 10 microseconds. Launching the 600 kernels for GPT-2 small's layers
@@ -28,11 +28,11 @@ ATTEMPTS = 8
 because its key changes too often. A schedule of betas, for example, changes the key in every
 step."""
 RECORDED_NUMEL = 1 << 27
-"""Largest number of elements of a rank's layers whose steps are recorded. With more elements,
-kernels run longer than their launches take, and a graph would keep more than a GiB."""
+"""A rank records its steps only if its layers have at most this many elements in total. With more
+elements, kernels run longer than their launches take, and a graph would keep more than a GiB."""
 RECORDED_LAYER = 1 << 24
-"""Largest mean number of elements of a rank's layers whose steps are recorded. With larger layers,
-kernels run longer than their launches take, even if there are few layers."""
+"""A rank records its steps only if its layers have at most this many elements on average. With
+larger layers, kernels run longer than their launches take, even if there are few layers."""
 
 
 def cuda_graph(function: Callable[[], T]) -> tuple[Callable[[], None], T]:
@@ -52,7 +52,7 @@ def cuda_graph(function: Callable[[], T]) -> tuple[Callable[[], None], T]:
 
 
 RECORDERS: dict[str, Recorder] = {"cuda": cuda_graph}
-"""Device type -> recorder for devices of this type."""
+"""Dict from device type to the recorder for devices of this type."""
 
 
 class Recorded(Generic[T]):
@@ -63,8 +63,8 @@ class Recorded(Generic[T]):
 
     Args:
         recorder: records a function.
-        warn: function that is called with a text if the function cannot be recorded. In this case
-            the function is always executed normally.
+        warn: called with a message if the function cannot be recorded. In this case the function is
+            always executed normally.
 
     Attributes:
         replays: number of calls that were replayed.

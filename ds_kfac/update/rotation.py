@@ -21,9 +21,9 @@ averaged into moments (16 MiB). On a CPU it is also the largest number of elemen
 are in memory at the same time, see :func:`chunk_budget`."""
 BATCHED = 1 << 25
 """Largest number of elements whose directions a GPU has in memory at the same time, unless a single
-layer has more. These are 128 MiB, enough for all layers of one shape in GPT-2 small. A layer with
-more than an eighth of this number is in no batch with other layers, because its products take
-longer than their launches."""
+layer has more. They take 128 MiB, which is enough for all layers of one shape in GPT-2 small. A
+layer with more than an eighth of this number is not batched with other layers, because its products
+take longer than their launches."""
 
 
 def chunk_budget(*, batched: bool, numel: int) -> int:
@@ -31,7 +31,7 @@ def chunk_budget(*, batched: bool, numel: int) -> int:
     single layer may have more elements.
 
     Args:
-        batched: whether layers of one shape are stepped in one batch, as on GPUs.
+        batched: whether layers of one shape are processed in one batch, as on GPUs.
         numel: number of elements of the largest layer.
     """
     if not batched:
@@ -73,8 +73,8 @@ class Rotation:
     Attributes:
         G, A: eigenvectors Q_G and Q_A, by which matrices are multiplied from the left and from the
             right. For n matrices with dense sides, each is a tuple of one tensor, [n, O, O] and [n,
-            I, I]. For a single layer they are as in ``Eigenbasis.vectors``, possibly in blocks. A
-            side without vectors has (): its Q is the identity.
+            I, I]. For a single layer they are as in ``Eigenbasis.vectors``, possibly in blocks. The
+            tuple of a side without vectors is empty, because its Q is the identity.
         values_G, values_A: eigenvalues, fp32 [n, O] and [n, I].
         precision: precision of the products.
         maps: number of matrices of each layer. It is the number of groups of a grouped convolution,
@@ -176,8 +176,8 @@ class Rotation:
         These are the columns in A's range, and the columns in A's null space that nevertheless
         receive gradients. If no input has a component along a null direction, the gradient's
         component along this direction is only a rounding error, which Adam would scale up to a full
-        step. But A does not contain the inputs of batches between its updates, and old inputs fade
-        from it.
+        step. Nevertheless a null direction may receive gradients, because A does not contain the
+        inputs of batches between its updates, and old inputs fade from it.
 
         Args:
             second_nOI: running mean of the squared rotated gradients.
@@ -189,8 +189,8 @@ class Rotation:
         return _has_gradients(self.range_A, second_nOI.mean(dim=-2))
 
     def layer_mean(self, x_n: Tensor) -> Tensor:
-        """Return a tensor [n], in which the entry of each matrix is the mean of ``x_n`` over all
-        matrices of this matrix's layer."""
+        """Return ``x_n`` with each matrix's entry replaced by the mean over all matrices of the
+        same layer."""
         return x_n if self.maps == 1 else repeated(x_n.view(-1, self.maps).mean(dim=1), self.maps)
 
     def rotate(self, x_nOI: Tensor, *, overwrite: bool = False) -> Tensor:
@@ -204,7 +204,7 @@ class Rotation:
     def restore(
         self, x_nOI: Tensor, *, rows: bool = True, columns: bool = True, overwrite: bool = False
     ) -> Tensor:
-        """Return Q_G x Q_A^T. Without ``columns`` return Q_G x, and without ``rows`` return x
+        """Return Q_G x Q_A^T. If ``columns`` is False, return Q_G x. If ``rows`` is False, return x
         Q_A^T.
 
         Args:
@@ -243,7 +243,7 @@ def _stacked(sides: Sequence[Eigenbasis]) -> tuple[tuple[Tensor, ...], Tensor]:
 
 
 def repeated(x_n: Tensor, times: int) -> Tensor:
-    """Return [n * times, ..], in which each entry of the first dimension is repeated ``times``
+    """Return a tensor [n * times, ..], in which each entry of the first dimension appears ``times``
     times in a row. The result is a copy, because our kernels do not support strides."""
     return x_n if times == 1 else x_n.repeat_interleave(times, dim=0)
 

@@ -25,7 +25,7 @@ class Moments:
     fp32 tensors.
 
     A tensor whose name contains ``_OI`` has the shape of a gradient. All other tensors have one
-    number for each matrix. The shapes of the two kinds are, for the moments of
+    number for each matrix. The moments of a layer or a group have tensors of these two shapes:
 
     - one layer: [O, I] and [];
     - one layer in groups: [groups, O, I] and [groups];
@@ -98,9 +98,9 @@ class CorrectedEigenvalues(Moments):
             S <- r S + (1 - r) terms rotated^2,   r = min(1 - 1/updates, decay)
 
         As for factors, the averaging window grows with the number of updates, until r has reached
-        ``decay``. A gradient that is much larger than the average is scaled down before it enters
-        S, to at most :data:`ds_kfac.curvature.factor.SPIKE` times the average, like a batch that
-        enters a factor.
+        ``decay``. Like a batch that enters a factor, a squared gradient that is much larger than
+        the average is scaled down before it enters S, to :data:`ds_kfac.curvature.factor.SPIKE`
+        times the average.
 
         Args:
             rotated_nOI: the rotated gradients. A large matrix is overwritten by the quotient.
@@ -161,8 +161,8 @@ class AdamMoments(Moments):
     """Adam's state in the eigenbasis (SOAP, Vyas et al. 2024, arXiv:2409.11321).
 
     Attributes:
-        first_OI, second_OI: running averages of R and R^2, where R is the rotated gradient, without
-            bias correction.
+        first_OI, second_OI: running averages of R and R^2 without bias correction, where R is the
+            rotated gradient.
         updates: number of steps so far.
     """
 
@@ -211,7 +211,7 @@ class LayerState:
     @cached_property
     def preconditioner(self) -> Any:
         """The layer's preconditioner, see ``Method.of_layer``. None while a side has no
-        decomposition, so that gradients are not preconditioned."""
+        decomposition. Gradients are then not preconditioned."""
         if self.A is None or self.G is None:
             return None
         return self.method.of_layer(self.G, self.A)

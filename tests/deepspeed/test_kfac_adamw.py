@@ -444,7 +444,7 @@ def test_matrices_in_no_layer_and_their_biases_have_lr_and_all_else_adam_lr(stag
     said, step = engine.kfac.report.splitlines()[1:3]
     elements = before["middle.weight"].numel() + before["first.weight"].numel()
     assert said.endswith(
-        f": AdamW at 8 lr (adam_lr), {elements:,} of them in matrices, at lr as their biases"
+        f": AdamW at 8 lr (adam_lr), {elements:,} of them in matrices, at lr like their biases"
     )
     head = 8 * 128 / 20  # of 19 inputs and a bias
     assert step.endswith(f"orthogonalized at lr, 1 along Adam's direction at {head:.3g} lr")

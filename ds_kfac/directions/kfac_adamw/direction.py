@@ -10,7 +10,7 @@
     optimizer.py     W <- W - lr (Q_G U Q_A^T + weight_decay W)
 
 where alpha are the eigenvalues of A, p = ``adam.whiten`` and c = 0.01. Layers of one shape form a
-group and are stepped in one batch. As many groups are processed together as fit into memory, see
+group and are processed in one batch. As many groups are processed together as fit into memory, see
 :func:`chunks`.
 
 Sources: the second moment is SOAP's (Vyas et al. 2024, arXiv:2409.11321), but the eigenbasis is
@@ -87,7 +87,7 @@ class AdamDirection(Direction):
             directions are in memory at the same time.
         moves: bool [layers], whether the layer has a learning rate above 0.
         copies: fp32 [layers], number of tensor-parallel ranks that have a copy of the layer.
-        used_slice: slice of ``optimizer.used`` with the entries of the layers of this domain (see
+        used_slice: slice of ``optimizer.used`` that belongs to the layers of this domain (see
             ``ds_kfac/zero/registry.py``).
     """
 
@@ -226,12 +226,12 @@ class AdamDirection(Direction):
     def _begin_anew(
         self, taken_away: frozenset[Tensor], groups: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Set moments to zero after a program has removed states from ``optimizer.state``, as
-        torch's Adam would.
+        """After a program has removed states from ``optimizer.state``, set moments to zero, as
+        torch's Adam would do.
 
-        If the state of a layer's weight was removed, the layer's moments are set to zero. If
-        DeepSpeed steps flat parameters in place of the model's parameters, no state belongs to a
-        single layer, so the moments of all layers are set to zero.
+        If the state of a layer's weight was removed, the layer's moments are set to zero. If the
+        optimizer has DeepSpeed's flat parameters in place of the model's parameters, no state
+        belongs to a single layer, so the moments of all layers are set to zero.
 
         Args:
             taken_away: parameters whose state was removed.

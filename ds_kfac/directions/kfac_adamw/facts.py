@@ -19,7 +19,7 @@ from ds_kfac.update.rotation import AT_ONCE, chunk_budget
 
 
 class KFACAdamWFacts(RuleFacts):
-    without_curvature = "a layer is stepped without curvature"
+    without_curvature = "a layer is updated without curvature"
     # The passes of a recorded step in fp32, as tests/step/test_operations.py counts them:
     #   3  three norms
     #   2  Adam reads the rotated gradient and writes a direction
@@ -48,7 +48,7 @@ class KFACAdamWFacts(RuleFacts):
         )
 
     def others(self, optimizer: str, ratio: float, matrices: int) -> str:
-        left = f", {matrices:,} of them in matrices, at lr as their biases" if matrices else ""
+        left = f", {matrices:,} of them in matrices, at lr like their biases" if matrices else ""
         return f"AdamW at {ratio:.3g} lr (adam_lr){left}"
 
     def choice(self, config: KFACConfig, layer: LayerSpec) -> str | None:
@@ -123,8 +123,8 @@ def _adam_factors(options: AdamConfig, layers: Sequence[LayerSpec], ratio: float
 
 
 def _workspace(plan: Plan, chunk: Sequence[Sequence[LayerSpec]]) -> int:
-    """Return the bytes of a chunk's directions, plus the temporary bytes of the stage that needs
-    more:
+    """Return the bytes of a chunk's directions, plus the temporary bytes of a stage. Of these two
+    stages, the one that needs more memory counts:
 
     - Adam's stage works on one group at a time. In addition to the tensor that becomes the group's
       direction, it needs two tensors of the same size: the gradient, and the half rotated gradient.
@@ -152,7 +152,7 @@ def _workspace(plan: Plan, chunk: Sequence[Sequence[LayerSpec]]) -> int:
             bytes_by_sides[iterated_with] += nbytes
             largest_group = max(largest_group, nbytes)
     # Maps of several groups are iterated together as long as they have at most chunk_budget()
-    # elements. For each of these, workspace() counts about 3 elements.
+    # elements. For each element of a map, workspace() counts about 3 elements.
     limit = 3 * itemsize * chunk_budget(batched=plan.batched, numel=chunk[0][0].numel)
     several_groups = max((min(nbytes, limit) for nbytes in bytes_by_sides.values()), default=0)
     newton_schulz_stage = max(largest_group, several_groups) + copied_blocks

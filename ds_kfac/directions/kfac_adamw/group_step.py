@@ -42,8 +42,8 @@ def keeps_direction(options: AdamConfig, layer: LayerSpec) -> str | None:
 
 
 def step_norm(layer: LayerSpec, rows: int | None = None) -> float:
-    """Return the norm of a step in units of :data:`SIZE`, which is the square root of the longer
-    side of the matrix that is orthogonalized.
+    """Return the norm of a step in units of :data:`SIZE`. In these units the norm is the square
+    root of the longer side of the matrix that is orthogonalized.
 
     This matrix is the layer's matrix, the matrix of one group of a layer in groups, or a block of
     the layer's rows. The squared step norms of all tensor-parallel shards of a layer add up to the
@@ -81,8 +81,8 @@ class GroupStep:
     - All maps of a layer have one shape and are consecutive views of the layer's matrix. ``maps``
       is their number, and ``blocks`` is empty.
     - The blocks of a fused weight have several shapes, or their rows are not contiguous. ``blocks``
-      lists their numbers of rows. They are orthogonalized and scaled one by one. Everywhere else
-      the layer counts as one map.
+      has the number of rows of each block. The blocks are orthogonalized and scaled one by one.
+      Everywhere else the layer counts as one map.
     - The direction is not orthogonalized. ``maps`` and ``blocks`` are as in the first case.
 
     Attributes:
@@ -93,14 +93,14 @@ class GroupStep:
         maps: number of maps of a layer.
         blocks: number of rows of each map in the second case above, otherwise ().
         rows_first: whether rows are rotated back before the orthogonalization, and only columns
-            after it. This is so for a fused weight, because its blocks are rows of the weight, not
-            of the rotated weight.
+            after it. This is True for a fused weight, because its blocks are rows of the weight,
+            not of the rotated weight.
         normalized: whether each map is scaled to the norm ``target``. If False, ``target`` is a
             factor by which the map is multiplied.
         target: fp32 [layers x maps], norm or factor for each map, see ``normalized``.
-        full: fp32 [layers x maps]. If ``normalized``, FULL times the square root of a map's number
-            of elements. If the norm of Adam's direction is smaller than this, the result shrinks in
-            proportion. If not ``normalized``, 1.
+        full: fp32 [layers x maps]. 1 if not ``normalized``, else FULL times the square root of a
+            map's number of elements. If the norm of Adam's direction is smaller than the latter,
+            the result shrinks in proportion.
         block_target, block_full: ``target`` and ``full`` of each of ``blocks``, fp32 [blocks, 1].
         x_nOI: fp32 [n, O, I], intermediate result that becomes the direction.
         columns: fp32 [n, I], 0 for columns of the direction that are only rounding errors, else 1,
@@ -191,8 +191,8 @@ def row_blocks(x_OI: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 
 
 def same_sides(maps: Sequence[Tensor]) -> list[list[int]]:
-    """Return lists of the indices of maps. The maps of a list have the same two sides, in either
-    order.
+    """Divide maps into lists, and return the indices of each list's maps. All maps of a list have
+    the same two sides, in either order.
 
     Together the maps of a list have at most as many elements as
     :func:`ds_kfac.update.rotation.chunk_budget` allows for a matrix of their size. A map with more

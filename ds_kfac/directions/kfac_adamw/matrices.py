@@ -1,7 +1,8 @@
 """Decide which parameters outside of K-FAC layers are matrices.
 
-KFACAdamW steps such matrices with their parameter group's ``lr``, and all other parameters outside
-of K-FAC layers with ``adam_lr``. The attach report counts matrices by the same rule.
+For these matrices and their biases KFACAdamW uses the ``lr`` of their parameter group. For all
+other parameters outside of K-FAC layers it uses ``adam_lr``. The attach report counts matrices by
+the same rule.
 """
 
 from collections.abc import Collection
@@ -36,8 +37,8 @@ def biases_of(matrices: Collection[str], names: Collection[str]) -> set[str]:
     """Return the names of the biases that belong to matrices.
 
     They are parameters whose names begin with "bias" in the modules of the matrices, such as the
-    biases of a GRU, and parameters whose name is a matrix's name with "_bias" appended. The module
-    of a parametrized weight is the one that it was registered on.
+    biases of a GRU, and parameters whose name is a matrix's name with "_bias" appended. A
+    parametrized weight belongs to the module on which it was registered.
 
     Args:
         names: names of all parameters of the model.
@@ -81,10 +82,10 @@ def _long_sides(parameter: nn.Parameter) -> int:
 def _is_matrix_of(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
     """Return whether a module's own parameter is a matrix.
 
-    A parameter that has three or more dimensions, one of which (other than the last) has size 1, is
-    usually made to be broadcast, so it is not a matrix. The kernel of a linear layer or of a
-    convolution is an exception. It may have dimensions of size 1, for example in a 1x1 convolution,
-    or a first dimension of size 1 along which it is modulated for each example.
+    A parameter with three or more dimensions is not a matrix if a dimension other than the last has
+    size 1, because such a parameter is usually made to be broadcast. The kernel of a linear layer
+    or of a convolution is an exception. It may have dimensions of size 1, for example in a 1x1
+    convolution, or a first dimension of size 1 along which it is modulated for each example.
     """
     # The parameter is not compared with module.weight, because TorchScript modules do not offer
     # parameters by name.

@@ -7,12 +7,12 @@ direction U (``direction.py``). For these groups the optimizer only computes
 
     W <- W - lr (U + weight_decay W)
 
-and keeps no state. All other groups are stepped by plain AdamW, of the class that DeepSpeed would
-use for AdamW.
+and keeps no state. Plain AdamW updates all other groups, with the code of the class that DeepSpeed
+would use for AdamW.
 
 A layer that a step did not use must not decay, but a flat slice does not show which layers it
-contains. So K-FAC sets ``slices`` once, which maps parts of parameters to layers, and sets ``used``
-in every step, which says which layers the step used.
+contains. So K-FAC sets two attributes. ``slices``, which is set once, maps parts of parameters to
+layers. ``used``, which is set in every step, says which layers the step used.
 """
 
 import difflib
@@ -37,16 +37,16 @@ FLAG = "kfac"
 """Key that is true in parameter groups whose parameters K-FAC preconditions."""
 MATRIX = "kfac_matrix"
 """Key that is true in parameter groups of matrices that are in no K-FAC layer, and of their biases.
-AdamW steps them at lr."""
+AdamW updates them with the learning rate lr."""
 OWN = ("adam_lr", "torch_adam")
 """Parameters of the optimizer that AdamW does not have. adam_lr: the learning rate of embeddings,
 norms and biases, from which the learning rate of heads is derived (``direction.py``). A schedule
-multiplies lr and adam_lr by the same factor. torch_adam: whether torch's AdamW steps the parameters
-that K-FAC does not step."""
+multiplies lr and adam_lr by the same factor. torch_adam: whether torch's AdamW updates the
+parameters outside of K-FAC layers."""
 ADAM_RATIO = 8.0
 """adam_lr / lr if the user does not set adam_lr."""
 PARAMS: dict[str, Any] = {name: value for name, value in DEFAULTS.items() if name not in OWN}
-"""Parameters of the optimizer that AdamW also has -> their defaults."""
+"""Dict from parameter name to default, for the parameters of the optimizer that AdamW also has."""
 PARAMS["betas"] = tuple(PARAMS["betas"])
 
 GROWS = (
@@ -130,14 +130,14 @@ def part_of(parameter: Tensor, start: int, numel: int) -> Tensor:
 
 
 class KFACAdamWStep:
-    """Mixin of the three classes below. It adds the steps of K-FAC's layers to the Adam that is the
-    other base of such a class.
+    """Mixin of the three classes below. Their other base class is an Adam, to which the mixin adds
+    the steps of K-FAC's layers.
 
     Attributes:
-        slices: parameter -> parts of the parameter that belong to layers. The parameter may be a
+        slices: mapping from a parameter to its parts that belong to layers. The parameter may be a
             flat parameter that DeepSpeed made. A parameter without an entry does not decay. The
-            mapping is empty until K-FAC is attached, because before that DeepSpeed steps with
-            zeros, to allocate states. None after K-FAC was detached.
+            mapping is empty until K-FAC is attached, because before that DeepSpeed takes a step
+            with gradients of zero, to allocate states. None after K-FAC was detached.
         used: fp32 [layers], 1 for each layer that the step uses, else 0. Must be set before each
             step.
         adam_ratio: adam_lr / lr. Parameter groups have no value of their own for adam_lr, because
@@ -283,8 +283,8 @@ class KFACAdamWStep:
         made.
 
         Raises:
-            RuntimeError: the group was added after the split. Even its matrices would be stepped at
-                adam_lr, and its gradients would not be clipped.
+            RuntimeError: the group was added after the split. Even its matrices would have the
+                learning rate adam_lr, and its gradients would not be clipped.
         """
         if FLAG not in param_group:
             raise RuntimeError(GROWS)
@@ -293,9 +293,9 @@ class KFACAdamWStep:
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, with zeros as moments of the parameters of K-FAC's layers.
 
-        DeepSpeed's tools, such as ds_to_universal, expect moments of every parameter. Such a moment
-        is a single zero, expanded to the parameter's shape, and takes 4 bytes in a file. The files
-        that K-FAC writes contain the real moments.
+        DeepSpeed's tools, such as ds_to_universal, expect moments of every parameter. Each of these
+        moments is a single zero, expanded to the parameter's shape, and takes 4 bytes in a file.
+        The files that K-FAC writes contain the real moments.
         """
         saved = super().state_dict()  # type: ignore[misc]
         steps = (state["step"] for state in saved["state"].values() if "step" in state)
@@ -419,8 +419,8 @@ def checked(given: Any, where: str) -> dict[str, Any]:
 
 
 def checked_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter group in which the values of keys in :data:`PARAMS` were checked and
-    converted by :func:`checked`. All other values are not changed.
+    """Return a parameter group, after :func:`checked` has checked and converted the values of all
+    keys in :data:`PARAMS`. All other values are not changed.
 
     Raises:
         ValueError: a value is wrong, or a key can be set only for the whole optimizer.

@@ -97,9 +97,9 @@ class KFACAdamWRule(UpdateRule):
                     continue
                 name = next(name for name, p in named.items() if p is parameter)
                 raise ValueError(
-                    f"KFACAdamW: {name} is {'' if preconditioned else 'not '}preconditioned, so it "
-                    "is in the wrong parameter group: the model or kfac.layers has changed between "
-                    "ds_kfac.initialize and attach"
+                    f"KFACAdamW: {name} is {'' if preconditioned else 'not '}preconditioned, but "
+                    f"its parameter group is{' not' if preconditioned else ''}: the model or "
+                    "kfac.layers has changed between ds_kfac.initialize and attach"
                 )
         for layer in layers:
             weight_group, *other_groups = [
@@ -112,7 +112,7 @@ class KFACAdamWRule(UpdateRule):
                     raise ValueError(
                         f"KFACAdamW: {layer.weight} and its bias are in parameter groups of "
                         f"different {key}, {weight_group[key]} and {group[key]}, but weight and "
-                        "bias are stepped as one matrix, with one pair of moments; give both "
+                        "bias are updated as one matrix, with one pair of moments; give both "
                         "groups the same betas and eps, or exclude the layer (kfac.layers.exclude)"
                     )
 

@@ -85,7 +85,7 @@ def split_groups(
 def experts_apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the parameter groups as DeepSpeed needs them for a model with experts.
 
-    The parameters of each expert-parallel group of ranks must be in parameter groups of their own,
+    The parameters of each expert-parallel group of ranks must be in separate parameter groups,
     which have the name of that group of ranks. If this is already so, the parameter groups are
     returned unchanged.
     """
@@ -114,7 +114,7 @@ HIDDEN = ("params", FLAG, MATRIX)
 class Group(dict[str, Any]):
     """A parameter group of the user's optimizer.
 
-    As soon as an engine steps the group, its values are read from, and written to, the groups that
+    As soon as an engine uses the group, its values are read from, and written to, the groups that
     were split from it. ``__getitem__``, ``__setitem__``, ``__delitem__``, ``__iter__`` and
     ``__len__`` look up these groups, and all other methods of a dict use these five methods.
 
@@ -124,7 +124,7 @@ class Group(dict[str, Any]):
     Attributes:
         options: options of the :class:`KFACAdamW` that the group was made for.
         taken: (the optimizer that DeepSpeed steps, indices of its groups that were split from this
-            group). ``(None, ())`` as long as no engine steps the group.
+            group). ``(None, ())`` as long as no engine uses the group.
     """
 
     def __init__(self, values: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -142,7 +142,7 @@ class Group(dict[str, Any]):
         """Return the groups in which the value of a key must be set or deleted.
 
         Raises:
-            ValueError: an engine steps the group, so that this value cannot change any more.
+            ValueError: an engine uses the group, so that this value cannot change any more.
         """
         if self.taken[1] and key in HIDDEN:
             raise ValueError(
@@ -225,7 +225,7 @@ class KFACAdamW(torch.optim.Optimizer):
         betas: as for torch's AdamW.
         eps: as for torch's AdamW.
         weight_decay: as for torch's AdamW.
-        torch_adam: whether torch's AdamW, and not DeepSpeed's, steps the parameters outside of
+        torch_adam: whether torch's AdamW, instead of DeepSpeed's, updates the parameters outside of
             K-FAC layers. Set it on a machine on which DeepSpeed's Adam would have to be compiled.
 
     Raises:
@@ -264,7 +264,7 @@ class KFACAdamW(torch.optim.Optimizer):
         """Add a parameter group. Call this before ``deepspeed.initialize``.
 
         Raises:
-            RuntimeError: an engine already steps the groups, and DeepSpeed's flat groups cannot
+            RuntimeError: an engine already uses the groups, and DeepSpeed's flat groups cannot
                 grow.
             ValueError: the group has a wrong value, or a key that can be set only for the whole
                 optimizer.
@@ -376,8 +376,8 @@ def put_into(
     Args:
         arguments: arguments of ``deepspeed.initialize``, which are changed in place.
         choice: decides which layers of the model are preconditioned.
-        params: "params" of the config's optimizer block; None: the optimizer is the argument
-            ``optimizer``.
+        params: "params" of the config's optimizer block; None: the user has passed the optimizer as
+            the argument ``optimizer``.
 
     Raises:
         ValueError: another argument or setting does not work with this optimizer.
