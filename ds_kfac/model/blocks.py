@@ -5,15 +5,16 @@ layers.
 values; or the projections of latent attention and of state space models. The blocks share A, but
 each is orthogonalized and scaled like a separate weight. The user names blocks in
 ``kfac.adam.blocks``. For names that are in common use, :func:`known_sizes` computes the blocks from
-numbers that the module around the layer holds. Any other matrix is one map. The attach report lists
-matrices whose blocks were taken by name alone, and matrices that have such a name but are treated
-as one map. :attr:`ds_kfac.model.layers.LayerSpec.blocks` holds the sizes of a layer's blocks.
+attributes of the module around the layer, such as its number of heads. Any other matrix is treated
+as one map. The attach report lists matrices whose blocks were chosen by their name alone, and
+matrices that are treated as one map although their name suggests several.
+:attr:`ds_kfac.model.layers.LayerSpec.blocks` holds the sizes of a layer's blocks.
 
-**Parts** are layers that each have some of the outputs of a large matrix. A head over a large
-vocabulary is cut into parts, because a single rank would be too slow for it. A matrix is cut only
-if that does not change the update: G is the identity, and the update rule does not mix rows. Parts
-share A. The number of parts depends on the layer's shape alone, so that a checkpoint fits any
-number of ranks.
+**Parts** are the layers into which a large matrix is cut. Each part has some of the matrix's
+outputs. A head over a large vocabulary is cut into parts, because a single rank would be too slow
+for it. A matrix is cut only if G is the identity and the update rule does not mix rows, so that the
+cut does not change the update. Parts share A. The number of parts depends on the layer's shape
+alone, so that a checkpoint fits any number of ranks.
 """
 
 import re
@@ -27,8 +28,8 @@ from ds_kfac.curvature.factor import Side
 from ds_kfac.model.layers import LayerSpec, parameter_shape, value_of
 
 KINDS = ("Linear", "Conv1D")
-"""Kinds of layers that may have blocks. Tensor-parallel shards may not, because they have some rows
-of each block, in an unknown order."""
+"""Kinds of layers that may have blocks. A tensor-parallel shard may not have blocks, because it
+holds some rows of each block in an unknown order."""
 SEVERAL = (
     "c_attn",
     "qkv",
@@ -41,7 +42,7 @@ SEVERAL = (
     "w12",
     "weights_in",
 )
-"""Last parts of the names of weights that usually consist of several maps."""
+"""Last components of the names of weights that usually consist of several maps."""
 BY_NAME = "by its name (kfac.adam.blocks)"
 IN_TURN = ("GptOssExperts", "OpenAIPrivacyFilterExperts")
 """Modules in which the rows of gates and values alternate."""
@@ -60,8 +61,8 @@ Sizes = tuple[int, ...]
 SizesOf = Callable[[nn.Module | None, int], Sizes]
 """A function that gets a weight's module and its number of rows, and returns the blocks."""
 Blocks = int | Sequence[int]
-"""A number of equal blocks, one after the other; or the sizes of the blocks, which repeat down to
-the last row."""
+"""Either the number of equal blocks, or the sizes of the blocks. The sequence of sizes repeats down
+to the last row."""
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_head")
 SHARED_HEADS = (
     "num_kv_heads",
@@ -84,7 +85,7 @@ def with_blocks(
         layer: the layer.
         modules: the model's modules by name.
         chosen: (regex for the end of a name, blocks) pairs. The first pair that matches decides,
-            even if the name is in common use.
+            even for a name that :func:`known_sizes` knows.
 
     Raises:
         ValueError: the number of rows is not a multiple of the chosen blocks' total.
@@ -97,7 +98,7 @@ def with_blocks(
         if named(pattern, name):
             where = f"kfac.adam.blocks {pattern!r}: {name}"
             return replace(layer, blocks=block_sizes(rows, blocks, where))
-    # an entry of a ModuleList has the list's name
+    # an entry of a ModuleList is looked up by the list's name
     holder, _, last = re.sub(r"(\.\d+)+$", "", unwrapped(name)).rpartition(".")
     module = modules.get(holder)
     guessed = ""
@@ -138,7 +139,7 @@ def block_sizes(rows: int, blocks: Blocks, where: str) -> Sizes:
     Args:
         rows: number of rows of the matrix.
         blocks: a number of equal blocks, or their sizes.
-        where: text for the error, which names the setting and the matrix.
+        where: text that names the setting and the matrix in the error message.
 
     Raises:
         ValueError: the blocks do not fit.
@@ -171,7 +172,8 @@ def blocks_text(layer: LayerSpec) -> str:
 
 
 def _number(module: nn.Module | None, *names: str, default: int | None = None) -> int:
-    """Return the first positive attribute of these names in a module or its config.
+    """Return the first positive integer that a module, or else its config, has under one of these
+    names.
 
     Args:
         default: the result if there is no such attribute.
@@ -278,9 +280,9 @@ def _key_and_value_of_each_head(module: nn.Module | None, rows: int) -> Sizes:
 
 
 def _mamba_inputs(module: nn.Module | None, rows: int) -> Sizes:
-    """The input projection of Mamba has inputs and gates, whose rows alternate in Zamba. That of
-    Mamba2 has gates, inputs, B, C and time steps. That of LFM's short convolution has B, C and
-    inputs."""
+    """Mamba's input projection has inputs and gates, whose rows alternate in Zamba. Mamba2's input
+    projection has gates, inputs, B, C and time steps. The input projection of LFM's short
+    convolution has B, C and inputs."""
     if type(module).__name__.endswith("ShortConv"):
         return (rows // 3,) * 3
     if value_of(module, "A_log") is None:
@@ -334,11 +336,11 @@ BY_LAST_NAME: dict[str, SizesOf] = {
     "in_proj_qkvz": _delta_net_with_gates,
     "in_proj_ba": _delta_net_b_and_a,
 }
-"""Last part of a weight's name -> function that returns the weight's blocks."""
+"""Last component of a weight's name -> function that returns the weight's blocks."""
 
 LARGEST = 1 << 27
-"""Largest number of elements of a layer that is not cut. This is one rank's share if 64 ranks hold
-8.6 billion parameters."""
+"""A layer with more elements than this is cut. The number is one rank's share if 64 ranks hold 8.6
+billion parameters."""
 PART = 1 << 25
 """Largest number of elements of a part."""
 
@@ -348,7 +350,8 @@ def cut(layers: Iterable[LayerSpec], by_rows: Callable[[LayerSpec], bool]) -> tu
 
     Args:
         layers: the layers.
-        by_rows: returns whether the update rule steps each row of a layer on its own.
+        by_rows: returns whether the update rule updates each row of a layer independently of the
+            other rows.
     """
     specs: list[LayerSpec] = []
     for layer in layers:
@@ -370,8 +373,8 @@ def _parts(layer: LayerSpec) -> int:
     """Return the smallest number of equal parts with at most :data:`PART` elements each; 1 if the
     layer cannot be cut.
 
-    Only a Linear with an A and without a G can be cut, and only if it is no shard, copy, product or
-    part of a stack, and has no groups.
+    Only a Linear with a factor A and without a factor G can be cut. It must not be a
+    tensor-parallel shard or copy, a product, or part of a stack, and must not have groups.
     """
     is_alone = layer.part == (0, 1) and layer.cut == (1, 1) and layer.groups == layer.copies == 1
     if not is_alone or layer.product or layer.kind != "Linear":

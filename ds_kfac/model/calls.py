@@ -1,8 +1,9 @@
 """A call of a layer. It keeps the layer's input until the gradient of the output arrives.
 
 Note: Who holds whom. A hook on a node of autograd's graph holds its call for as long as the graph
-    lives. So a call must never hold that node, nor a tensor of the graph. Otherwise the cycle would
-    run through C++, where no garbage collector sees it, and the graph would never be freed.
+    lives. So a call must never hold that node, nor a tensor of the graph. Otherwise there would be
+    a reference cycle through C++, which Python's garbage collector does not see, and the graph
+    would never be freed.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from ds_kfac.model.masks import Forward, Shape
 
 
 class _Keep(torch.autograd.Function):
-    """A node that saves a tensor and takes part in no backward pass."""
+    """A node that saves a tensor, and does not take part in any backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor) -> Tensor:
@@ -57,7 +58,7 @@ class Rows:
         forward: the forward pass that the call belongs to.
         leading: leading dimensions of the rows; None if no mask can fit them.
         number: number of rows.
-        recomputed: whether the call was made inside of a backward pass. It then gets a gradient
+        recomputed: whether the call was made inside of a backward pass. Such a call gets a gradient
             only with reentrant checkpointing.
     """
 
@@ -70,15 +71,15 @@ class Rows:
 
 @dataclass(eq=False)
 class Call:
-    """One call of a K-FAC layer, or one product with its matrix.
-
-    A call of an expert is a part of the call of a stack.
+    """One call of a K-FAC layer, or one product with the layer's matrix. For an expert, it is the
+    expert's part of a call of the stack.
 
     Attributes:
         layer: the layer.
         kind: the layer's type.
         module: the module that was called, or whose code computed the product.
-        rows: the rows of the whole call; for an expert, of the call of its stack.
+        rows: the rows of the whole call. For an expert, these are the rows of the call of its
+            stack.
         shape: shape [.., O] of the layer's rows of G, with all leading dimensions.
         sides: the factors to which the rows are added: "AG" (both), "A" or "G".
         input: number of the input, see :meth:`ds_kfac.model.shared.SharedInputs.number`.
@@ -117,9 +118,9 @@ class Call:
     def share(self) -> float:
         """The fraction of the layer's outputs that the call computed.
 
-        In A, the outer products of the call's inputs are multiplied by this fraction. It is below 1
-        in cross attention, for example, where keys and values are computed from other rows than the
-        queries, although one weight may hold all three maps.
+        In A, the outer products of the call's inputs are multiplied by this fraction. It is below
+        1, for example, in cross attention with a single weight for queries, keys and values. One
+        call then computes the queries, and another call computes keys and values from other rows.
         """
         if self.columns is None:
             return 1.0

@@ -5,26 +5,28 @@ docs/explanation/capture.md explains which rows count.
 A captured step is one in which the hooks collect statistics. In a captured step the forward hook
 saves the layer's input as autograd does (``calls.py``), and registers a prehook on the autograd
 node of the output. When the gradient arrives there, the prehook adds the rows of a and g to the
-step's sums. A call that gets no gradient has no rows. In other steps the hooks return at once.
+step's sums. A call that gets no gradient adds no rows. In other steps the hooks return at once.
 
-Note: Scale of G. G is K times the sum over backward passes p of R_p times the sum of g^ g^^T. Here
-    g^ is a row's part of the averaged gradient, and K is the number of backward passes of the step
-    on all ranks. R_p is the number of rows of the layer nearest to the loss in pass p. The layer
-    nearest to the loss is the first layer in the pass whose gradient is not zero. More calls of
-    this layer may follow in the pass, so R_p is known only when the pass has ended. Therefore each
-    pass has sums of its own, which are multiplied by R_p when the pass ends. After the sums were
-    reduced over ranks, ``step/factors.py`` multiplies them by K, and corrects for the average over
-    ranks. If the loss is a mean over the whole step instead of over each pass, G is M times the sum
-    of g^ g^^T over all passes, where M is the sum of R_p over all passes.
+Note: Scale of G. G = K * sum_p (R_p * sum g^ g^^T). The outer sum is over backward passes p, and
+    the inner sum is over the rows of pass p. g^ is a row's part of the averaged gradient, and K is
+    the number of backward passes of the step on all ranks. R_p is the number of rows of the layer
+    nearest to the loss in pass p. The layer nearest to the loss is the first layer in the pass
+    whose gradient is not zero. More calls of this layer may follow in the pass, so R_p is known
+    only when the pass has ended. Therefore each pass has its own sums, which are multiplied by R_p
+    when the pass ends. After the sums were reduced over ranks, ``step/factors.py`` multiplies them
+    by K, and corrects for the average over ranks. If the loss is a mean over the whole step instead
+    of over each pass, G = M * sum g^ g^^T. This sum is over the rows of all passes, and M is the
+    sum of R_p over all passes.
 
 Note: Own passes. An engine collects statistics of its own loss only. An engine that trains a
     discriminator, for example, collects no statistics of the generator's loss, although the
-    backward pass of that loss runs through the discriminator. The engine's own passes are those
-    that it announces (:meth:`Capture.own_backward`). A backward pass inside the model's forward, as
-    in DeepSpeed's tiled loss, is a part of the pass that follows. A plain ``loss.backward()`` is
-    also an own pass if this engine has never announced a pass, no other engine has announced this
-    pass, and the inputs of the forward have no autograd graph. A backward pass that does not add to
-    the gradient of a layer's weight, such as ``torch.autograd.grad``, never counts.
+    backward pass of that loss runs through the discriminator. The engine's own passes are the
+    passes that it announces (:meth:`Capture.own_backward`). A backward pass inside the model's
+    forward, as in DeepSpeed's tiled loss, is a part of the pass that follows. A plain
+    ``loss.backward()`` is also an own pass if this engine has never announced a pass, no other
+    engine has announced this pass, and the inputs of the forward have no autograd graph. A backward
+    pass that does not add to the gradient of a layer's weight, such as ``torch.autograd.grad``,
+    never counts.
 
 Note: Recomputation. Activation checkpointing runs a part of the forward a second time, in the
     backward pass. Checkpointing compares the tensors that the two runs save, and raises an error in
@@ -78,21 +80,22 @@ class Capture:
     Args:
         model: the model.
         layers: the layers whose rows are captured.
-        scale: returns the loss scale of a backward pass, a number or a scalar on the device. Its
-            argument says whether the engine announced the pass.
+        scale: function that returns the loss scale of a backward pass, as a number or a scalar on
+            the device. Its argument is whether the engine announced the pass.
         device: device of the sums.
         rows: adds rows to sums.
         inputs: assigns numbers to inputs, to find layers that share inputs.
-        sampled: whether G comes from gradients that are requested from autograd, such as those of a
-            sampled loss (:meth:`add_asked`). The calls then wait in :attr:`pending`.
+        sampled: whether G comes from gradients that are requested from autograd, such as the
+            gradients of a sampled loss (:meth:`add_asked`). The calls then wait in :attr:`pending`.
             ``ds_kfac.fit`` requests all gradients in this way.
         counts_terms: whether :attr:`terms` is also needed in steps that update only factors made of
             inputs.
         mean_over_step: whether the loss is a mean over the whole step. See "Note: Scale of G".
 
     Attributes:
-        sums: factor key -> the step's sum so far. A factor without rows so far has no sum.
-        keys: key of a factor that is summed in this step -> stride n: one row in n is taken.
+        sums: factor key -> the factor's sum in this step. A factor has no sum before its first row.
+        keys: factor key -> stride, for the factors that are summed in this step. With a stride n,
+            one of every n rows is taken.
         passes: number of the engine's own backward passes on this rank in the step.
         terms: sum of R_p over the passes that :attr:`passes` counts.
         current: the running backward pass.
@@ -101,19 +104,20 @@ class Capture:
         proof: checks whether the captured rows make up the gradients (``proof.py``); None in steps
             without this check.
         uses: records which lines of code use a weight; None in steps without a proof.
-        failed: layer -> error that a hook raised. No more rows of such a layer are captured.
+        failed: layer name -> error that a hook raised. The rows of these layers are not captured
+            any more.
         counted: number of calls in this step whose gradient arrived in one of the engine's own
             passes.
         outside: number of calls in this step whose gradient arrived in any other pass.
-        measured: layer -> number of its rows, maybe a scalar on the device; None in a step that
-            does not count them.
+        measured: layer name -> number of the layer's rows, which may be a scalar on the device.
+            None in a step that does not count rows.
         seen: names of the layers that had a row in this step, with or without a gradient.
         of_gradients: keys of the factors that are made of gradients.
         read_mask: returns the attention masks of a forward.
     """
 
     _backwards: ClassVar[list["Capture"]] = []
-    """The captures, of all engines in the process, whose own backward pass is running."""
+    """The captures whose own backward pass is running, over all engines in the process."""
 
     def __init__(
         self,
@@ -157,7 +161,7 @@ class Capture:
             self.of_gradients.add(A if LAYERS[layer.kind].needs_gradients else G)
         parameters = dict(model.named_parameters())
         self._weights = {layer.name: parameters[layer.weight] for layer in self._layers}
-        # parameter that products are watched for -> its layers, in order
+        # parameter whose products are watched -> its layers, in the order of the stack
         self._stacks: dict[nn.Parameter, list[LayerSpec]] = {}
         self._handles: list[Any] = []
         self._products: Products | None = None
@@ -171,9 +175,9 @@ class Capture:
         self.terms: int | Tensor = 0
         self.current = BackwardPass()
         self.forward = Forward()
-        self._forwards: list[Forward] = []  # those whose backward pass is still to come
+        self._forwards: list[Forward] = []  # forwards whose backward pass has not ended
         self._begun: list[Forward] = []  # all forwards of the step
-        self._running: Forward | None = None  # the one that the running backward pass has reached
+        self._running: Forward | None = None  # reached by the running backward pass
         self._unpacks = False  # whether an input is being read after its backward pass
         self.pending: list[Call] = []
         self.proof: Proof | None = None
@@ -226,14 +230,14 @@ class Capture:
         )
 
     def _hook_products(self, layers: Sequence[LayerSpec]) -> None:
-        """Watch the products that multiply by the matrices of these layers. They are watched while
-        the modules that compute them run forward."""
+        """Watch products with the matrices of these layers while the modules that compute the
+        products run their forward."""
         model = self._model
         watched = {"": model}
         matrices: dict[nn.Parameter, int] = {}
         for layer in layers:
             names = [layer.module, *layer.also]
-            # a module around a linear layer may multiply by its weight
+            # a module around a linear layer may multiply by the layer's weight
             if isinstance(model.get_submodule(layer.module), nn.Linear):
                 around = layer.module.rpartition(".")[0]
                 names += (around, around.rpartition(".")[0])
@@ -272,8 +276,8 @@ class Capture:
     ) -> None:
         """Register ``function`` as a hook that runs in captured forwards and their recomputations.
 
-        It does not run in traces, exports and torch.func, nor for copies of the module. It also
-        runs in recomputations of earlier captured forwards.
+        It also runs in recomputations of forwards that an earlier step has captured. It does not
+        run in traces, exports and torch.func, nor for copies of the module.
 
         Args:
             register: the module's method that registers the hook.
@@ -312,8 +316,8 @@ class Capture:
         self.active = False
 
     def _watch(self, watched: bool) -> None:
-        """Watch backward passes, or stop watching them. They are watched from a captured forward to
-        the end of its pass, or of the step."""
+        """Watch backward passes, or stop watching them. They are watched from a captured forward
+        until its backward pass ends, or the step ends."""
         if self._products is not None:
             self._products.watch_backward(watched)
 
@@ -491,8 +495,8 @@ class Capture:
                 self._called([call], x, output)
 
     def _other_called(self, name: str, module: nn.Module, inputs: tuple, output: Any) -> None:
-        """Record a call of a linear map that K-FAC does not step. This map may be the layer nearest
-        to the loss."""
+        """Record a call of a linear map that K-FAC does not update. This map may be the layer
+        nearest to the loss."""
         with self._guarded([]):
             output = output[0] if isinstance(output, tuple) else output
             if not isinstance(output, Tensor) or not output.requires_grad:
@@ -587,8 +591,8 @@ class Capture:
             self._called([call], product.x, output)
 
     def _multiplied(self, layers: Sequence[LayerSpec], product: Product) -> None:
-        """Turn a product into calls of its layers. A stack's shared A gets all rows from the
-        stack's first layer."""
+        """Turn a product into calls of its layers. If the layers of a stack share one A, the call
+        of the first layer adds all rows to it."""
         first = layers[0]
         parts = parts_of(product, layers)
         if not parts:
@@ -628,13 +632,13 @@ class Capture:
 
         Args:
             calls: the calls that made the output.
-            output_nr: which of the node's outputs it is.
+            output_nr: index of the calls' output among the node's outputs.
             gradients: the gradients of all the node's outputs.
         """
         node_of_x = calls[0].kept  # the same for all calls
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             for call in calls:
-                call.kept = None  # autograd frees what its own nodes saved, but not ours
+                call.kept = None  # autograd frees what its nodes saved, but not what ours saved
         gradient = gradients[output_nr]
         calls = [call for call in calls if call.layer.name not in self.failed]
         if gradient is None or not calls or not self._is_current(calls[0].rows.forward):
@@ -654,7 +658,7 @@ class Capture:
             if is_own and not self.sampled and not is_announced:
                 self._watch_task()
                 self.current.adds = True
-            # a backward pass inside of the forward, whose loss DeepSpeed does not scale
+            # DeepSpeed does not scale the loss of a backward pass inside of the forward
             is_inner = self._forward_runs and not is_announced
             scale = 1.0 if is_inner else self._scale(is_announced)
             for call in calls:
@@ -667,7 +671,7 @@ class Capture:
     def _other_arrived(
         self, rows: Rows, output_nr: int, gradients: tuple[Tensor | None, ...]
     ) -> None:
-        """Record the gradient of a layer that K-FAC does not step."""
+        """Record the gradient of a layer that K-FAC does not update."""
         gradient = gradients[output_nr]
         if gradient is None or self.sampled or not self.counts_rows:
             return
@@ -774,8 +778,8 @@ class Capture:
     def _counts_rows_of(self, call: Call) -> bool:
         """Return whether to count the rows of a call.
 
-        Each row of a layer is counted once. A layer of a stack may use another layer's A. So for a
-        stack, only calls that add rows to G are counted.
+        Each row of a layer is counted once. In a stack, only calls that add rows to G are counted,
+        because a layer may use another layer's A.
         """
         if self.measured is None:
             return False
@@ -811,7 +815,7 @@ class Capture:
 
         Args:
             key: key of the factor.
-            sums: mapping factor key -> sum. If it lacks the factor, an empty sum is added to it.
+            sums: mapping factor key -> sum, to which an empty sum is added if the factor has none.
                 None: the step's sums.
         """
         sums = self.sums if sums is None else sums
@@ -829,7 +833,7 @@ class Capture:
         """
         self._announced = True
         self._backwards.append(self)
-        self._watch(self.active)  # again, if the pass runs on a retained graph
+        self._watch(self.active)  # needed if the pass runs on a retained graph
         try:
             yield
         finally:
@@ -852,8 +856,8 @@ class Capture:
         Args:
             calls: the calls.
             gradients: for each call the gradient of its output, or None if the loss does not depend
-                on the output. None in place of the sequence: G gets no rows, and in A all rows
-                count except padding.
+                on the output. If None is passed instead of a sequence, G gets no rows, and in A all
+                rows count except padding.
             scale: factor by which the loss was multiplied. The gradients are divided by it.
         """
         asked = [None] * len(calls) if gradients is None else gradients
@@ -1036,7 +1040,8 @@ def _runs(node: Any) -> bool:
     """Return whether the running backward pass executes a parameter's autograd node, and so adds to
     the parameter's gradient.
 
-    This is not so in ``autograd.grad``, nor in a backward pass with other ``inputs``.
+    It does not do so in ``autograd.grad``, nor in a backward pass whose ``inputs`` lack the
+    parameter.
     """
     # the function raises if autograd.grad was called for the node's own tensor
     with suppress(RuntimeError):

@@ -2,11 +2,12 @@
 
 **nn.Conv1d, 2d, 3d**: the matrix is [O, C * kernel], with the bias as last column. Rows of A are
 the input's patches, and rows of G are the gradients of output pixels. With groups there are
-independent maps [groups, O / groups, C / groups * kernel], each with an A and a G. A is the mean
-over examples and positions, and G sums over positions. For a classifier this equals KFC's Fisher.
+independent maps [groups, O / groups, C / groups * kernel], each with an A and a G. A is averaged
+over examples and positions, and G is summed over positions. For a classifier this equals KFC's
+Fisher.
 
-**nn.ConvTranspose1d, 2d, 3d**: the weight is [C, O / groups, *kernel], and pixels and patches
-change roles. Rows of A are the input's pixels, and rows of G are the patches that the transposed
+**nn.ConvTranspose1d, 2d, 3d**: the weight is [C, O / groups, *kernel], and pixels and patches swap
+roles. Rows of A are the input's pixels, and rows of G are the patches that the transposed
 convolution sees in the output's gradient. The matrix is [O * kernel, C]; the bias is left to the
 optimizer.
 
@@ -38,7 +39,7 @@ from ds_kfac.model.layers import Linear, computed_parameter, parameter_shape
 CHUNK = 1 << 22
 """Largest number of elements of patches that are in memory at a time."""
 ROWS = 4
-"""A grid takes at least this many times as many patches as the wider factor has rows."""
+"""Smallest number of patches that a grid takes, divided by the width of the wider factor."""
 SPARSEST = 16
 """A grid takes at least one of every ``SPARSEST`` positions."""
 
@@ -56,8 +57,8 @@ def phase(turn: int, stride: int) -> int:
 
 
 def grid_step(rows: int, dims: int, width: int) -> int:
-    """Return the largest step of a grid over ``dims`` dimensions with which the grid still takes
-    enough of the ``rows`` positions: at least :data:`ROWS` times ``width`` positions, and at least
+    """Return the largest step with which a grid over ``dims`` dimensions still takes enough of
+    ``rows`` positions. It must take at least :data:`ROWS` times ``width`` positions, and at least
     one of every :data:`SPARSEST` positions."""
     step = 1
     while (step + 1) ** dims <= SPARSEST and rows >= ROWS * width * (step + 1) ** dims:
@@ -263,8 +264,8 @@ class Convolution(Linear):
         return computed_parameter(module)
 
     def overridden(self, module: nn.Module) -> str | None:
-        """Return which of torch's methods ``forward`` and ``_conv_forward`` a module overrides, so
-        that its patches are unknown; None if neither."""
+        """Return which of torch's methods a module overrides, ``forward`` or ``_conv_forward``;
+        None if neither. The patches of a module that overrides one of them are unknown."""
         for name in ("forward", "_conv_forward"):
             if getattr(type(module), name, None) is not getattr(self.kind, name, None):
                 return name

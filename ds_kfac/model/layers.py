@@ -50,15 +50,16 @@ class LayerSpec:
     bias: str | None
     """Name of the bias parameter; None if the layer has no bias, or a frozen bias."""
     A: Side
-    """Side of the layer's inputs, which end in a 1 if there is a bias."""
+    """Side of the layer's inputs, with the factor A. Its width includes the 1 that is appended to
+    the inputs for a bias."""
     G: Side
-    """Side of the layer's output gradients."""
+    """Side of the layer's output gradients, with the factor G."""
     product: bool = False
-    """Whether the rows of A are operands of products with the parameter, see ``products.py``. If
-    not, they are the inputs of the module's calls."""
+    """Whether the rows of A are taken from matrix products with the parameter, see ``products.py``.
+    If not, they are taken from calls of the module."""
     also: tuple[str, ...] = ()
-    """Names of other modules of this kind with the same parameters; their calls count as calls of
-    this layer."""
+    """Names of other modules of this kind with the same parameters. Calls of these modules count as
+    calls of this layer."""
     copies: int = 1
     """Number of tensor-parallel ranks that hold a copy of the layer; 1 if each rank holds a
     different shard."""
@@ -75,18 +76,19 @@ class LayerSpec:
     """Whether the layer is the head of a language model. A head is recognised by having the shape
     of an embedding."""
     part: tuple[int, int] = (0, 1)
-    """(index, count): the layer is part ``index`` of ``count`` equal parts of its parameters. An
-    expert is a part."""
+    """(index, count): the layer's parameters are cut into ``count`` equal parts, and this layer is
+    part ``index``. Each expert of a stack is such a part."""
     blocks: tuple[int, ...] = ()
     """Numbers of rows of the blocks, for a matrix that consists of several maps. The blocks repeat
     down to the last row: every ``sum(blocks)`` rows have each block once. Empty: the matrix is one
     map."""
     guessed: str = ""
-    """Text for the report if the matrix has one of the names :data:`ds_kfac.model.blocks.SEVERAL`:
-    whether its blocks were taken by this name, or the matrix is one map. Empty for other names."""
+    """Text for the report if the matrix has one of the names in
+    :data:`ds_kfac.model.blocks.SEVERAL`. It says whether the blocks were chosen by this name, or
+    the matrix is treated as one map. Empty for other names."""
     shares: str | None = None
-    """Name of the layer whose A this layer uses, if that is known before training, as it is for the
-    experts of a stack; else None."""
+    """Name of another layer whose A this layer uses, if this is known before training, as for the
+    experts of a stack. Otherwise None."""
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
@@ -170,7 +172,7 @@ def computed_parameter(module: Any) -> str | None:
         classes = [vars(kind) for kind in type(module).__mro__]
         attributes = (vars(module), module._buffers, module._modules, *classes)
         if any(isinstance(x, Mapping) and x.get(name) is not None for x in attributes):
-            return f"its {name} is no parameter but computed, for example by a parametrization"
+            return f"its {name} is computed, for example by a parametrization"
     return None
 
 
@@ -337,7 +339,7 @@ class _Shard(Linear):
 
 
 class ColumnParallelLinear(_Shard):
-    """A shard of the outputs: rows of W, with their part of the bias."""
+    """A shard of the outputs: rows of W, and the bias of these rows."""
 
     name = "ColumnParallelLinear"
     shape = "output_size_per_partition"

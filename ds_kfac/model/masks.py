@@ -47,8 +47,8 @@ class ArgumentMasks:
 def masks_in(read: Tensor | Iterable[Tensor] | None) -> Iterator[Tensor]:
     """Yield the masks that a :data:`ReadMask` returned, as bool [N, T], False for padding.
 
-    A mask with other entries than 0 and 1, such as an additive one, leaves no row out. This check
-    runs on the device, so that the host does not wait.
+    A mask with entries other than 0 and 1, such as an additive mask, does not leave out any row.
+    This check runs on the device, so that the host does not wait.
 
     Args:
         read: what the function returned.
@@ -83,8 +83,8 @@ class Forward:
         saved: names of the layers whose inputs the forward saves.
 
     Attributes:
-        calls: layer -> (leading dimensions of the rows, number of rows) of each of its calls. The
-            dimensions are None for images, which no mask can fit.
+        calls: layer name -> list with a pair (leading dimensions of the rows, number of rows) for
+            each call of the layer. The dimensions are None for images, which no mask can fit.
         is_watched: whether a hook reports when a backward pass reaches the output.
         begins: number of the first autograd node that this forward could make. Autograd numbers
             nodes in order of their creation.
@@ -120,12 +120,12 @@ class Forward:
             self._sides.add(leading[:2])
 
     def mask(self, leading: Shape | None) -> Tensor | None:
-        """Return which rows of a call the masks do not leave out, bool of the shape ``leading``;
-        None if no mask fits.
+        """Return a bool tensor of the shape ``leading``, False for rows of a call that the masks
+        leave out; None if no mask fits.
 
-        A mask fits rows of shape [N, T, ..] or [T, N, ..]. It fits rows [N T] if no call of the
-        forward has rows of the first two shapes. If several masks fit, a row is left out only if
-        each of them leaves it out.
+        A mask fits rows of shape [N, T, ..] or [T, N, ..]. It also fits rows [N T], unless a call
+        of the forward has rows of one of these shapes. If several masks fit, a row is left out only
+        if each of them leaves it out.
         """
         union: Tensor | None = None
         if leading is None:

@@ -15,18 +15,19 @@ from ds_kfac.model.rows import BatchSum
 
 
 class BackwardPass:
-    """What one backward pass has added up so far: sums of outer products, and numbers of rows.
+    """The sums of outer products and the numbers of rows that one backward pass has added up so
+    far.
 
     Attributes:
         sums: factor key -> sum of g^ g^^T over the pass's rows, for factors that are made of
             gradients. g^ is a row's part of the averaged gradient.
         has_begun: whether any gradient has arrived.
-        adds: whether the pass adds to the gradient of a weight that K-FAC steps. For example,
+        adds: whether the pass adds to the gradient of a weight that K-FAC updates. For example,
             ``autograd.grad`` through a frozen layer does not. Only set for passes that no engine
             has announced as its own.
         forwards: the forward passes that the pass went through; a dict in place of an ordered set.
-        alive: layer -> bool scalar on the device, whether a gradient that is not zero has arrived
-            at the layer. Layers are in the order in which their first gradients arrived.
+        alive: layer name -> bool scalar on the device, whether a nonzero gradient has arrived at
+            the layer. Layers are in the order in which their first gradients arrived.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class BackwardPass:
         # number of examples of each of a layer's calls
         self._examples: dict[tuple[Forward, str], list[int]] = {}
         self._counted: set[Rows] = set()
-        # layer -> number of its rows that no forward pass has counted
+        # layer name -> number of the layer's rows that no forward pass has counted
         self._uncounted: dict[str, int | Tensor] = {}
 
     def reaches(self, rows: Rows) -> None:
@@ -49,12 +50,12 @@ class BackwardPass:
 
     def arrived(self, rows: Rows, with_gradient: Tensor, weight_sharing: str) -> Tensor:
         """Record that a call's gradient has arrived. Returns a bool scalar, whether the gradient
-        has an entry that is not zero.
+        has a nonzero entry.
 
         Args:
             rows: the rows of the call.
-            with_gradient: bool, which rows of the gradient have an entry that is not zero; for
-                images, which entries are not zero.
+            with_gradient: bool, True for rows of the gradient with a nonzero entry; for images,
+                True for nonzero entries.
             weight_sharing: see :class:`ds_kfac.model.rows.RowSums`.
         """
         self.reaches(rows)
@@ -77,8 +78,8 @@ class BackwardPass:
         return alive
 
     def check_examples(self, rows: Rows, gradient: Tensor) -> None:
-        """Check that the first dimension of a call numbers the examples, as ``weight_sharing``
-        "reduce" requires.
+        """Check that the first dimension of a call is the dimension of the examples, as
+        ``weight_sharing`` "reduce" requires.
 
         Args:
             rows: the rows of the call.
@@ -98,7 +99,7 @@ class BackwardPass:
         if not self._fits(examples, rows.forward, nearest):
             raise ValueError(
                 '"weight_sharing": "reduce" takes the first dimension for the examples, but its '
-                f"size is {examples} in this layer, but {self._examples[rows.forward, nearest][0]} "
+                f"size is {examples} in this layer, and {self._examples[rows.forward, nearest][0]} "
                 f"in {nearest}, the layer nearest to the loss"
             )
 
@@ -117,7 +118,7 @@ class BackwardPass:
         layers with equal calls are treated as one layer.
         """
         total: int | Tensor = 0
-        is_found: Tensor | None = None  # whether a layer before had a nonzero gradient
+        is_found: Tensor | None = None  # whether an earlier layer had a nonzero gradient
         for _, layers in groupby(self.alive, self._calls):
             names = list(layers)
             alive = torch.stack([self.alive[name] for name in names]).any()
@@ -128,7 +129,7 @@ class BackwardPass:
         return total
 
     def _calls(self, layer: str) -> tuple[Any, ...]:
-        """Return a key. Layers with equal keys have equally many rows."""
+        """Return a key for grouping layers. Layers with equal keys have the same number of rows."""
         uncounted = self._uncounted.get(layer, 0)
         calls = [(*forward.calls.get(layer, ()),) for forward in self.forwards]
         # the host does not know the value of a tensor

@@ -39,9 +39,8 @@ VIEWS = {
     )
 }
 PASSES = VIEWS | {"ExpandBackward", "IndexBackward", "IndexSelectBackward"}
-"""Names of autograd nodes, without the digit at their end, that pass on each element's gradient
-unchanged. A "Clamp" node does so only if no element was clamped, which :meth:`Places.follow`
-checks."""
+"""Names, without the final digit, of autograd nodes that pass on each element's gradient unchanged.
+A "Clamp" node does so only if no element was clamped, which :meth:`Places.follow` checks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +79,7 @@ class _Copy:
     """A copy of a tensor that has a place.
 
     Attributes:
-        version: autograd's version counter of the copy when it was made.
+        version: value of autograd's version counter when the copy was made.
         place: the place that the copy was made from; None if it was made from a frozen parameter.
     """
 
@@ -114,7 +113,8 @@ class Places:
     def follow(self, name: str, args: tuple, kwargs: Mapping[str, Any], output: Any) -> bool:
         """Remember the result of a torch function, if it is a copy.
 
-        Returns whether ``output`` is a copy of a tensor that has a place, or was picked out of one.
+        Returns whether ``output`` is a copy of a tensor that has a place, or was picked out of such
+        a tensor.
 
         Args:
             name: name of the function.
@@ -213,19 +213,20 @@ def _vector(index: Any, device: torch.device) -> Tensor | None:
     """Return an index as a vector of numbers; None if it is not a vector."""
     if isinstance(index, list) and all(type(i) is int for i in index):
         index = torch.tensor(index, device=device)
-    # torch takes uint8 for a mask
+    # torch treats an index of dtype uint8 as a mask
     if not isinstance(index, Tensor) or index.ndim != 1 or index.dtype is torch.uint8:
         return None
     return index.nonzero().flatten() if index.dtype is torch.bool else index
 
 
 def base_of(tensor: Tensor) -> Tensor:
-    """Return the tensor that a view is a view of; a tensor that is no view is its own base."""
+    """Return the base of a view. A tensor that is not a view is its own base."""
     return tensor if tensor._base is None else tensor._base
 
 
 def leaf_of(tensor: Tensor, passes: Collection[str]) -> Tensor | None:
-    """Return the leaf that a tensor was made from by ``passes`` nodes alone; None if there is none.
+    """Return the leaf from which nodes in ``passes`` alone have made a tensor; None if there is no
+    such leaf.
 
     Each element of the tensor then has the same gradient as the leaf's element that it came from.
 
@@ -252,6 +253,6 @@ def lies_as(copy: Tensor, place: Place) -> bool:
 
 
 def same_strides(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """Return whether two strides mean the same in a tensor of this shape. The stride of a dimension
-    of size 1 means nothing."""
+    """Return whether two tuples of strides describe the same layout of a tensor of this shape. The
+    stride of a dimension of size 1 does not matter."""
     return all(size == 1 or a == b for size, a, b in zip(shape, one, other, strict=True))

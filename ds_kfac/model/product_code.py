@@ -76,7 +76,7 @@ class MatrixLayout(NamedTuple):
         transposed: whether the matrix is [I, O], not [O, I].
         first: number of leading dimensions that together form the first side; all other dimensions
             form the second side. If it is 0, the last two dimensions are the sides, and a dimension
-            before them numbers the matrices of a stack.
+            before them, if any, indexes the matrices of a stack.
         stack: number of matrices that a parameter of two dimensions holds, one after the other
             along its first dimension.
     """
@@ -96,8 +96,8 @@ class MatrixLayout(NamedTuple):
 
 
 def multiplied(module: nn.Module) -> Mapping[str, MatrixLayout]:
-    """Return parameter -> layout of the matrix in it, for the parameters by which a module's code
-    multiplies rows. They are in the order of the code."""
+    """Return a mapping from the names of the parameters by which a module's code multiplies rows to
+    the layouts of the matrices in them, in the order of the code."""
     layouts = _special_layouts(module)
     if layouts is None:
         return _layouts_in_code(module)
@@ -113,7 +113,8 @@ def _special_layouts(module: nn.Module) -> dict[str, MatrixLayout] | None:
     if isinstance(module, nn.MultiheadAttention):  # its products are in torch's functions
         names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
         return dict.fromkeys(names, MatrixLayout(False))
-    if kind.__module__ == "deepspeed.moe.ep_experts":  # AutoEP's, in functions beside the class
+    # AutoEP's products are in functions beside the class
+    if kind.__module__ == "deepspeed.moe.ep_experts":
         return dict.fromkeys(("w1", "w3", "w2"), MatrixLayout(False))
     if kind.__name__ == "DbrxExpertGLU":  # the module around it cuts the parameters up
         experts: Any = getattr(module, "moe_num_experts", None)
@@ -148,8 +149,8 @@ def _layouts_in_code(module: nn.Module) -> dict[str, MatrixLayout]:
 
 
 def _stack(module: nn.Module, holder: nn.Module, name: str, cut: str | int) -> int:
-    """Return how many matrices a module's code cuts the rows of a parameter into; 1 if the cut does
-    not fit the parameter.
+    """Return the number of matrices into which a module's code cuts the rows of a parameter; 1 if
+    the cut does not fit the parameter.
 
     Args:
         module: the module with the code.
@@ -166,8 +167,8 @@ def _stack(module: nn.Module, holder: nn.Module, name: str, cut: str | int) -> i
 
 
 class BorrowedWeight(NamedTuple):
-    """A module whose weight is used by its parent's code, which multiplies by it or passes it to a
-    function.
+    """A module whose weight is used directly by its parent's code. The code multiplies by the
+    weight, or passes it to a function.
 
     Attributes:
         module: the module that holds the weight.
@@ -204,7 +205,7 @@ def borrowed_weights(module: nn.Module) -> list[BorrowedWeight]:
 
 def tables(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters in which a module's code looks up rows: the module's own parameters, or
-    those of its children.
+    parameters of its children.
 
     A table is treated like an embedding, even if some code also multiplies by it. Two examples are
     a head that shares the table, and a codebook, where the product only selects the nearest row and
@@ -258,8 +259,9 @@ class Operand(NamedTuple):
         dims: number of dimensions that the expression indexes by anything but a slice.
         varies: whether the value may be rows of a batch, because rows are looked up in the
             parameter, or because the variable may also hold other values.
-        cut: number of matrices into which the expression views the parameter's rows: a number, or
-            "n" for ``self.w.view(self.n, ..)``; "" if there is no such view.
+        cut: number of matrices into which a view in the expression cuts the parameter's rows. It is
+            a number, or the name of an attribute, such as "n" for ``self.w.view(self.n, ..)``.
+            Empty if there is no such view.
     """
 
     path: str
@@ -320,7 +322,8 @@ class Code:
         return ""
 
     def operand(self, node: ast.AST | None) -> Operand | None:
-        """Return the parameter that an expression names; None if it is another value."""
+        """Return the parameter that an expression names; None if the expression has another
+        value."""
         if node is None:
             return None
         if isinstance(node, ast.Name):
@@ -444,7 +447,7 @@ def indices(node: ast.Subscript) -> list[ast.expr]:
     """Return the indices that remove a dimension or pick along it: all but slices, None and
     "..."."""
     parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-    parts = [x.operand if isinstance(x, ast.UnaryOp) else x for x in parts]  # -1
+    parts = [x.operand if isinstance(x, ast.UnaryOp) else x for x in parts]  # the 1 in -1
     return [
         x
         for x in parts
@@ -529,7 +532,8 @@ def _kernels(kind: Any) -> frozenset[str]:
 
 
 def _weight_of_convolution(call: ast.Call, code: Code) -> ast.expr | None:
-    """Return the weight that a call passes to a convolution; None if it calls something else."""
+    """Return the weight that a call passes to a convolution; None if it is a call of another
+    function."""
     name = name_of(call.func)
     # self.conv(x, y) calls a child module, but self._conv_forward(x, weight, bias) calls a method
     if "conv" not in name or (code.attribute(call.func) and not name.endswith("forward")):
@@ -558,13 +562,13 @@ def _attributes_in(node: ast.AST, code: Code, sources: Mapping[str, set[str]]) -
 
 @cache
 def _look_ups(kind: Any) -> frozenset[tuple[str, int]]:
-    """Return the look-ups in a class's code. A look-up is a pair: the attribute that is indexed,
-    "NAME" for ``self.NAME`` or "CHILD.NAME" for ``self.CHILD.NAME``, and the number of dimensions
-    that the index removes.
+    """Return the look-ups in a class's code. Each look-up is a pair (attribute that is indexed,
+    number of dimensions that the index removes). The attribute is "NAME" for ``self.NAME``, and
+    "CHILD.NAME" for ``self.CHILD.NAME``.
 
     In a stack of matrices, one removed dimension leaves a matrix, and two leave a row. Weights of
-    children count only in code that ``forward`` runs: other methods, such as one that prunes a
-    layer, may read rows of any weight.
+    children count only in code that ``forward`` runs, because other methods, such as a method that
+    prunes a layer, may read rows of any weight.
     """
     look_ups = set[tuple[str, int]]()
     run_by_forward = _run_by_forward(kind)
@@ -626,7 +630,7 @@ class CodeProduct(NamedTuple):
 
 @cache
 def _products(kind: Any) -> tuple[CodeProduct, ...]:
-    """Return the products in a class's code, in its order."""
+    """Return the products in a class's code, in the order of the code."""
     return tuple(product for code in codes_of(kind) for product in _products_in(code))
 
 
@@ -646,7 +650,7 @@ def _products_in(code: Code) -> Iterator[CodeProduct]:
 
 
 def _fixed(code: Code, node: ast.expr | None) -> str:
-    """Return the name of the parameter that an operand of a product is. "" if the operand is not a
+    """Return the parameter's name if an operand of a product is a parameter. "" if it is not a
     parameter, or may be rows of a batch."""
     operand = code.operand(node)
     return "" if operand is None or operand.varies else operand.path
@@ -692,13 +696,13 @@ class Contraction(NamedTuple):
     """An einsum that multiplies rows by a matrix, or separate rows by each matrix of a stack.
 
     Attributes:
-        layout: how the operand that holds the matrix stores it.
+        layout: how the matrix is stored in the operand that holds it.
         x: permutation that brings the other operand into [rows.., I..], with I.. in the order of
             the matrix.
         output: permutation that brings the output into [rows.., O..].
         rows: number of leading dimensions that index the rows.
         dims: number of dimensions of the operand that holds the matrix.
-        stacked: whether the first dimension of the rows numbers the matrices of a stack.
+        stacked: whether the first dimension of the rows indexes the matrices of a stack.
     """
 
     layout: MatrixLayout

@@ -1,14 +1,15 @@
 """Watch, during a forward pass, the products of rows with a matrix that is a parameter.
 
 ``product_code.py`` finds such parameters in a module's code. In a captured forward pass
-:class:`Products` sees every call of a torch function. It reports the calls whose matrix is such a
-parameter, a view of the parameter, or entries picked out of the parameter. It is a
-``TorchFunctionMode`` that is active only in captured forward passes and in recomputations of them.
+:class:`Products` sees every call of a torch function. It reports the matrix products in which the
+matrix is such a parameter, a view of it, or entries picked out of it. It is a ``TorchFunctionMode``
+that is active only in captured forward passes and in recomputations of them.
 
 A reported product is exact: the sum of g a^T over its rows is the parameter's gradient through that
 product. Therefore two things are required. First, the operand must hold one matrix of the
-parameter, or several matrices of a stack, with all inputs and with the parameter's order in memory
-(``places.py``). Second, the rows must come from a batch. This excludes products of two parameters.
+parameter, or several matrices of a stack. The matrices must have all their inputs, and the
+parameter's order in memory (``places.py``). Second, the rows must come from a batch. This excludes
+products of two parameters.
 
 Shape suffixes: O and I, the outputs and inputs of a matrix.
 """
@@ -161,10 +162,10 @@ class _Operand:
         place: where its elements are in the parameter.
         outputs, inputs: numbers of outputs and inputs of one matrix that the operand holds.
         transposed: whether the parameter stores the matrix as [I, O].
-        columns: which outputs of the parameter's matrix it holds; None: all.
+        columns: which outputs of the parameter's matrix the operand holds; None: all.
         start: index of the operand's first matrix in the parameter's stack.
         step: difference between the indices of successive matrices of the operand.
-        stack_dim: the dimension of the operand that numbers the matrices. None if the operand is a
+        stack_dim: the dimension of the operand that indexes the matrices. None if the operand is a
             single matrix.
     """
 
@@ -208,8 +209,8 @@ def _enter_in_backward() -> None:
     runs everything with the modes that are active when its engine starts. It is not enough to enter
     a mode around ``loss.backward()``, because this call is itself a torch function. Torch would
     pass the call to the mode, and then run it without the mode. So this function replaces the torch
-    function that ``backward`` calls by one that first enters the modes. The replacement is never
-    undone, because other code may have replaced the function again.
+    function that ``backward`` calls by a function that first enters the modes. The replacement is
+    never undone, because other code may have replaced the function again.
     """
     plain = torch.autograd._engine_run_backward
 
@@ -246,8 +247,8 @@ class Products(TorchFunctionMode):
         see: function that is called with each product.
 
     Attributes:
-        inside: (module, whether the mode was entered for it) for each module that runs, innermost
-            last.
+        inside: a pair (module, whether the mode was entered for the module) for each module whose
+            forward runs. The innermost module is the last.
     """
 
     def __init__(self, params: Mapping[nn.Parameter, int], see: Callable[[Product], None]) -> None:
@@ -381,7 +382,7 @@ class Products(TorchFunctionMode):
         operand = self._operand(place, is_upright=is_left or name in LINEAR)
         if operand is None:
             return None
-        # a vector has no dimension that could number matrices
+        # a vector has no dimension that could index matrices
         if x.ndim < 2 and len(place.shape) > 2:
             return None
         if how.group_ends is not None:
@@ -575,7 +576,7 @@ class Products(TorchFunctionMode):
         Args:
             x: [.., I], where .. are all dimensions of the output but the last.
             operand: the stack.
-            stack_dim: the dimension of the operand that numbers the matrices.
+            stack_dim: the dimension of the operand that indexes the matrices.
             output: the product.
             rows: number of rows of all matrices together.
             has_columns: whether the rows of the product are columns of the output, as in W x.
@@ -641,26 +642,27 @@ def is_plain(x: Tensor) -> bool:
 
 
 def _between(ends: Sequence[int]) -> list[tuple[int, slice]]:
-    """Return (number of a matrix, its rows) for each matrix that has rows. The rows of a matrix
-    begin where the rows of the matrix before it end."""
+    """Return a pair (index of a matrix, slice of its rows) for each matrix that has rows. The rows
+    of a matrix begin where the rows of the previous matrix end."""
     starts = [0, *ends[:-1]]
     pairs = enumerate(zip(starts, ends, strict=True))
     return [(k, slice(start, end)) for k, (start, end) in pairs if end > start]
 
 
 def _equal_parts(matrices: int, each: int) -> list[tuple[int, slice]]:
-    """Return (number of a matrix, its rows) for each of several matrices with ``each`` rows."""
+    """Return a pair (index of a matrix, slice of its rows) for each of ``matrices`` matrices, which
+    have ``each`` rows."""
     return _between([(k + 1) * each for k in range(matrices)])
 
 
 def _rows_by_matrix(chosen: Tensor, each: int, count: int) -> list[Entry]:
-    """Return (number of a matrix, its rows) for matrices that were picked out of a stack.
+    """Return a pair (index of a matrix, its rows) for each matrix that was picked out of a stack.
 
     A matrix may have been picked several times. It then has the rows of all its copies.
 
     Args:
-        chosen: int64, the numbers of the picked matrices. Each has ``each`` rows of the product, in
-            the order of ``chosen``.
+        chosen: int64, the indices of the picked matrices. Each picked matrix has ``each`` rows of
+            the product, in the order of ``chosen``.
         count: number of matrices in the stack.
     """
     of_each = torch.arange(each, device=chosen.device)
@@ -684,9 +686,9 @@ def gradient_to_rows(
 
     Args:
         output: the result of a product. The returned function does not keep it alive.
-        sums: the einsum that made the output; None: no einsum did.
+        sums: the einsum that made the output; None if another function made it.
         columns: whether the rows of the product are columns of the output, as in W x.
-        front: dimension of the output that numbers a stack's matrices. It is moved to the front.
+        front: dimension of the output that indexes a stack's matrices. It is moved to the front.
         scale: factor on the gradient, such as addmm's alpha.
     """
     shape = output.shape

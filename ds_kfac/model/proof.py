@@ -13,13 +13,13 @@ gradient.
 
 The cost is one pass over a and g, with :data:`PROBES` multiplications for each element.
 
-Note: Tolerance. dW is rounded whenever it is stored: n times if it is the sum of n gradients of
-    micro-batches, calls and ranks. Let R^2 be the sum over rows of ((u . g) (v . a))^2. One
-    rounding with relative accuracy eps changes u^T dW v by about 0.2 eps R. n roundings change it
-    by at most 0.2 eps R sqrt(n). Sums in fp32 over N rows and over the sides O and I add 0.2 eps_32
-    R sqrt(N + O + I). If there are few rows, u . g may be small by chance. R is then small, but the
-    rounding errors are not. Therefore |dW| is added to R. The proof allows ten times these errors:
-    :data:`SLACK` is ten times the 0.2.
+Note: Tolerance. dW is rounded whenever it is stored. If it is the sum of n gradients (of
+    micro-batches, calls and ranks), it is rounded n times. Let R^2 be the sum over rows of ((u . g)
+    (v . a))^2. One rounding with relative accuracy eps changes u^T dW v by about 0.2 eps R. n
+    roundings change it by at most 0.2 eps R sqrt(n). Sums in fp32 over N rows and over the sides O
+    and I add 0.2 eps_32 R sqrt(N + O + I). If there are few rows, u . g may be small by chance. R
+    is then small, but the rounding errors are not. Therefore |dW| is added to R. The proof allows
+    ten times these errors: :data:`SLACK` is ten times the 0.2.
 
 Shape suffixes: n groups of a layer, O and I the sides of the layer's matrix, D one of these sides,
 K pairs (u, v) of a layer, P = PROBES, L layers, M layers that are compared with their gradients, C
@@ -176,9 +176,10 @@ class Proof:
 
     Args:
         layers: all layers. Layers without a factor are skipped, because they have nothing to prove.
-        key: returns, for a layer, the key of the factor A that its inputs go to in this step.
-        number: number of proofs that the run has made before. It seeds the random vectors, so that
-            every proof uses new vectors, which are the same on every rank.
+        key: function that returns the key of the factor A to which a layer's inputs are added in
+            this step.
+        number: number of earlier proofs in the run. It seeds the random vectors. So every proof
+            uses new vectors, and all ranks use the same vectors.
         device: device of the sums.
 
     Attributes:
@@ -334,8 +335,8 @@ class Proof:
             names: names of the layers to compare; None: all layers in ``gradients``.
             divisor: number by which DeepSpeed has divided the sum of all ranks' gradients.
             world: number of ranks.
-            eps: relative accuracy of the coarsest dtype that a gradient was rounded to: one number
-                for all compared layers, or a tensor [M] with a number for each.
+            eps: relative accuracy of the coarsest dtype that a gradient was rounded to: a number
+                for all compared layers, or a tensor [M] with one number per layer.
             floor: size below which values underflow in the dtype that ``eps`` describes.
         """
         names = gradients if names is None else names

@@ -2,11 +2,11 @@
 
 To add a layer type, write a class and add a line to the table.
 
-The factor of a norm has a 2 x 2 block for each channel. It is the second moment of (xhat g, g),
-which is the gradient of (weight, bias) for one loss term. RMSNorm has no bias, so its blocks are
-single numbers. The layer is a matrix of one row, in which a channel's weight and bias are
-neighbours. A has blocks of 2, and G is the identity. In norms of images [N, C, ..] the gradient of
-a loss term is the sum over an example's positions.
+The factor of a norm has a 2 x 2 block for each channel. The block is the second moment of (xhat g,
+g), the gradient of (weight, bias) for one loss term. RMSNorm has no bias, so its blocks are single
+numbers. The layer is a matrix of one row, in which a channel's weight and bias are neighbours. A
+has blocks of 2, and G is the identity. In norms of images [N, C, ..] the gradient of a loss term is
+the sum over an example's positions.
 
 Source: SP-NGD, Osawa et al. 2020 (arXiv:2002.06015), sec. 4.2.
 """

@@ -86,7 +86,8 @@ def kept_rows(x: Tensor, with_gradient: Tensor, mask: Tensor | None) -> Tensor:
     """Return which rows of a call count, bool of its leading shape.
 
     A row does not count if its gradient is zero and the mask marks it as padding, or if its input
-    and its gradient are both zero. A call whose gradient is zero in every entry has no row.
+    and its gradient are both zero. If the whole gradient of a call is zero, none of the call's rows
+    counts.
 
     Args:
         x: inputs [.., I].
@@ -117,8 +118,7 @@ class RowSums:
             sum of its output gradients in G. This suits a loss with a term for each sequence or
             image. Source: Eschenhagen et al. 2023 (arXiv:2311.00636).
         positions: whether convolutions take a sub-sample of positions, see ``convolutions.py``.
-        stage: returns a context manager, which is entered while rows are added. It measures the
-            time.
+        stage: returns a context manager that measures the time. It is entered while rows are added.
 
     Attributes:
         step: number of the step. It decides which rows a sub-sample has.

@@ -2,9 +2,9 @@
 
 :data:`SAMPLERS` lists them. Kunstner et al. 2019 (arXiv:1905.12558) explain the method.
 
-A sampler computes the training loss with drawn labels in place of the true labels, as a mean over
-the same terms. The true loss has a term wherever its gradient with respect to the prediction is not
-zero.
+A sampler computes the training loss with drawn labels in place of the true labels. It averages over
+the terms that the true loss also has. The true loss has a term wherever its gradient with respect
+to the prediction is not zero.
 
 Shape suffixes: N examples, T positions, C outputs.
 """
@@ -21,7 +21,7 @@ Sampler = Callable[[Tensor, Tensor, torch.Generator], Tensor]
 """A function (prediction, reached, generator) -> scalar loss, differentiable with respect to the
 prediction.
 
-``reached`` is bool of the prediction's shape: whether the true loss has a gradient there. All
+``reached`` is a bool tensor of the prediction's shape, True where the true loss has a gradient. All
 random numbers must come from the generator, so that a resumed run draws the same numbers.
 """
 
@@ -29,8 +29,9 @@ random numbers must come from the generator, so that a resumed run draws the sam
 def prediction_tensor(output: Any) -> Tensor:
     """Return the prediction in a module's output.
 
-    It is the output itself if this is a tensor, ``logits`` of a mapping or an object, or, in a
-    tuple or list, the first floating-point tensor that is not a scalar.
+    An output that is a tensor is itself the prediction. In a tuple or list, the prediction is the
+    first floating-point tensor that is not a scalar. In a mapping or any other object, it is
+    ``logits``.
 
     Raises:
         ValueError: there is no prediction, or only a scalar, which is a loss.

@@ -112,8 +112,8 @@ def scan(
         choice: which layers to precondition; None: all layers of known types.
         optimized: the optimizer's parameters; None: all that require a gradient.
         head_shapes: shapes (words, width) of embeddings. The last layer is a language model's head
-            if its (O, I) is one of them. None: the shapes of the model's own embeddings. A pipeline
-            stage is a part of a model, and its embedding may be in another stage.
+            if its (O, I) is one of them. None: the shapes of the embeddings in ``model``. This is
+            not enough for a stage of a pipeline, because the embedding may be in another stage.
 
     Raises:
         ValueError: a pattern matches no module with parameters, a module is lazy, the chosen blocks
@@ -172,9 +172,10 @@ def _with_head(
     """Return the layers with a language model's head marked, see :attr:`LayerSpec.makes_words`.
 
     The head is the last layer, if it has the shape of an embedding. A layer in the middle of the
-    model is not a head, even if it has the shape of an embedding of positions. A head whose weight
-    is tied to the embedding is not preconditioned, so the last layer then has another shape. A
-    tensor-parallel head has a part of the words, while a plain embedding beside it has all of them.
+    model is not a head, even if it has the shape of a position embedding. A head whose weight is
+    tied to the embedding is not preconditioned. The last preconditioned layer then has another
+    shape. A tensor-parallel head has some of the words, while a plain embedding in the same model
+    has all words.
     """
     head = layers[-1]
     outputs = head.G.dim
@@ -329,7 +330,8 @@ class _Scanner:
         return "only one of its weight and bias is trained" if has_frozen_bias else None
 
     def _products(self, name: str, module: nn.Module, borrowed: int = 1) -> list[LayerSpec] | str:
-        """Return the layers of a module of no known type, or the reason why it has no layers.
+        """Return the layers of a module whose type is not in the table, or the reason why it has
+        none.
 
         Layers are the matrices by which the module's code multiplies rows. In a stack of matrices
         [n, .., ..] each matrix is a layer.
@@ -425,8 +427,8 @@ class _Scanner:
 
         If the inputs of the stack are tokens, all experts share one A, because tokens have one
         distribution, whichever expert gets them. If each expert has computed its input itself, each
-        has an A of its own, unless this A would be larger than the weight (I > O). A plan may give
-        more experts an A of their own.
+        expert has its own A, unless this A would be larger than the weight (I > O). A plan may give
+        more experts their own A.
 
         Args:
             stack: one layer of the stack, with the name of the stack.
@@ -434,7 +436,7 @@ class _Scanner:
             before: layers of the module's parameters that the code uses before this stack.
             is_first, is_last: whether it is the first or the last stack in the module's code.
         """
-        # earlier stacks with as many matrices and inputs, such as the gates before their values
+        # earlier stacks with as many matrices and inputs, such as gates that precede their values
         twins = [x for x in before if x.part[1] == count and x.A == stack.A]
         has_twin = bool(twins) and not is_last
         takes_tokens = is_first or has_twin

@@ -61,7 +61,7 @@ class InputOfGroup:
 
 @dataclass(frozen=True, eq=False)
 class Waiting:
-    """An input for which some calls have not got their gradient yet.
+    """An input of several calls, some of which have not got their gradient yet.
 
     Attributes:
         gradients: number of gradients that have arrived.
@@ -113,7 +113,7 @@ class SharedInputs:
         self._arrived: dict[str, list[SeenInput]] = {}
         # layer of a group -> numbers of the inputs whose gradient has arrived
         self._numbers: dict[str, set[int]] = {}
-        # how many calls with an input may get a gradient
+        # input -> number of its calls that may get a gradient
         self._calls: Counter[InputOfGroup] = Counter()
         self._waiting: dict[InputOfGroup, Waiting] = {}
 
@@ -181,9 +181,9 @@ class SharedInputs:
     def parted(self) -> set[tuple[str, ...]]:
         """Return the groups whose layers do not share all their inputs.
 
-        In such a group there are two layers, each of which got a gradient for an input for which
-        the other layer got no gradient. If only one of two layers lacks gradients, the two may
-        still share all inputs, because a layer need not get a gradient for each input.
+        A layer need not get a gradient for every input. So each layer is compared with the layer of
+        the group that got gradients for the most inputs. The group is returned if a layer got a
+        gradient for an input for which this other layer got none.
         """
         parted = set()
         for group in set(self._group.values()):

@@ -56,7 +56,7 @@ def counters(job: Job) -> dict[str, float]:
     - "captures": number of times that statistics for a factor were collected, over the factors of
       all ranks. "captures_skipped": number of times that the adaptive rule skipped this.
     - "statistics_fraction": number of factor elements for which statistics were collected, divided
-      by what this number would be if every step collected statistics for every factor.
+      by the number that would result if every step collected statistics for every factor.
 
     All of these exist from attach on and are zero before the first step.
     """
@@ -98,9 +98,9 @@ def health(job: Job) -> dict[str, float]:
 
     - "step_to_weight": root mean square of KFACAdamW's last step over the layers of all ranks,
       divided by the root mean square of the layers' weights on this rank.
-    - "eigenvalue_spread": the largest eigenvalue of A divided by the mean eigenvalue of A; the
-      median of this ratio over this rank's dense layers. If it is 1, inputs are equally large in
-      every direction, and A tells nothing about curvature.
+    - "eigenvalue_spread": the largest eigenvalue of A divided by the mean eigenvalue of A, as the
+      median over this rank's dense layers. A value of 1 means that inputs are equally large in
+      every direction, so that A contains no information about curvature.
     """
     values = {}
     kfac = job.preconditioners[0]

@@ -55,9 +55,8 @@ class LastBatch(NamedTuple):
         column: the factor's column in ``numbers_4n``.
         numbers_4n: fp32 [4, n] on the device, with a column for each of the step's n batches. The
             four numbers of a column are: 1 if the batch was scaled down, otherwise 0; 1 if the
-            factor did not use the batch, otherwise 0; the batch's number of rows (for G: loss
-            terms); and the last step whose batch changed the factor, or -1 if no batch has changed
-            it.
+            factor did not use the batch, otherwise 0; the batch's number of rows; and the last step
+            whose batch changed the factor, or -1 if no batch has changed it.
     """
 
     step: int
@@ -98,8 +97,8 @@ class FactorStep:
 
     Attributes:
         due: keys of the factors for which this step collects statistics, and keys of the factors
-            that it decomposes, both by the timetable. Keys of factors that a shared factor has
-            replaced are left out.
+            that it decomposes, both by the timetable. Keys of factors that were replaced by a
+            shared factor are left out.
         travels: whether decompositions are ever sent to other ranks.
         terms: layer name -> number of loss terms in the step's batch.
         similar: factor key -> fp32 scalar on the device. If the factor did not use the batch, the
@@ -151,8 +150,8 @@ class FactorUpdates:
         home: device on which averages are kept between steps.
         paired: whether the decomposition of a factor needs the other factor of the factor's layer.
             If so, both factors are on the same rank.
-        counted: factor key -> names of the layers whose number of loss terms is this factor's
-            number of rows.
+        counted: factor key -> names of the layers whose number of loss terms is read from this
+            factor's batches.
     """
 
     def __init__(
@@ -250,7 +249,7 @@ class FactorUpdates:
         )
 
     def of_none_but(self, layers: Collection[str]) -> frozenset[str]:
-        """Return the keys of the factors that only layers in ``layers`` have."""
+        """Return the keys of the factors whose layers are all in ``layers``."""
         return frozenset(
             key for key, spec in self.specs.items() if all(name in layers for name in spec.layers)
         )
@@ -324,8 +323,8 @@ class FactorUpdates:
         return update
 
     def _terms(self, batches: Mapping[str, BatchSum]) -> dict[str, Tensor]:
-        """Return layer name -> number of loss terms on all ranks. A rank that contributed no rows
-        is assumed to have had as many loss terms as a rank that did."""
+        """Return layer name -> number of loss terms on all ranks. A rank that did not contribute is
+        assumed to have had as many loss terms as a contributor."""
         terms: dict[str, Tensor] = {}
         for key, batch in batches.items():
             ratio = self.averaged_over / batch.ranks
@@ -367,8 +366,8 @@ class FactorUpdates:
         last: Callable[[FactorSpec], Any] | None = None,
         unproven: Collection[str] = (),
     ) -> None:
-        """Decompose the factors that the timetable names for this step, and those that wait for
-        their first decomposition.
+        """Decompose the factors that the timetable names for this step, and the factors that wait
+        for their first decomposition.
 
         Args:
             last: returns the last decomposition of a factor, or None if this rank has none. Methods

@@ -43,8 +43,8 @@ class Delivery:
         receivers: factor key -> gradient workers other than the factor's eigen worker.
         rounded_at_home: keys of factors whose eigen worker also rounds its own decomposition to the
             wire's dtype. If a decomposition is sent, this gives all workers the same bits. The
-            decomposition of a copied layer is rounded because, by another rank's plan, the copy may
-            be sent.
+            decomposition of a copied layer is always rounded, because another rank, with its own
+            plan, may send the decomposition of its copy.
         travels: whether any decomposition is ever sent to another rank.
         kinds: for each part of a decomposition, the kind under which counters count its messages.
         dtypes: for each part of a decomposition, the dtype in which it is sent.
@@ -120,8 +120,9 @@ class Delivery:
         return len(loads)
 
     def plans(self, pairs: Sequence[tuple[int, int]]) -> tuple[RelayoutPlan, ...]:
-        """Return which elements one message moves from where to where: a tuple with one plan for
-        each part of a decomposition. ``pairs`` is one of the results of :meth:`messages`."""
+        """Return the plans of one message, one for each part of a decomposition. A plan says which
+        elements the message moves, and between which ranks. ``pairs`` is one of the results of
+        :meth:`messages`."""
         of_pairs = [(place, self.factors[place], rank) for place, rank in pairs]
         moves = [
             [
@@ -181,8 +182,8 @@ FRESH: there is a new decomposition."""
 
 
 def counting(sides: Mapping[str, FactorSpec]) -> str:
-    """Return the key of the factor whose number of rows is the layer's number of loss terms: the
-    key of G, or, if G is the identity, the key of A."""
+    """Return the key of the factor from whose batches a layer's number of loss terms is read. It is
+    the key of G or, if G is the identity, the key of A."""
     return (sides.get("G") or sides["A"]).key
 
 
@@ -275,7 +276,8 @@ class MissedBatches:
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """Data of a captured step, which the ranks later compare to find batches of the kind "missed".
+    """Data of a captured step. The ranks compare the data later, to find batches of the kind
+    "missed".
 
     Attributes:
         step: number of the step.

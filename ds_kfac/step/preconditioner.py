@@ -7,7 +7,7 @@ scatter         Each rank receives the results for the gradients that it holds. 
                 optimizer then steps with these results in place of the gradients.
 
 A step runs only when DeepSpeed is certain to apply it (``ds_kfac/zero/seam.py``). K-FAC's state can
-therefore change in place, without a copy to return to.
+therefore change in place, without a backup copy.
 """
 
 from collections import deque
@@ -204,9 +204,9 @@ class KFACPreconditioner:
             self.observe(observations)
 
     def _last_basis(self, factor: FactorSpec) -> Decomposition | None:
-        """Return the decomposition of a factor that layers use now, or None if the factor was never
-        decomposed. This rank must be the factor's eigen worker, which is a gradient worker of one
-        of the factor's layers, but not always of the first layer."""
+        """Return the decomposition that layers use now for a factor, or None if the factor was
+        never decomposed. This rank must be the factor's eigen worker, which is a gradient worker of
+        one of the factor's layers, but not always of the first layer."""
         group, index = next(self.places[name] for name in factor.layers if name in self.places)
         state = group.state(index)
         return state.A if factor.is_A else state.G

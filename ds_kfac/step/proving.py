@@ -34,7 +34,7 @@ RAISES = False
 
 
 def wait(proofs: int) -> int:
-    """Return how many captured steps run without a proof before the next one, if there were
+    """Return how many captured steps run without a proof before the next proof, if there were
     ``proofs`` proofs so far."""
     return min(EVERY, 2**proofs) - 1
 
@@ -60,7 +60,7 @@ class ProofClock:
     """When proofs take place.
 
     Attributes:
-        proofs: number of proofs so far, without those that were not due.
+        proofs: number of proofs so far, not counting proofs that were not due.
         wait: number of captured steps to come before the next proof is due.
         step: the captured step that began last; -1: none.
         is_due: whether a proof is due in that step.
@@ -115,9 +115,9 @@ class Proving:
 
         Args:
             key: see :class:`ds_kfac.model.proof.Proof`.
-            lacks_rows: whether gradients may contain rows that the hooks have dropped. Then no
-                layer can fail in this step. It is so if the last step or backward pass raised an
-                error (at ZeRO-2 even after ``zero_grad``), or if a checkpoint was loaded between
+            lacks_rows: whether gradients may contain rows that the hooks have dropped. If so, no
+                layer can fail in this step. This happens if the last step or backward pass raised
+                an error (at ZeRO-2 even after ``zero_grad``), or if a checkpoint was loaded between
                 two micro-batches.
         """
         clock = self._clock

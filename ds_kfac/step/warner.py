@@ -10,13 +10,12 @@ from ds_kfac.log import logger
 from ds_kfac.ops.host_copy import HostCopy
 
 CAPTURES_BEFORE_WARNING = 5
-"""Number of consecutive updates of a layer's factors without an eigenbasis after which the layer is
-reported. Layers below a head that is initialized with zeros need four updates to get an
-eigenbasis."""
+"""A layer is reported if it has no eigenbasis at this many consecutive updates of its factors.
+Layers below a head that is initialized with zeros need four updates to get an eigenbasis."""
 NAMED = 3
 """Largest number of layers that a warning names."""
 WITHOUT = (
-    "these layers are stepped without curvature, because they had no eigenbasis at {} updates of "
+    "these layers are updated without curvature, because they had no eigenbasis at {} updates of "
     "their factors in a row: {}. engine.kfac.explain(name) says why"
 )
 FROZEN = (
@@ -37,7 +36,8 @@ class LayerWarner:
     """
 
     names: Sequence[str]
-    # warning -> layer -> number of its consecutive updates to which the warning applies
+    # warning -> layer name -> number of consecutive updates of the layer's factors at which the
+    # warning applied
     _rows: dict[str, dict[str, int]] = field(default_factory=dict)
     _warned: set[str] = field(default_factory=set)
     _copy: HostCopy | None = None

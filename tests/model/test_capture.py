@@ -248,7 +248,7 @@ def test_with_reduce_another_first_dimension_than_the_nearest_layers_is_said(cap
     recorder = Recorder(model, sharing="reduce")
     recorder.backward(recorder.model(torch.randn(N, TOKENS, 6)).square().mean())
     assert recorder.capture.failed.keys() == {"inner"} and recorder.rows() == {"head": N}
-    assert "its size is 3 in this layer, but 4 in head" in caplog.text
+    assert "its size is 3 in this layer, and 4 in head" in caplog.text
 
 
 # convolutions
