@@ -58,11 +58,11 @@ if TYPE_CHECKING or not _is_command:
 __version__ = "0.2.0"
 
 
-if not TYPE_CHECKING:  # a type checker would accept any name of a module with __getattr__
+if not TYPE_CHECKING:  # a type checker accepts every attribute of a module with __getattr__
 
     def __getattr__(name: str) -> Any:
-        """Return an object of ``public.py`` if a command is running, because a user's model that
-        the command imports may use it."""
+        """Return an object of ``public.py`` while a command runs. The command may import a user's
+        model, and the model may use the object."""
         if _is_command and not name.startswith("__"):
             with only_for_data():
                 public = importlib.import_module("ds_kfac.public")

@@ -1,7 +1,7 @@
 """``python -m ds_kfac``, or ``ds_kfac``: the commands in :data:`COMMANDS`, and ``run``.
 
 A command's modules are imported when the command runs. So help, the list of config keys and errors
-about missing files appear without the import of torch and DeepSpeed.
+about missing files appear without importing torch and DeepSpeed.
 """
 
 import argparse
@@ -48,12 +48,13 @@ def _describe(parser: argparse.ArgumentParser, *, check: bool = False) -> None:
     parser.add_argument(
         "--optimizer",
         metavar="TYPE",
-        help="type of the optimizer that the script passes, if the config has none, such as AdamW",
+        help="type of the optimizer that the script passes, such as AdamW; needed if the config "
+        "names none",
     )
     parser.add_argument(
         "--dtype",
         choices=("fp32", "bf16", "fp16"),
-        help='if the config does not set the dtype or says "auto": dtype of the parameters',
+        help='dtype of the parameters, if the config does not set it or says "auto"',
     )
     parser.add_argument(
         "--lora",
@@ -82,7 +83,7 @@ def _describe(parser: argparse.ArgumentParser, *, check: bool = False) -> None:
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="type of device whose builtin speeds are used; default: cuda, an H100",
+        help="device type whose builtin speeds are used; default: cuda, with an H100's speeds",
     )
     parser.add_argument(
         "--device-flops",
@@ -100,8 +101,8 @@ def _describe(parser: argparse.ArgumentParser, *, check: bool = False) -> None:
     parser.add_argument(
         "--costs",
         metavar="FILE",
-        help="file with the measured speeds of a machine, which python -m benchmarks.kernels.costs "
-        "writes; default: the builtin speeds, which training runs use to plan",
+        help="file with a machine's speeds, as python -m benchmarks.kernels.costs writes it; "
+        "default: the builtin speeds, with which training runs plan",
     )
     parser.add_argument(
         "--link-gbps",
@@ -143,22 +144,22 @@ def _describe_factors(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--config",
-        help='DeepSpeed config, of which the ZeRO stage, bf16, offload and "kfac" block are used',
+        help='DeepSpeed config; only its ZeRO stage, bf16, offload and "kfac" block are used',
     )
     parser.add_argument(
         "--length",
         type=_count,
         default=512,
         metavar="T",
-        help="with --model hf:PATH: tokens of a sequence; texts are joined and cut into such "
-        "sequences; default: 512",
+        help="with --model hf:PATH: texts are joined and cut into sequences of T tokens; "
+        "default: 512",
     )
     parser.add_argument(
         "--batch",
         type=_count,
         default=8,
         metavar="N",
-        help="with --model hf:PATH: sequences in a batch of a rank; default: 8",
+        help="with --model hf:PATH: number of sequences in each rank's batch; default: 8",
     )
     parser.add_argument(
         "--limit", type=_count, metavar="N", help="with --model hf:PATH: use at most N sequences"
@@ -187,7 +188,7 @@ def _describe_convert(parser: argparse.ArgumentParser) -> None:
         "--out",
         required=True,
         type=Path,
-        help="safetensors file to write; for kronfluence the folder that it calls output_dir",
+        help="safetensors file to write; for kronfluence, the folder that it calls output_dir",
     )
     parser.add_argument(
         "--name", default="ds_kfac", help="only for kronfluence: the factors' name (factors_name)"
@@ -204,7 +205,7 @@ def _describe_convert(parser: argparse.ArgumentParser) -> None:
 
 
 TOOLS = ("kronfluence", "regmean", "gptq", "eva")
-"""Tools for which factors can be written."""
+"""Tools in whose format factors can be written."""
 COMMANDS = {
     "check": "ds_kfac.estimate.command:check",
     "estimate": "ds_kfac.estimate.command:run",
@@ -215,17 +216,17 @@ COMMANDS = {
     "config": "ds_kfac.config.manual:manual",
     "schema": "ds_kfac.config.manual:schema",
 }
-"""Name of a command -> the function that runs it. The function gets the parsed arguments, and
-returns a text, or (text, exit status)."""
+"""dict from command name to the function that runs the command. The function gets the parsed
+arguments, and returns a text, or a pair (text, exit status)."""
 FOR_PROGRAMS = ("config", "schema")
 """Commands whose text is not wrapped, because it goes to files."""
 GONE = {"report": "doctor"}
-"""Command of an earlier version -> the command that replaces it."""
+"""dict from a command of an earlier version to the command that replaces it."""
 
 
 def _misspelt(argv: Sequence[str], commands: Sequence[str]) -> str | None:
-    """Return an error message for a command that does not exist, with the most similar command.
-    None if the command exists or none is given."""
+    """Return an error message if the given command does not exist. The message names the most
+    similar command. Return None if the command exists or no command is given."""
     # a number is the value of --local_rank
     words = (word for word in argv if not word.startswith("-") and not word.isdigit())
     word = next(words, None)
@@ -242,8 +243,13 @@ def _misspelt(argv: Sequence[str], commands: Sequence[str]) -> str | None:
 
 
 def must_exist(option: str, path: str | os.PathLike, what: str) -> None:
-    """Raise ValueError if there is nothing at a path. ``option``: text before the path in the
-    message; ``what``: the kind of file that the option takes."""
+    """Raise ValueError if a path does not exist.
+
+    Args:
+        option: text before the path in the error message.
+        path: the path.
+        what: the kind of file that the option takes.
+    """
     if not os.path.exists(path):
         raise ValueError(f"{option}{path}: no such file or folder in {os.getcwd()}; give {what}")
 
@@ -296,7 +302,7 @@ def main(argv: list[str] | None = None) -> int:
     script = os.path.basename(sys.argv[0]) == "ds_kfac"
     program = "ds_kfac" if script else "python -m ds_kfac"
     if script and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as python -m does, so that --model finds modules there
+        sys.path.insert(0, os.getcwd())  # like python -m, so that --model finds modules there
     parser, names = _parser(program)
     argv = sys.argv[1:] if argv is None else argv
     problem = _misspelt(argv, names)
@@ -350,12 +356,13 @@ def _parser(program: str) -> tuple[argparse.ArgumentParser, list[str]]:
     )
     _describe(commands.add_parser("estimate", help=what, description=more))
     check = commands.add_parser(
-        "check", help="tell without a run whether a config fits a model, and print attach's report"
+        "check",
+        help="tell without training whether a config fits a model, and print attach's report",
     )
     _describe(check, check=True)
     text = (
-        "compute factors of a model over some data, without training; for several ranks, start it "
-        "by deepspeed --module ds_kfac factors"
+        "compute factors of a model over some data, without training; for several ranks, use "
+        "deepspeed --module ds_kfac factors"
     )
     _describe_factors(commands.add_parser("factors", help=text))
     text = "write factors in the format of kronfluence, RegMean, GPTQ or PEFT's EVA"

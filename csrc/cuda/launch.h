@@ -1,5 +1,5 @@
-// Launches an op over many layers at once. Below that: the dtypes of messages, and the indices of a
-// packed triangle.
+// Launches an op over many layers at once. The rest of the file has the dtypes of messages, and the
+// indices of a packed triangle.
 //
 // An op is a struct with a table of layers, and with a function `phase<i>(shared, block, thread)`
 // for each of its PHASES. The threads of a block wait for each other between phases. The table is
@@ -11,7 +11,7 @@
 #include <cmath>
 #include <cstdint>
 
-constexpr int THREADS = 256;  // of a block
+constexpr int THREADS = 256;  // per block
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
@@ -27,9 +27,9 @@ constexpr int THREADS = 256;  // of a block
 namespace ds_kfac {
 
 #ifdef DS_KFAC_LAYERS
-constexpr int LAYERS = DS_KFAC_LAYERS;  // few, for tests of several launches
+constexpr int LAYERS = DS_KFAC_LAYERS;  // small, so that tests need several launches
 #else
-constexpr int LAYERS = 512;  // arguments of a launch may have 32,764 bytes, from CUDA 12.1 on
+constexpr int LAYERS = 512;  // from CUDA 12.1 on, a launch may have 32,764 bytes of arguments
 #endif
 
 // Tells which layer a block of threads works on. `first_block[i]` is the number of blocks of all
@@ -118,7 +118,7 @@ DS_KFAC_DEVICE float load(const float *from) { return *from; }
 DS_KFAC_DEVICE float load(const __nv_bfloat16 *from) { return __bfloat162float(*from); }
 DS_KFAC_DEVICE float load(const __half *from) { return __half2float(*from); }
 
-// These are never fused into a multiply-add, so that sums equal torch's, bit for bit.
+// These are never fused into a multiply-add, so that results equal torch's bit for bit.
 DS_KFAC_DEVICE float add(float x, float y) { return __fadd_rn(x, y); }
 DS_KFAC_DEVICE float multiply(float x, float y) { return __fmul_rn(x, y); }
 DS_KFAC_DEVICE float divide(float x, float y) { return __fdiv_rn(x, y); }
@@ -128,9 +128,9 @@ DS_KFAC_DEVICE bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000
 // Index arithmetic of a packed lower triangle: element (row, column), column <= row, lies at
 // row(row+1)/2 + column.
 //
-// Widest triangle for which row_of is exact. At a row's first element the rounded root is 2 row + 1
-// and never less; only near a row's end it may already be the next row's root, which row_of
-// corrects. These are IEEE operations, so a test on the host is valid for the device, too.
+// Largest dim for which row_of is exact. At the first element of a row, the root is 2 row + 1 and
+// is never rounded to less. Near the end of a row it may be rounded to the next row's root, which
+// row_of corrects. All operations follow IEEE, so a test on the host is valid for the device, too.
 constexpr int64_t MAX_DIM = int64_t(1) << 20;
 
 DS_KFAC_BOTH int64_t packed_numel(int64_t dim) { return dim * (dim + 1) / 2; }
@@ -142,8 +142,8 @@ DS_KFAC_BOTH int64_t row_of(int64_t index) {
     return packed_numel(row) > index ? row - 1 : row;
 }
 
-// A place in a triangle that moves forward. It needs a square root at the start, and then only
-// additions.
+// A position in a triangle that moves forward. The constructor needs a square root, and advance()
+// needs only additions.
 struct Cursor {
     int64_t row;
     int64_t column;

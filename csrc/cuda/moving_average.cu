@@ -9,8 +9,8 @@ struct Average {
     float *average;    // [numel]
     const float *sum;  // [numel]
     int64_t numel;
-    const float *count;  // scalar: summands
-    float *updates;      // scalar: batches averaged so far
+    const float *count;  // scalar: number of summands in `sum`
+    float *updates;      // scalar: number of batches averaged so far
     float decay;         // weight of the past
     int index;           // the layer's place in `used` and `weights`
 };

@@ -5,9 +5,9 @@
 namespace ds_kfac {
 
 struct Triangle {
-    float *matrix;   // [dim, dim], elements of a row side by side
-    int64_t stride;  // from row to row
-    int64_t start;   // place of its triangle in the flat buffer
+    float *matrix;   // [dim, dim] with contiguous rows
+    int64_t stride;  // elements from the start of a row to the start of the next
+    int64_t start;   // index of the triangle's first element in the flat buffer
     int64_t dim;
 };
 
@@ -51,14 +51,14 @@ struct Pack {
 };
 
 // One block per tile of the lower triangle. The tile's mirror image goes through shared memory, so
-// that it is written in rows, too.
+// that it is also written row by row.
 template <class Number>
 struct Unpack {
     static constexpr int PHASES = 2;
     static constexpr int TILE = 64;
     static constexpr int STEP = THREADS / TILE;  // rows of a tile that the block reads at once
     struct Shared {
-        float tile[TILE][TILE + 1];  // one wider, so that a column lies in different banks
+        float tile[TILE][TILE + 1];  // one more, so that a column's elements lie in different banks
     };
 
     const Number *packed;
@@ -84,8 +84,8 @@ struct Unpack {
             mirror(shared, layer, column + y, row + x, y, x);
     }
 
-    // Inside a tile offsets fit 32 bits: up to 64 rows of at most 2^20 elements. Rows r and r + d,
-    // d even, are d (2 r + d + 1) / 2 elements apart.
+    // Offsets inside a tile fit into 32 bits: it has up to 64 rows of at most 2^20 elements. The
+    // packed rows r and r + d, with d even, begin d (2 r + d + 1) / 2 elements apart.
     DS_KFAC_DEVICE void read(Shared &shared, const Triangle &layer, int64_t row, int64_t column,
                              int y, int x) const {
         const int r = static_cast<int>(row), c = static_cast<int>(column),

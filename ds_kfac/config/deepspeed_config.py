@@ -1,4 +1,4 @@
-"""Read DeepSpeed's own keys of a config, as far as K-FAC depends on them."""
+"""Read the keys of DeepSpeed's own config on which K-FAC depends."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,14 +8,14 @@ from deepspeed.runtime.config import DtypeEnum
 
 
 def block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the object under a key of a DeepSpeed config; empty if there is none."""
+    """Return the JSON object at a key of a DeepSpeed config, or an empty one if there is none."""
     inner = config.get(key)
     return inner if isinstance(inner, Mapping) else {}
 
 
 def accumulation(ds_config: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the dtype in which gradients are accumulated according to the config; None: the
-    model's dtype. Raises ValueError for an unknown dtype."""
+    """Return the dtype that the config sets for accumulating gradients. None means the model's
+    dtype. Raises ValueError for an unknown dtype."""
     return dtype_of(
         block(ds_config, "data_types").get("grad_accum_dtype"), "data_types.grad_accum_dtype"
     )

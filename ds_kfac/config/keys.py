@@ -1,8 +1,8 @@
-"""Define the keys of the ``"kfac"`` block, with a model for each block inside it, and check them.
-The parameters of KFACAdamW are here too; ``directions/kfac_adamw/optimizer.py`` checks them.
+"""Define and check the keys of the ``"kfac"`` block. Each block inside it has a pydantic model. The
+parameters of KFACAdamW are here too, and ``directions/kfac_adamw/optimizer.py`` checks them.
 
-The docstrings of the keys make up docs/reference/config.md. The first paragraph is the key's cell
-in the table and has 25 words at most; the other paragraphs are the details below the table."""
+docs/reference/config.md is made of the keys' docstrings. The first paragraph of a docstring becomes
+the key's row in a table, and has 25 words at most. The other paragraphs go below the table."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from ds_kfac.model.scan import LayerChoice
 
 SHARES = True
-"""Whether one A is shared by layers that get the same input, and by the experts of a stack. A test
-may set it to False."""
+"""Whether layers that get the same input share one factor A, and so do the experts of a stack. A
+test may set it to False."""
 
 
 class Block(BaseModel):
@@ -51,11 +51,11 @@ class FactorConfig(Block):
     """The loss for which ``monte_carlo`` draws labels.
 
     ``mse`` is a mean over all elements of the prediction. ``squared_error`` is a sum over the
-    outputs and a mean over all other dimensions. Set ``engine.kfac.sampler`` to draw labels by a
-    function of your own."""
+    outputs and a mean over all other dimensions. Set ``engine.kfac.sampler`` to draw labels with
+    your own function."""
     prediction: str | None = None
-    """Name of the module whose output is the prediction for ``monte_carlo``. null: the model's
-    output, or its ``logits``."""
+    """Name of the module whose output is the prediction for ``monte_carlo``. null: the whole model.
+    If the output has ``logits``, these are the prediction."""
     weight_sharing: Literal["expand", "reduce"] = "expand"
     """What counts as one row of the statistics. ``expand``: a token. ``reduce``: a sequence or an
     image.
@@ -63,26 +63,26 @@ class FactorConfig(Block):
     Use ``expand`` for a loss per token and ``reduce`` for a loss per example. ``reduce`` makes the
     statistics cheaper by a factor of the sequence length."""
     loss_mean: Literal["micro_batch", "step"] = "micro_batch"
-    """What your loss is a mean over.
+    """Over which rows your loss is a mean.
 
     ``micro_batch``: the loss of each backward pass is a mean over its own rows. ``step``: your
-    program divides the sum of the losses by the number of terms of all micro-batches on all ranks,
-    as HF Trainer does for causal language models; ``factor.rows`` must then be ``"all"``. G depends
-    on this key only if micro-batches have different numbers of rows."""
+    program divides each sum of losses by the number of loss terms of all micro-batches and ranks,
+    as HF Trainer does for causal language models. ``step`` needs ``factor.rows`` ``"all"``. G
+    depends on this key only if micro-batches have different numbers of rows."""
     rows: values.Rows | None = None
-    """Rows that each factor update uses. null: 4 per column of the factor. ``"all"``: every row of
-    all ranks, at every position.
+    """Number of rows that each factor update uses. null: 4 per column of the factor. ``"all"``: all
+    rows of all ranks, without sampling.
 
     If one rank alone has more rows than an update uses, only every k-th of its rows is used.
-    Positions of a convolution are sampled on a grid. Every update samples other rows, and samples
-    are unbiased."""
+    Positions of a convolution are sampled on a grid. Every update samples different rows, and the
+    samples are unbiased."""
     dense_max: int | None = Field(default=None, ge=2)
-    """Longest side of a layer whose factor is one dense matrix. null: 4096.
+    """Longest side of a weight matrix for which the factor is one dense matrix. null: 4096.
 
-    A longer side is cut into blocks that are about as long as the layer's other side, but at least
-    half as long as this value. A side over 16384, such as a head's vocabulary, has a diagonal
-    factor. With ``fisher`` ``activations_only`` only inputs have factors, and this limit is 65536
-    instead of 16384."""
+    The factor of a longer side is cut into blocks. They are about as long as the weight's other
+    side, but at least half as long as this value. A side over 16384, such as a head's vocabulary,
+    has a diagonal factor. With ``fisher`` ``activations_only``, only the input sides have factors,
+    and these become diagonal over 65536 instead of 16384."""
 
     @property
     def mean_over_step(self) -> bool:
@@ -94,11 +94,11 @@ class EigenbasisConfig(Block):
     """When and how eigenbases are refreshed."""
 
     refresh_interval: values.Interval | None = None
-    """Steps between two decompositions of a factor, a multiple of ``factor.update_interval``. null:
-    five times that interval.
+    """Steps between two decompositions of a factor. Must be a multiple of
+    ``factor.update_interval``. null: five times ``factor.update_interval``.
 
     If this key or ``factor.update_interval`` is a schedule, a refresh may fall between two factor
-    updates; it then waits for the next one."""
+    updates. The refresh then waits for the next update."""
 
 
 class DampingConfig(Block):
@@ -108,7 +108,7 @@ class DampingConfig(Block):
     """Size of the damping. null: 0.001 with ``tikhonov``, 1 with ``relative``."""
     kind: Literal["tikhonov", "relative"] = "relative"
     """``tikhonov``: add ``damping.value`` itself. ``relative``: add ``damping.value`` times the
-    layer's mean eigenvalue, mean(A) mean(G)."""
+    layer's mean eigenvalue (A's mean eigenvalue times G's)."""
 
     def at(self, step: int) -> float:
         """Return the damping's size at a step. Call this only after ``resolve()``."""
@@ -117,35 +117,36 @@ class DampingConfig(Block):
 
 
 class PreconditionerConfig(Block):
-    """How gradients are preconditioned. With the optimizer KFACAdamW, ``method`` must be ``eigen``,
-    ``precision`` has an effect, and the other keys have none."""
+    """How gradients are preconditioned. With the optimizer KFACAdamW, only ``precision`` has an
+    effect, and ``method`` must be ``eigen``."""
 
     precision: Literal["highest", "tf32"] | None = None
-    """Precision of the products into the eigenbasis and back. null: ``tf32`` on GPUs that have it,
-    else ``highest``.
+    """Precision of the matrix products that rotate into the eigenbasis and back. null: ``tf32`` on
+    GPUs that have it, else ``highest``.
 
     ``highest`` is fp32, even if the process allows TF32. With ``tf32``, GPUs compute products in
-    TF32 and orthogonalization in fp16; other devices compute both in fp32. With method ``inverse``
-    the key applies to the two products with the inverses."""
+    TF32 and orthogonalization in fp16. Other devices compute both in fp32. With the method
+    ``inverse``, this is the precision of the two products with the inverses."""
     method: Literal["eigen", "inverse"] = "eigen"
     """What is computed from a factor. ``eigen``: its eigenbasis. ``inverse``: its damped inverse by
     Cholesky, with KAISA's pi-damping.
 
-    ``inverse`` needs half the products of a step, sends half the bytes to other workers and
-    refreshes about ten times as fast. Use it for sides of 4096 and up. A change of damping takes
-    effect at the next refresh. ``inverse`` needs ``eigenvalues`` ``kronecker``."""
+    Compared with ``eigen``, ``inverse`` computes half as many products in a step, sends half as
+    many bytes to other workers and refreshes about ten times as fast. Use it for sides of 4096 and
+    up. A change of damping takes effect at the next refresh. ``inverse`` needs ``eigenvalues``
+    ``kronecker``."""
     eigenvalues: Literal["kronecker", "corrected"] | None = None
     """Eigenvalues of the Fisher matrix in the eigenbasis. ``kronecker``: products of the factors'
     eigenvalues (K-FAC). ``corrected``: the rotated gradient's running second moment (EKFAC).
 
-    null: ``corrected`` if your optimizer divides by a running second moment too, as Adam does,
-    else ``kronecker``."""
+    null: ``corrected`` if your optimizer's steps do not depend on the size of the gradients, as
+    with Adam or Lion, else ``kronecker``."""
     kl_clip: values.NotNegative | None = None
-    """Bound kappa: V, the preconditioned gradient, is scaled down if lr^2 <V, gradient>, summed
-    over layers, exceeds kappa. 0: no bound. null: 0.001.
+    """Bound kappa. The preconditioned gradient V is scaled down if lr^2 <V, gradient>, summed over
+    layers, exceeds kappa. 0: no bound. null: 0.001.
 
-    lr is the largest learning rate of the schedule if DeepSpeed runs a scheduler, else the current
-    learning rate."""
+    If DeepSpeed runs a scheduler, lr is the largest learning rate of its schedule. Otherwise lr is
+    the current learning rate."""
 
     def kl_clip_at(self, step: int) -> float:
         """Return the bound at a step; 0 means no clipping. Call this only after ``resolve()``."""
@@ -168,8 +169,8 @@ class AdamConfig(Block):
     """The optimizer KFACAdamW. These keys do not affect other optimizers."""
 
     rotate: bool = True
-    """true: step in the eigenbasis of A. false: step in the layers' own coordinates, without
-    curvature and whitening.
+    """true: run Adam in the eigenbasis of A. false: run Adam in the weight's own coordinates,
+    without curvature and whitening.
 
     If this key is false, K-FAC collects, keeps and sends no statistics."""
     except_layers: list[values.NameEnd] = [
@@ -183,23 +184,24 @@ class AdamConfig(Block):
         "vocab_projector",
         "qa_outputs",
     ]
-    """Layers whose steps keep Adam's direction, as Muon's steps of heads do. Steps of other layers
-    are orthogonalized. Norms always keep Adam's direction.
+    """Layers whose steps keep Adam's direction, as heads do in runs with Muon. Steps of other
+    layers are orthogonalized. Norms always keep Adam's direction.
 
-    Each entry is a regex for the end of a layer's name, after a dot or from its beginning;
-    ``".*"`` is all layers. You may leave out what PEFT or torch.compile add to names. The default
-    matches the heads of transformers and timm. Unless you set this key, a language model's head
-    is also found by its shape: the last layer, if it has the shape of an embedding."""
+    Each entry is a regex for the end of a layer's name. The match must start after a dot or at the
+    beginning of the name. ``".*"`` matches all layers. You may leave out what PEFT or torch.compile
+    add to names. The default matches the heads of transformers and timm. Unless you set this key,
+    the last layer also counts as a head if its weight has the shape of an embedding."""
     blocks: dict[values.NameEnd, values.BlockRows] = {}
-    """Weights that hold several linear maps, each orthogonalized by itself: a regex for the end of
-    a weight's name -> the weight's blocks.
+    """Weights that hold several linear maps, each orthogonalized by itself. The object maps a regex
+    for the end of a weight's name to its blocks.
 
-    A number is the number of equal blocks; a list gives the rows of each block and is repeated up
-    to the last row. ``{"qkv": 3}`` means queries, keys and values. ``{"qkv": [64, 64, 64]}`` means
-    queries, keys and values of each head of size 64. ``{"q_proj": 32}`` treats each of 32 heads by
-    itself, and 1 treats all heads as one map. This key has precedence over the names that ds_kfac
-    knows (``ds_kfac/model/blocks.py``): fused queries, keys and values, gates, latent attention
-    and Mamba. The full report lists the blocks of each layer."""
+    A number means this many equal blocks. A list gives the number of rows of each block, and is
+    repeated up to the last row. ``{"qkv": 3}`` means queries, keys and values.
+    ``{"qkv": [64, 64, 64]}`` means queries, keys and values of each head of size 64.
+    ``{"q_proj": 32}`` treats each of 32 heads by itself, and ``{"q_proj": 1}`` treats all heads as
+    one map. This key has precedence over the names that ds_kfac knows
+    (``ds_kfac/model/blocks.py``): fused queries, keys and values, gates, latent attention and
+    Mamba. The full report lists the blocks of each layer."""
     whiten: float = Field(default=0.125, ge=0, le=1)
     """Power p. A step is multiplied by A^-p before it is orthogonalized, and again afterwards. 0:
     no whitening.
@@ -228,9 +230,9 @@ class LayersConfig(Block):
     """Which layers are preconditioned. Python regexes are searched in module names."""
 
     include: list[values.Pattern] = []
-    """If not empty, precondition only modules whose names match one of these."""
+    """If not empty, precondition only modules whose names match one of these regexes."""
     exclude: list[values.Pattern] = []
-    """Leave modules whose names match one of these to the optimizer alone."""
+    """Do not precondition modules whose names match one of these regexes."""
     types: list[Kind] | None = None
     """Layer types to precondition. null: Linear, Conv1D and all convolutions.
 
@@ -241,12 +243,13 @@ class AssignmentConfig(Block):
     """Which ranks work on which layer."""
 
     gradient_worker_fraction: float | None = Field(default=None, gt=0, le=1)
-    """Fraction of the ranks that precondition a layer (KAISA), at stage 0. null: the fastest
-    predicted fraction within ``memory_budget_gb``.
+    """Fraction of the ranks that precondition each layer (KAISA), at stage 0. null: the fraction
+    predicted to be fastest within ``memory_budget_gb``.
 
-    KAISA calls 1/world MEM-OPT, and 1 COMM-OPT. Under ZeRO 1 to 3 a layer always has one worker."""
+    KAISA calls the fraction 1/world MEM-OPT, and the fraction 1 COMM-OPT. Under ZeRO 1 to 3 a layer
+    always has one worker."""
     memory_budget_gb: float | None = Field(default=None, gt=0)
-    """Most memory that K-FAC may take on a rank, in 10^9 bytes. null: no limit.
+    """Limit on the memory that K-FAC takes on a rank, in 10^9 bytes. null: no limit.
 
     The limit covers the state (factors, eigenbases, moments) and the batch sums, gradients and
     results of a step. It does not cover messages, which take 256 MiB at most."""
@@ -259,8 +262,8 @@ class CommunicationConfig(Block):
     """Dtype in which batch sums and eigenvectors are sent. Sums are added in fp32, and inverses are
     sent in fp32.
 
-    null: bf16 if the model is in 16 bits and the traffic is predicted to cost over 2 % of a
-    step's K-FAC work, else fp32."""
+    null: bf16 if the model is in 16 bits and sending in fp32 is predicted to take over 2 % of
+    K-FAC's time per step, else fp32."""
 
 
 class OffloadConfig(Block):
@@ -280,7 +283,7 @@ class CheckpointConfig(Block):
 
     Merging by RegMean and quantization by GPTQ need A. Resuming does not."""
     on_missing: Literal["error", "fresh"] = "error"
-    """What load_checkpoint does if the K-FAC state is missing, damaged or of another model.
+    """What load_checkpoint does if the K-FAC state is missing, damaged or another model's.
     ``error``: raise on every rank. ``fresh``: warn, and start K-FAC afresh.
 
     In both cases DeepSpeed has already loaded the weights and the optimizer. If a checkpoint was
@@ -293,10 +296,10 @@ class OpsConfig(Block):
     backend: Literal["triton", "cuda", "torch"] | None = None
     """Implementation of the operations. null: for each operation, the best one that runs here.
 
-    ``triton`` and ``cuda`` have kernels for some operations, which run on NVIDIA GPUs from compute
-    capability 8.0 and are compiled at first use; other operations run in torch. ``torch`` is plain
-    torch, on any device and without a CUDA graph. All engines of a process use the backend of the
-    engine to which K-FAC was attached last."""
+    ``triton`` and ``cuda`` have kernels for some operations. The kernels run on NVIDIA GPUs from
+    compute capability 8.0, and are compiled at first use. Other operations run in torch. ``torch``
+    is plain torch. It runs on any device, and records no CUDA graph. All engines of a process use
+    the backend of the engine to which K-FAC was attached last."""
 
 
 NAME = "KFACAdamW"
@@ -304,7 +307,7 @@ NAME = "KFACAdamW"
 
 
 class OptimizerParams(BaseModel):
-    """``null`` and ``"auto"`` are the same as leaving a parameter out. A framework may replace
+    """``null`` and ``"auto"`` mean the same as leaving a parameter out. A framework may replace
     ``"auto"`` by a value."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
@@ -325,13 +328,13 @@ class OptimizerParams(BaseModel):
     All parameters decay by lr, not ``adam_lr``. A layer that a step did not use does not decay in
     that step."""
     adam_lr: float | None = Field(None, ge=0)
-    """Learning rate of embeddings, norms and biases that are in no layer. null: 8 lr. 0: they are
-    frozen, without weight decay.
+    """Learning rate of embeddings, of norms, and of biases outside K-FAC layers. null: 8 lr. 0:
+    they are frozen, without weight decay.
 
     The learning rate of heads follows ``adam_lr`` (docs/howto/tune.md). If ``adam_lr`` is 0, heads
-    have lr."""
+    use lr."""
     torch_adam: bool = False
-    """Which AdamW steps the parameters that are in no layer. true: torch's. false: DeepSpeed's.
+    """Which AdamW updates the parameters outside K-FAC layers. true: torch's. false: DeepSpeed's.
 
     DeepSpeed's fused Adam (on a GPU) and CPU Adam (for an offloaded optimizer) are compiled at
     first use. On a CPU without offload torch's AdamW is used in both cases."""
@@ -340,7 +343,7 @@ class OptimizerParams(BaseModel):
 DEFAULTS: dict[str, Any] = {
     name: field.default for name, field in OptimizerParams.model_fields.items()
 }
-"""Name of a parameter -> its default."""
+"""dict from parameter name to default."""
 
 
 class KFACConfig(Block):
@@ -348,7 +351,7 @@ class KFACConfig(Block):
 
     A key of type :class:`Value` takes a number, ``{"schedule": "linear" | "cosine" | "exponential",
     "start": x, "end": y, "steps": n, "delay": d}`` or ``{"schedule": "piecewise", "values": [...],
-    "steps": [...]}``, in applied steps since the start of the run.
+    "steps": [...]}``. Schedules count the applied steps since the start of the run.
     """
 
     enabled: bool = True
@@ -373,8 +376,8 @@ class KFACConfig(Block):
     ops: OpsConfig = OpsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     adaptive: float | None = Field(default=None, gt=0)
-    """SP-NGD's adaptive statistics: tolerance below which two values of a factor are similar, such
-    as 0.1. null: off.
+    """Tolerance of SP-NGD's adaptive statistics, such as 0.1. A factor is similar to an earlier
+    value if their relative difference is below it. null: off.
 
     This rule updates and decomposes a factor less often if it barely changes. Each factor has its
     own interval, in units of ``factor.update_interval``: the interval grows (1, 2, 3, 5, 8, ...)
@@ -385,10 +388,10 @@ class KFACConfig(Block):
     sqrt(2 * outputs) / norm of the weight)."""
 
     def having(self, block: str, **new: Any) -> "KFACConfig":
-        """Return a copy with other values in a block."""
+        """Return a copy in which keys of one block have new values."""
         return self.model_copy(update={block: getattr(self, block).model_copy(update=new)})
 
-    # after resolve(), which replaces nulls by values
+    # use these only after resolve(), which replaces nulls by values
 
     @property
     def choice(self) -> "LayerChoice":
@@ -442,12 +445,12 @@ def parse(block: Any) -> KFACConfig:
 
 
 def _contradictions(block: Mapping[str, Any]) -> list[str]:
-    """Return a text for each constraint between keys that a block violates. This function reads the
-    raw block, so that these errors are reported together with all others."""
+    """Return an error message for each constraint between keys that the block violates. This
+    function reads the raw block, so that these errors are reported together with all others."""
     from ds_kfac.curvature.methods import METHODS
 
     def given(section: str, key: str) -> Any:
-        """Return a key's raw value; None if it is left out."""
+        """Return a key's raw value; None if the key is left out or "auto"."""
         inside = block.get(section)
         value = inside.get(key) if isinstance(inside, Mapping) else None
         return None if value == values.AUTO else value

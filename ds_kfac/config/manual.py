@@ -1,5 +1,5 @@
-"""Describe all keys of the ``"kfac"`` block and of KFACAdamW's optimizer block: in a JSON schema,
-and from it in the page docs/reference/config.md."""
+"""Make a JSON schema of all keys of the ``"kfac"`` block and of KFACAdamW's optimizer block, and
+make the page docs/reference/config.md from this schema."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -70,12 +70,12 @@ the start of the run.
 
 | schedule | value |
 |---|---|
-| `"linear"`, `"cosine"`, `"exponential"` | from `start` to `end` in `steps` steps, after `delay` |
-| `"piecewise"` | `values` has one entry more than `steps`; the value changes at each of `steps` |
+| `"linear"`, `"cosine"`, `"exponential"` | after `delay`, from `start` to `end` in `steps` steps |
+| `"piecewise"` | the first of `values` until the first of `steps`, then the second, and so on |
 
 The default of `delay` is 0. `"exponential"` needs `start` and `end` above 0. Intervals are rounded
-to whole steps. Here the update interval is 5 at first, 20 from step 100 on, and 50 from step 1000
-on:
+to whole steps. In this example the update interval is 5 at first, 20 from step 100 on, and 50 from
+step 1000 on:
 
 ```json
 "kfac": {
@@ -121,8 +121,8 @@ WHY = {
     "preconditioner.precision": "highest avoids TF32's error of 1.3 %",
     "preconditioner.method": "inverse is KAISA's method, and is cheaper for long sides",
     "preconditioner.eigenvalues": f"corrected is better [with AdamW]({_OTHERS})",
-    "preconditioner.kl_clip": "a looser bound may train better: ResNet-8's loss was 0.03 with "
-    "0.01, and 0.06 to 0.08 with the default",
+    "preconditioner.kl_clip": "a looser bound may train better: ResNet-8's loss was 0.03 with the "
+    "bound 0.01, and 0.06 to 0.08 with the default",
     "adam.rotate": "false shows what curvature gains "
     "([measured](../howto/tune.md#what-curvature-is-worth))",
     "adam.except_layers": f"heads train worse if they are orthogonalized ({_TUNE}), and models "
@@ -140,9 +140,9 @@ WHY = {
     "checkpoint.grams": "gives A to [other tools](../howto/factors_for_other_tools.md)",
     "checkpoint.on_missing": "lets you continue without K-FAC's part of a checkpoint",
 }
-"""Name of a key -> why the key exists. Either some value trains better than the default by more
-than the spread between seeds, or the key has another purpose. A key without a reason should be a
-constant in the code."""
+"""dict from key name to the reason why the key exists. Either some value trains better than the
+default by more than the spread between seeds, or the key has another purpose. A key without a
+reason should be a constant in the code."""
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
@@ -177,7 +177,7 @@ def table(prefix: str, keys: Mapping[str, Any]) -> Iterator[str]:
 
     Args:
         prefix: the text before each key's name, such as "factor.".
-        keys: name of a key -> its JSON schema.
+        keys: dict from key name to the key's JSON schema.
     """
     is_kfac = not prefix.startswith(PARAMS)  # parameters of KFACAdamW have no column "why"
     yield "| key | type | default | what it does |" + (" why |" if is_kfac else "")
@@ -197,7 +197,13 @@ def table(prefix: str, keys: Mapping[str, Any]) -> Iterator[str]:
 
 
 def details(prefix: str, keys: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a Markdown list of each docstring's paragraphs after the first one."""
+    """Yield the lines of a Markdown list with an item for each key. An item has the paragraphs of
+    the key's docstring after the first one.
+
+    Args:
+        prefix: the text before each key's name, such as "factor.".
+        keys: dict from key name to the key's JSON schema.
+    """
     texts = {f"`{prefix}{name}`": _paragraphs(key)[1:] for name, key in keys.items()}
     lines = [
         f"- {name}: {' '.join(paragraphs)}" for name, paragraphs in texts.items() if paragraphs

@@ -1,5 +1,5 @@
-"""Choose values for the keys that are ``null``, except those that depend on a device's costs, which
-``plan/plan.py`` chooses."""
+"""Choose values for the keys that are ``null``. The values that depend on a device's costs are
+chosen in ``plan/plan.py`` instead."""
 
 from collections.abc import Collection
 from typing import Any
@@ -14,7 +14,7 @@ DENSE_MAX = 4096
 REFRESH = 5
 """Number of factor updates between two refreshes."""
 DAMPING = {"tikhonov": 1e-3, "relative": 1.0}
-"""``damping.kind`` -> default of ``damping.value``."""
+"""dict from ``damping.kind`` to the default of ``damping.value``."""
 KL_CLIP = 1e-3
 RULES_BLOCKS = ("damping", "preconditioner", "adam")
 """Blocks whose keys only update rules read. Each update rule reads some of these blocks."""
@@ -23,16 +23,17 @@ RULES_BLOCKS = ("damping", "preconditioner", "adam")
 def resolve(
     config: KFACConfig, *, fisher: str, blocks: Collection[str] = (), adaptive: bool = False
 ) -> tuple[KFACConfig, tuple[str, ...]]:
-    """Return the config of a run, in which a value replaces every null that means "choose for me".
-    Nulls whose choice depends on costs stay, see :func:`ds_kfac.plan.plan.make_plan`.
+    """Replace every null that means "choose for me" by a value. Nulls whose values depend on costs
+    stay; :func:`ds_kfac.plan.plan.make_plan` replaces them.
 
     Args:
+        config: the parsed "kfac" block.
         fisher: value that the update rule chooses for ``factor.fisher``.
-        blocks: the blocks of :data:`RULES_BLOCKS` that this update rule reads. Choices in the
-            blocks that it does not read get no text.
+        blocks: the blocks of :data:`RULES_BLOCKS` that this update rule reads. Choices in its other
+            blocks get no text.
         adaptive: whether the optimizer is adaptive, see :func:`adaptive`.
 
-    Returns the config, and a text for each choice: key, value, reason.
+    Returns the new config, and a text for each choice: key, value, reason.
     """
     damping_kind = config.damping.kind
     corrects = adaptive and METHODS[config.preconditioner.method].rotates

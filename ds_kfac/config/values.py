@@ -31,13 +31,13 @@ from ds_kfac.schedule.timetable import Value
 Number = TypeVar("Number")
 EXAMPLE = '{"schedule": "linear", "start": 1, "end": 10, "steps": 1000}'
 LARGEST = 2**63 - 1
-"""Largest number that a key takes: an integer tensor holds it, and fp32 holds its square."""
+"""Largest number that a key takes. It fits into an int64 tensor, and its square fits into fp32."""
 
 
 def fits(value: Any) -> Any:
     """Return a value unchanged. Raises PydanticCustomError if it is a number over
     :data:`LARGEST`, or NaN."""
-    # written so that it also holds for NaN, which compares false with everything
+    # "not <=" instead of ">", because NaN compares false with everything
     if isinstance(value, (int, float)) and not abs(value) <= LARGEST:
         raise PydanticCustomError("too_large", "Input should be a finite number, below 2^63")
     return value
@@ -100,7 +100,7 @@ def _compiles(template: str, message: Any) -> pydantic.AfterValidator:
 
     def check(pattern: str) -> str:
         try:
-            # Python 3.10 only warns of flags in the middle, and applies them to the whole regex
+            # Python 3.10 only warns of flags inside a regex, and applies them to the whole regex
             with warnings.catch_warnings():
                 warnings.simplefilter("error", DeprecationWarning)
                 re.compile(template.format(pattern))
@@ -149,7 +149,8 @@ class Ramp(_Form, Generic[Number]):
 
 
 class Piecewise(_Form, Generic[Number]):
-    """Schedule of several numbers, with the steps at which each number but the first begins."""
+    """Schedule of several numbers. ``steps`` are the steps from which the second, third, ... number
+    applies."""
 
     schedule: str
     values: list[Number] = Field(min_length=1)
@@ -194,8 +195,9 @@ def _parse(raw: Any, number: Any, name: str) -> Value:
     object, and pydantic adds the key.
 
     Args:
+        raw: what the user wrote.
         number: type of the numbers.
-        name: word for such a number in errors.
+        name: what errors call a number of this type, such as "integer".
     """
     if isinstance(raw, Mapping):
         form = form_of(raw)
@@ -251,13 +253,13 @@ REMOVED = {
     "checkpoint.eigenbasis": "was removed in 0.2, because eigenbases are now always saved, so that "
     "resuming is exact: leave the key out",
 }
-"""Key, or key=value, of an earlier version -> what became of it and what to do."""
+"""dict from a key, or key=value, of an earlier version to what became of it and what to do."""
 AUTO = "auto"
 """Hugging Face's word for "choose for me"; the same as null."""
 KEY = "kfac"
 """Name of our block in a DeepSpeed config."""
 OF_OPTIMIZER = ("lr", "adam_lr", "betas", "eps", "weight_decay", "torch_adam")
-"""Parameters of KFACAdamW, which are no keys of the block."""
+"""Parameters of KFACAdamW, which are not keys of the "kfac" block."""
 
 
 def without_nulls(values: Mapping[str, Any], model: Model) -> dict[str, Any]:
@@ -281,6 +283,7 @@ def explain(detail: Any, block: Mapping[str, Any], model: Model) -> str:
     Args:
         detail: an element of ``ValidationError.errors()``.
         block: what the user wrote for ``model``.
+        model: model of the whole block.
     """
     location = detail["loc"]
     error_type = detail["type"]
@@ -326,7 +329,8 @@ def _nest(path: str, value: Any) -> str:
 
 
 def _such_as(location: tuple[str, ...], got: Any, model: Model) -> str:
-    """Return an example of the object that a block must be."""
+    """Return the end of an error message: an example of the object that a block must be, or the
+    names of its keys."""
     for name in location:
         model = _inner_model(model.model_fields[name], None) or BaseModel
     if "value" in model.model_fields and isinstance(got, (int, float)):
@@ -336,16 +340,17 @@ def _such_as(location: tuple[str, ...], got: Any, model: Model) -> str:
 
 
 def _nearest(location: tuple[str, ...], block: Mapping[str, Any], model: Model) -> str:
-    """Return a hint at the valid key that is closest to an unknown key. The keys of the same block
-    are searched first, then the keys of all blocks.
+    """Return a hint that names the valid key most similar to an unknown key. The keys of the same
+    block are searched first, then the keys of all blocks.
 
     Args:
-        location: the unknown key, after the names of the blocks around it.
+        location: the names of the blocks around the unknown key, and then the key itself.
         block: what the user wrote for ``model``.
+        model: model of the whole block.
     """
     *parents, key = location
     if key in OF_OPTIMIZER:
-        return "this parameter of KFACAdamW belongs into optimizer.params of the DeepSpeed config"
+        return "this parameter of KFACAdamW belongs in optimizer.params of the DeepSpeed config"
     prefix = "".join(f"{parent}." for parent in parents)
     inner = model
     in_schedule = False
@@ -373,8 +378,8 @@ def _nearest(location: tuple[str, ...], block: Mapping[str, Any], model: Model) 
 
 
 def _inner_model(field: FieldInfo | None, raw: Any) -> Model | None:
-    """Return the model of a field that is a block or, with this raw value, a schedule object; else
-    None."""
+    """Return the pydantic model for a field's value if the field is a block, or if the raw value is
+    a schedule object. Otherwise return None."""
     annotation = field.annotation if field else None
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
@@ -422,7 +427,7 @@ def find_block(ds_config: Mapping[str, Any]) -> Any | None:
 
 def read_config(source: Mapping[str, Any] | str | os.PathLike) -> Mapping[str, Any]:
     """Return a DeepSpeed config from a mapping or a JSON file, which may have comments. Raises
-    ValueError if it is no JSON object."""
+    ValueError if the config is not a JSON object."""
     try:
         config = source if isinstance(source, Mapping) else hjson.loads(Path(source).read_text())
     except (OSError, ValueError) as problem:

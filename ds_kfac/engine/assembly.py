@@ -41,6 +41,12 @@ def assembled(
     """Make an engine's job and run its self-test. Returns the job, and the scan of the engine's
     model. Collective.
 
+    Args:
+        engine: the DeepSpeed engine.
+        config: the "kfac" block without nulls, as ``rule.resolved`` returns it.
+        answers: a text for each value that was chosen for a null, for the report.
+        rule: the update rule of the engine's optimizer.
+
     Raises:
         ValueError: on every rank, if no layer can be preconditioned, or if no plan can be made, for
             example because K-FAC would need more memory than the config allows.
@@ -162,8 +168,8 @@ def _head_shapes(engine: Any) -> set[tuple[int, int]] | None:
 
 
 def _sequence(engine: Any) -> int:
-    """Return the number of consecutive ranks that hold the parts of one sequence. If those ranks
-    are not consecutive, return the number of all ranks. Collective under sequence parallelism."""
+    """Return the number of ranks that hold the parts of one sequence, if these ranks are
+    consecutive. Otherwise return the number of all ranks. Collective under sequence parallelism."""
     size = engine.sequence_parallel_size
     if size == 1:
         return 1
@@ -176,9 +182,9 @@ def _sequence(engine: Any) -> int:
 
 
 def _costs(device: torch.device) -> CostModel:
-    """Return the builtin cost model, the same on every rank.
+    """Return the builtin cost model. It is the same on every rank.
 
-    If all nodes of the job are alike, the model contains the number of processes per node, which
+    If all nodes of the job are alike, the cost model has the number of processes per node, which
     the launcher sets in the environment. Collective.
     """
     node_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
@@ -239,15 +245,15 @@ def _budgets(views: Sequence[EngineView], config: KFACConfig) -> list[KFACConfig
 
 
 def _check_copies(views: Sequence[EngineView], plans: Sequence[Plan]) -> None:
-    """Raise ValueError on every rank if tensor-parallel ranks would step their copies of a layer
+    """Raise ValueError on every rank if tensor-parallel ranks would update their copies of a layer
     differently. Collective under tensor parallelism.
 
-    Each tensor-parallel rank has a plan of its own, in which another rank may compute the result
-    for a copied layer. So the result must not depend on which rank computes it. Three rules ensure
-    this. The copy uses the rows of all ranks. It is rounded as if it were sent to another rank
-    (``comm/reduce.py``, ``step/messages.py``, ``zero/exchange.py``). It follows the schedule
-    without an offset. Results would still differ if the plans' messages had different dtypes, so
-    this function compares the dtypes.
+    Each tensor-parallel rank has its own plan, and these plans may have different ranks compute the
+    result for a copied layer. So the result must not depend on which rank computes it. Three rules
+    ensure this. A copied layer uses the rows of all ranks. Its values are rounded as if they were
+    sent to another rank (``comm/reduce.py``, ``step/messages.py``, ``zero/exchange.py``). Its
+    factors follow the schedule without an offset. Results would still differ if the plans' messages
+    had different dtypes, so this function compares the dtypes.
     """
     if views[0].domain.shard[1] > 1 and len(set(gathered(str(plans[0].wire)))) > 1:
         raise ValueError(

@@ -8,8 +8,8 @@ changed; no class is patched.
   and torch would then leave the module uncompiled for good. All other steps run the same graphs as
   without K-FAC.
 - ``step`` is wrapped to drop captured data if an error occurs before the optimizer's step.
-- ``save_checkpoint`` and ``load_checkpoint`` are wrapped to save and load our state, and
-  ``destroy`` to detach.
+- ``save_checkpoint`` and ``load_checkpoint`` are wrapped to save and load our state.
+- ``destroy`` is wrapped to detach.
 """
 
 import os
@@ -52,13 +52,13 @@ _ATTACHED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]]" = (
     weakref.WeakKeyDictionary()
 )
 NEW = (
-    "K-FAC does not step some parameters, because they were frozen or not in the model at attach. "
-    "DeepSpeed steps such parameters only at stage 0 in fp32. A parameter that was not in the "
-    "model must also be added to the optimizer. Add parameters before deepspeed.initialize, and "
-    "freeze parameters after it (docs/howto/frameworks.md). The parameters: "
+    "K-FAC does not update some parameters, because they were frozen or not in the model at "
+    "attach. DeepSpeed updates these parameters only at stage 0 in fp32. A parameter that was not "
+    "in the model must also be added to the optimizer. Add parameters before deepspeed.initialize, "
+    "and freeze parameters after it (docs/howto/frameworks.md). The parameters: "
 )
 BY_HAND = (
-    "optimizer.load_state_dict does not load K-FAC's state, which stays as it is; "
+    "optimizer.load_state_dict does not load K-FAC's state, so this state has not changed; "
     "engine.load_checkpoint loads the optimizer's state and K-FAC's state"
 )
 BROKEN = (
@@ -66,7 +66,7 @@ BROKEN = (
     "factors, as with any optimizer: load a checkpoint before you continue"
 )
 OUTSIDE = "gradients of other backwards"
-"""Key in ``Attachment._warned`` of the warning about backward passes outside of the engine."""
+"""Entry of ``Attachment._warned`` for the warning about backward passes outside of the engine."""
 HANDLE = "kfac"
 """Name of the engine's attribute that holds the :class:`Attachment`."""
 
@@ -118,9 +118,9 @@ class Attachment:
             # a domain may have no weights to rescale, for example stacked experts or a pipeline
             # stage with norms only
             self._rescalings = [rescaling for rescaling in rescalings if rescaling.weights]
-        self._installed = ExitStack()  # of wrappers and hooks
+        self._installed = ExitStack()  # removes wrappers and hooks
         self._captured = False
-        # not decorators, because they would import torch's compiler together with this file
+        # not used as a decorator, which would import torch's compiler together with this file
         self._uncompiled = torch.compiler.disable(self._captured_forward)
         self._wrap_engine(config)
         self._warn_of_loads_by_hand(kfac.engine_view.inner)
@@ -203,9 +203,9 @@ class Attachment:
         return {**counters(self.job), **health(self.job), **self._constants()}
 
     def explain(self, layer: str | None = None) -> str:
-        """Describe a layer's state: the updates of its factors; the eigenbasis in use, or the
-        reason why there is no eigenbasis; the steps of the next update and refresh; and the ranks
-        that compute these.
+        """Describe a layer's state. The text has the updates of the layer's factors, the eigenbasis
+        in use (or the reason why there is none), and the steps of the next update and refresh with
+        the ranks that compute them.
 
         Call this method between steps. It is local, so a single rank may call it.
 
@@ -226,9 +226,9 @@ class Attachment:
 
     def log_constants(self) -> dict[str, float]:
         """Return numbers for the first line of a framework's logs: the fraction of the trained
-        matrix parameters that is in K-FAC's layers, the fraction in layers with curvature, and
-        learning rates as multiples of the optimizer's. The result is empty if the config has
-        ``"report": "none"``."""
+        matrix parameters that is in K-FAC's layers, the fraction that is in layers with curvature,
+        and learning rates as multiples of the optimizer's learning rate. The result is empty if the
+        config has ``"report": "none"``."""
         if self._reports:
             return {PREFIX + name: value for name, value in self._constants().items()}
         return {}
@@ -285,14 +285,14 @@ class Attachment:
         between steps.
 
         Raises:
-            FactorsError: on every rank, if the folder could not be written or no step has been
-                trained.
+            FactorsError: on every rank, if the folder could not be written, or if there has been no
+                training step.
         """
         return export(self.job, Path(path))
 
     def begin_from(self, path: str | os.PathLike) -> None:
         """Load factors from a folder that :func:`ds_kfac.fit` or :meth:`export` has written, and
-        decompose them. K-FAC then begins with these factors, not with factors of the first batches.
+        decompose them. K-FAC then begins with these factors instead of those of the first batches.
 
         Collective. Call this method between steps: before the first step, or after a move from
         AdamW.
@@ -472,7 +472,7 @@ class Attachment:
             return original(*args, **kwargs)
         except BaseException:
             self.preconditioner.seam.forget()
-            # the error came before K-FAC's step; at stage 0 the seam does not notice it
+            # the error came before K-FAC's step; at stage 0 the seam does not notice such an error
             if self.job.steps == steps:
                 self.job.drop_step()
             raise

@@ -50,8 +50,9 @@ from ds_kfac.log import say, warn
 from ds_kfac.lr_schedulers.polynomial_decay import PolynomialDecay
 
 _plain_initialize: Callable[..., tuple] = deepspeed.initialize
-"""DeepSpeed's own function. Our function replaces it when ds_kfac is imported. Until :func:`enable`
-is called, our function only warns."""
+"""DeepSpeed's own function. Our function replaces it when ds_kfac is imported. Unless K-FAC is
+enabled, our function attaches K-FAC only to engines with KFACAdamW, and warns about other engines
+with a "kfac" block."""
 _enabled: bool | None = None
 """Whether :func:`enable` or :func:`disable` was called last. None if neither was called; in this
 case the environment variable ``DS_KFAC`` decides."""
@@ -65,8 +66,9 @@ YES, NO = ("1", "true", "yes", "on"), ds_kfac_startup.NO
 """Valid values of ``DS_KFAC``."""
 NOT_ENABLED = (
     'not attached: the config has a "kfac" block, but ds_kfac.enable() was not called before '
-    "deepspeed.initialize, so this engine trains without K-FAC. Call it there, start the script "
-    "with `python -m ds_kfac run` or DS_KFAC=1, or call ds_kfac.attach(engine) now"
+    "deepspeed.initialize, so this engine trains without K-FAC. Either call ds_kfac.enable() "
+    "before deepspeed.initialize, or start the script with `python -m ds_kfac run` or DS_KFAC=1, "
+    "or call ds_kfac.attach(engine) now"
 )
 
 on_attached: list[Callable[[], None]] = []
@@ -82,8 +84,8 @@ NO_ENGINE = (
 )
 ATTACHED = "ds_kfac: this engine already has K-FAC, so this call of ds_kfac.attach changes nothing"
 FROZEN = (
-    "ds_kfac: all parameters are frozen: unfreeze the parameters to be trained, or, if you only "
-    "want to evaluate, use ZeRO stage 0 or 3"
+    "ds_kfac: all parameters are frozen: unfreeze the parameters to be trained. If you only want "
+    "to evaluate, use ZeRO stage 0 or 3"
 )
 NOT_NAMED = (
     'the DeepSpeed config does not name K-FAC. Set the optimizer to {"type": "KFACAdamW"}, or add '
@@ -140,8 +142,9 @@ def _initialized(bound: inspect.BoundArguments, *, wanted: bool) -> tuple[Any, A
     Args:
         bound: the arguments of ``deepspeed.initialize``.
         wanted: whether to attach K-FAC if the config has a "kfac" block. If False, K-FAC is
-            attached only to an engine with a KFACAdamW, which DeepSpeed alone cannot step. The
-            KFACAdamW may be named in the config, passed as an object, or made by a function.
+            attached only to an engine with KFACAdamW, because DeepSpeed alone cannot step this
+            optimizer. The config may name KFACAdamW, or the program may pass it as an object or a
+            function that makes it.
     """
     arguments = bound.arguments
     source = _config_source(arguments) or {}
@@ -180,7 +183,9 @@ def _prepare(
     """Change the arguments of ``deepspeed.initialize`` to what an engine with K-FAC needs.
 
     Args:
+        arguments: the arguments, which are changed in place.
         source: the DeepSpeed config.
+        rule: the update rule of the optimizer.
         config: the "kfac" block of the DeepSpeed config. It is parsed before the engine is built,
             so that a wrong block fails at once.
     """
@@ -239,7 +244,9 @@ def _attach_or_say_why_not(engine: Any, block: Any, *, wanted: bool) -> None:
     """Attach K-FAC to a new engine, or say why it is not attached.
 
     Args:
+        engine: the new engine.
         block: the "kfac" block that was found in the arguments, or None.
+        wanted: whether to attach K-FAC, as in :func:`_initialized`.
     """
     block = find_block(engine.config) if block is None else block
     if _rule_of(engine).optimizer_type is not None:
@@ -270,9 +277,12 @@ def _attach_or_say_why_not(engine: Any, block: Any, *, wanted: bool) -> None:
 
 
 def _remember(why: str | None) -> None:
-    """Record why an engine has no K-FAC, unless an earlier engine has it or was switched off by
-    ``"enabled": false``. ``why``: the reason; None if ``"enabled": false`` switched this engine
-    off."""
+    """Record why an engine has no K-FAC, unless an earlier engine has K-FAC or has a config with
+    ``"enabled": false``.
+
+    Args:
+        why: the reason; None if this engine's config has ``"enabled": false``.
+    """
     global _unattached
     _unattached = None if _unattached is None else why
 
@@ -285,14 +295,15 @@ def unattached() -> str | None:
 
 
 def enabled() -> bool:
-    """Return whether ``deepspeed.initialize`` must attach K-FAC. :func:`enable` or :func:`disable`
-    decides. If neither was called, ``DS_KFAC`` decides; it is read at each call, because a script
-    may set it after it has imported ds_kfac. Raises ValueError as :func:`asked_for` does."""
+    """Return whether ``deepspeed.initialize`` must attach K-FAC. The last call of :func:`enable` or
+    :func:`disable` decides. If neither was called, ``DS_KFAC`` decides. It is read each time,
+    because a script may set it after it has imported ds_kfac. Raises ValueError as
+    :func:`asked_for` does."""
     return asked_for(os.environ.get("DS_KFAC", "")) if _enabled is None else _enabled
 
 
 def asked_for(word: str) -> bool:
-    """Return whether this value of ``DS_KFAC`` asks for K-FAC. Raises ValueError for a word that is
+    """Return whether a value of ``DS_KFAC`` asks for K-FAC. Raises ValueError for a word that is
     neither in YES nor in NO."""
     if word.strip().lower() not in (*YES, *NO):
         raise ValueError(
@@ -346,7 +357,7 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
         config: the "kfac" block; None: the "kfac" block of the engine's config.
 
     Returns the attachment, which is also ``engine.kfac``. If the engine already has an attachment,
-    returns the existing attachment. Returns None if the block has ``"enabled": false``.
+    this attachment is returned. Returns None if the block has ``"enabled": false``.
 
     Raises:
         ValueError: ``engine`` is not an engine, there is no "kfac" block, the block is wrong or

@@ -54,8 +54,8 @@ def graph(root: Node | None) -> Iterator[Node]:
 
 
 class LossSampling:
-    """Keeps the prediction of each forward pass until its backward pass, and passes the gradients
-    of a sampled loss to the :class:`~ds_kfac.model.capture.Capture`, which adds up the statistics.
+    """Keeps the prediction of each forward pass until its backward pass. Passes the gradients of a
+    sampled loss to the :class:`~ds_kfac.model.capture.Capture`, which adds up the statistics.
 
     Attributes:
         sampler: function that draws labels and computes the loss.
@@ -66,7 +66,7 @@ class LossSampling:
         factor = kfac.config.factor
         modules = dict(engine.module.named_modules())
         self.sampler: Sampler = SAMPLERS[factor.sampler]
-        # a prediction is kept as long as calls of its forward pass are pending
+        # a prediction is kept as long as layer calls of its forward pass are pending
         self._predictions: WeakKeyDictionary[Forward, Any] = WeakKeyDictionary()
         # DeepSpeed's OutputBackwardHookManager of each forward pass whose outputs still exist
         self._managers: WeakSet = WeakSet()
@@ -76,7 +76,7 @@ class LossSampling:
             self._predicting.register_forward_hook(self._keep),
         ]
         self._generator = torch.Generator(device=kfac.device)
-        self._drawn = 0  # number of predictions in step self._step for which labels were drawn
+        self._drawn = 0  # number of draws of labels in step self._step, one per prediction
         self._step = -1
         self._warned = False
 
@@ -157,8 +157,8 @@ class LossSampling:
         depend on an input."""
         if not loss.requires_grad or not inputs:
             return [None] * len(inputs)
-        # meanwhile, outputs of engine.forward must pass gradients on unchanged and start no engine
-        # backward
+        # during this pass, the outputs of engine.forward must pass gradients on unchanged, and must
+        # not begin a backward pass of the engine
         saved = [(one, one.preprocess_done, one.preprocess_per_tensor_fn) for one in self._managers]
         for manager, _, _ in saved:
             manager.preprocess_done = True

@@ -36,8 +36,8 @@ def announcing(engine: Any, job: Job) -> dict[type, Any]:
 
 
 class _Joined(Function):
-    """A scalar function of a stage's outputs. Its gradients with respect to them are the gradients
-    that the next stage has sent."""
+    """A scalar function of a stage's outputs. Its gradient with respect to each output is the
+    gradient that the next stage has sent for this output."""
 
     @staticmethod
     def forward(ctx: Any, gradients: Sequence[Tensor], *outputs: Tensor) -> Tensor:
@@ -54,8 +54,8 @@ def joined(engine: Any, buffer_id: int) -> Iterator[None]:
     """Make DeepSpeed run one backward pass for all outputs of a stage inside this context.
 
     DeepSpeed alone runs a backward pass for each floating-point output. A layer would then get its
-    gradient in parts, and the sum of the parts' squares is not the square of their sum. So one
-    scalar replaces the outputs.
+    gradient in parts, and the sum of the parts' squares is not the square of their sum. So the
+    outputs are replaced by one scalar.
     """
     outputs = None if engine.is_last_stage() else engine.pipe_buffers["outputs"][buffer_id]
     floating = []

@@ -1,5 +1,5 @@
 """A table of the engine modes and config combinations in which K-FAC would be wrong or silently
-off. It can be checked for an engine, or for a DeepSpeed config without an engine."""
+off. An engine can be checked against it, or a DeepSpeed config without an engine."""
 
 import socket
 from collections.abc import Callable, Mapping
@@ -82,9 +82,9 @@ class Context:
 
 
 def without_optimizer(engine: Any) -> bool:
-    """Return whether an engine has no optimizer and cannot train. Such an engine still has an
-    object in the optimizer's place: with ZeRO-3 the object that gathers parameters, with bf16 a
-    wrapper with master weights around a dummy optimizer."""
+    """Return whether an engine has no optimizer and cannot train. The ``optimizer`` attribute of
+    such an engine still holds an object. With ZeRO-3 this object gathers parameters. With bf16 it
+    is a wrapper with master weights around a dummy optimizer."""
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     return inner is None or isinstance(inner, (DummyOptim, DeepSpeedZeRoOffload))
 
@@ -378,8 +378,9 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
         "optimizer, or build the layers as shards, as Megatron does",
     ),
 }
-"""Name of a mode or combination -> (function that returns whether an engine or config has it, given
-its :class:`Context`; text with the reason and the remedy). Used by attach and by the estimator.
+"""dict from the name of a mode or combination to a pair: a function that returns whether a
+:class:`Context` has it, and a text with the reason and the remedy. Used by attach and by the
+estimator.
 
 Every rank checks the entries in this order, because some checks are collective if there is an
 engine.

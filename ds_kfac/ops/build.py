@@ -1,6 +1,6 @@
 """Compile the CUDA library from csrc/cuda with nvcc, either ahead of time or at first use.
 
-Each combination of sources and flags has its own library file. The file lies next to the package if
+Each combination of sources and flags has its own library file. The file lies inside the package if
 it was built ahead of time, otherwise in the cache folder. If neither folder has the file, the
 library is compiled under a lock. The lock is released when the process that holds it ends, and a
 process that waits too long for the lock compiles without it. A finished library is renamed into
@@ -51,7 +51,7 @@ def source_folder() -> Path:
 
 def sources(folder: Path | None = None) -> list[Path]:
     """Return the files to compile: all ``*.cu`` files of ``folder``, or of ``csrc/cuda`` if it is
-    None. They include the headers."""
+    None. Headers are not listed, because these files include them."""
     return sorted((folder or source_folder()).glob("*.cu"))
 
 
@@ -85,8 +85,9 @@ def build(
     """Return the path of the shared library, and compile it first if there is none.
 
     Args:
-        compiler: returns the path of a compiler. It is called only to compile, because a library
-            that was built ahead of time needs no compiler.
+        compiler: returns the path of a compiler. It is called only if the library must be compiled,
+            so a machine with a library that was built ahead of time needs no compiler.
+        flags: the compiler's flags.
         source: folder of the sources; None: ``csrc/cuda``.
         into: folder of the library; None: :data:`BUILT` if the library is there, otherwise
             :func:`folder`.
@@ -180,13 +181,14 @@ def nvcc_flags(architectures: Sequence[str]) -> list[str]:
 
 
 def installed(architecture: str) -> Path | None:
-    """Return the path of a library that was built ahead of time and runs on a GPU, or None.
+    """Return the path of a library that was built ahead of time and that runs on a GPU of this
+    architecture, or None.
 
     A GPU also runs a library that was built for an older GPU of the same generation, unless the
     architecture of the library ends in a letter, as "90a" does.
 
     Args:
-        architecture: the GPU's architecture as nvcc names it.
+        architecture: the GPU's architecture as nvcc names it, such as "90a".
     """
     names = [architecture]
     if architecture.isdigit():
@@ -197,8 +199,8 @@ def installed(architecture: str) -> Path | None:
 
 
 def load(architecture: str) -> ctypes.CDLL:
-    """Load the library for a GPU and build it first if necessary. Raise RuntimeError with the
-    reason if it cannot be built or loaded."""
+    """Load the library for a GPU architecture, and build it first if necessary. Raise RuntimeError
+    with the reason if the library cannot be built or loaded."""
     try:
         return ctypes.CDLL(str(installed(architecture) or build(nvcc, nvcc_flags([architecture]))))
     except OSError as problem:

@@ -4,9 +4,9 @@ An implementation raises ``NotMadeFor`` before it writes anything if it does not
 stride or a size. Plain torch supports all arguments and runs instead. Both the implementation and
 plain torch raise a ValueError for wrong arguments, such as shapes that do not fit.
 
-The first time a compiled op is used, its results are compared with those of plain torch. This is
-done in every dtype of the op and on two unusual shapes: the first is computed by a single program,
-and the second has many tiles. Rows and matrices contain small integers, so products and sums are
+The first time a compiled op is used, its results are compared with those of plain torch, in every
+dtype of the op and on two unusual shapes. A kernel computes the first shape in a single program,
+and the second in many tiles. Rows and matrices contain small integers, so products and sums are
 exact in every dtype. The outcome is stored in a file in the build folder, for this combination of
 sources, versions, driver and GPU. Delete this file to check again. ``DS_KFAC_CHECK_OPS=0`` turns
 the check off.
@@ -56,7 +56,7 @@ def gpu_architecture() -> str:
 
 
 class NotMadeFor(ValueError):
-    """An implementation has no code for its arguments. It has written nothing."""
+    """An implementation does not support its arguments. It has not written anything."""
 
 
 def guarded(backend: str, op: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,8 +73,8 @@ def guarded(backend: str, op: str, implementation: Callable[..., Any]) -> Callab
         try:
             return implementation(*args, **kwargs)
         except NotMadeFor:
-            # Torch runs below, outside of the handler. Inside, an error of torch would name this
-            # exception as its cause.
+            # Plain torch runs below, outside of this handler. Inside it, an error of torch would
+            # name this exception as its cause.
             pass
         except (ValueError, torch.OutOfMemoryError):
             raise
@@ -106,8 +106,8 @@ def check_device(op: str, tensors: Sequence[Any], device_type: str | None) -> No
 
 
 SIDES = ((65, 63), (33, 648))
-"""(rows, columns) of the matrices with which ops are checked. The second shape is aligned, and wide
-enough to use the tiles of large sides."""
+"""(rows, columns) of the matrices with which ops are checked. The rows of the second shape are
+aligned, and long enough for the tiles that large sides use."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALLOWED = 1e-5
 """Largest allowed difference from plain torch, relative to the largest value. fp32 divisions and
@@ -125,7 +125,8 @@ def _whole(*shape: int, seed: int = 0) -> Tensor:
 
 
 def probes(op: str, dtype: torch.dtype) -> list[Call]:
-    """Return the calls with which an op is checked, as (arguments, options) on the CPU."""
+    """Return the calls with which an op is checked: pairs (arguments, options), with tensors on the
+    CPU."""
     sides = [side for _, side in SIDES]
     numels = [packed_numel(side) for side in sides]
     squares = [x + x.T for x in (_whole(side, side) for side in sides)]
@@ -176,7 +177,7 @@ PROBED: dict[str, tuple[torch.dtype, ...]] = {
     **dict.fromkeys(("syrk_accumulate_", "symmetric_pack_into_", "symmetric_unpack_from"), DTYPES),
     **dict.fromkeys(("ema_update_", "adam_step_", "finish_direction_"), DTYPES[:1]),
 }
-"""Every op that a backend compiles -> the dtypes in which it is checked."""
+"""dict from each op that a backend compiles to the dtypes in which it is checked."""
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -230,14 +231,16 @@ def difference(actual: Tensor, expected: Tensor) -> float:
 def faults(
     compiled: Mapping[str, tuple[str, Callable[..., Any]]], device: torch.device
 ) -> dict[str, str]:
-    """Check compiled ops on a device. Return op -> reason, for each op that must not be used there.
+    """Check compiled ops on a device. Return a dict from each op that must not be used there to the
+    reason.
 
     The processes of a machine check one after the other. An op is entered in the file of outcomes
     before it is checked. If the check kills its process, the next process does not run the op
     again.
 
     Args:
-        compiled: op -> (backend, implementation).
+        compiled: dict from op to (backend, implementation).
+        device: the device.
     """
     if os.environ.get("DS_KFAC_CHECK_OPS") == "0":
         return {}
@@ -259,8 +262,8 @@ def faults(
 def _checked(
     compiled: Mapping[str, tuple[str, Callable]], device: torch.device, path: Path | None
 ) -> dict[str, str]:
-    """Return ``OP by BACKEND`` -> what is wrong with the op, or "". Ops that are not yet in the
-    file ``path`` are checked and added to the file."""
+    """Return a dict from ``OP by BACKEND`` to what is wrong with the op, or "". Ops that are not
+    yet in the file ``path`` are checked and added to the file."""
     results: dict[str, str] = {}
     with suppress(OSError, ValueError):
         results = json.loads(path.read_text()) if path else {}

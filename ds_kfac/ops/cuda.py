@@ -19,8 +19,8 @@ from ds_kfac.ops.functional import Tensors, packed_numel
 
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int}
 _SIGNATURES = {"pack": "piippppp", "unpack": "piippppp", "ema_update": "ppippppppp"}
-"""Launcher in csrc/cuda -> types of its arguments, one letter of ``_TYPES`` each. The last argument
-is the stream."""
+"""dict from launcher in csrc/cuda to the types of its arguments, one letter of ``_TYPES`` per
+argument. The last argument is the stream."""
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_DIM = 1 << 20
 
@@ -193,7 +193,7 @@ class CudaOps:
 
 def load() -> Mapping[str, Callable[..., Any]]:
     """Return a mapping from op to implementation. The library is built at first use. Raise
-    RuntimeError with the reason if it cannot run here."""
+    RuntimeError with the reason if the library cannot run here."""
     reason = check.gpu_problem()
     if reason:
         raise RuntimeError(reason)

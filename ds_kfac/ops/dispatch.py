@@ -1,5 +1,5 @@
-"""The ops that other folders call. Each runs on the backend chosen for the device of its tensors:
-the requested backend, or the best one that can run there.
+"""The ops that other folders call. Each op runs on the backend that was chosen for the device of
+its tensors: the requested backend, or the best backend that can run there.
 
 The choice applies to the whole process, because callers of ops do not know the config.
 ``ops/functional.py`` defines what each op computes.
@@ -48,8 +48,8 @@ BACKENDS: dict[str, Backend] = {
     "cuda": Backend("cuda", cuda.load),
     "torch": Backend(None, lambda: {op: getattr(functional, op) for op in OPS}),
 }
-"""Name of a backend -> the backend, the best first. Triton has the products and Adam, and CUDA has
-the ops that process many layers in one launch. No op is in both Triton and CUDA."""
+"""Backends by name, the best first. ``triton`` has the matrix products and Adam, and ``cuda`` has
+the ops that process many layers in one launch. No op is in both of them."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,10 @@ class BackendChoice:
     """The implementations chosen for one device type.
 
     Attributes:
-        ops: op -> (backend, implementation). Implementations of compiled backends are wrapped by
-            :func:`guarded`.
-        missing: backend or op -> why it is not used here. Plain torch computes such an op.
+        ops: dict from op to (backend, implementation). Implementations of compiled backends are
+            wrapped by :func:`guarded`.
+        missing: dict from a backend or op that is not used here to the reason. Plain torch computes
+            the ops in this dict.
     """
 
     ops: Mapping[str, tuple[str, Implementation]]
@@ -67,8 +68,8 @@ class BackendChoice:
 
     @property
     def replaced(self) -> dict[str, str]:
-        """Op -> what is wrong with a backend's implementation of the op, here or on another
-        rank."""
+        """dict from op to what is wrong with a backend's implementation of the op, here or on
+        another rank."""
         return {name: why for name, why in self.missing.items() if name in OPS}
 
     def __str__(self) -> str:
@@ -92,8 +93,9 @@ def use(
     """Choose this process's backends, and build them if necessary.
 
     Args:
-        backend: used for every op that it has; None: the best backend for each op.
-        without: backend or op -> why it must not be used.
+        backend: name of the backend for every op that it has; None: the best backend for each op.
+        device: device type for which the backends are chosen.
+        without: dict from a backend or op that must not be used to the reason.
 
     Raises:
         ValueError: ``backend`` cannot run on ``device``. The message says why.

@@ -33,8 +33,9 @@ def block_product(left: Sequence[Tensor], x_OI: Tensor, right: Sequence[Tensor])
     n matrices [n, O, I].
 
     Args:
-        left, right: one tensor [blocks, b, b] for each run of blocks of equal size b, with the
-            blocks of the first matrix first. An empty sequence stands for the identity.
+        left, right: one tensor [blocks, b, b] for each run of consecutive blocks of one size b. If
+            x is n matrices, the blocks of the first matrix come first. An empty sequence stands for
+            the identity.
     """
     for matrices, columns in ((left, False), (right, True)):
         # each matrix has exactly one block
@@ -279,8 +280,8 @@ def adam_step_(
     In the direction, x has the weight that it will have in m one step later (NAdam, Dozat 2016).
 
     Args:
-        direction_nOI: fp32, overwritten. A matrix that is not usable gets zeros. The tensor may be
-            ``x_nOI`` itself.
+        direction_nOI: fp32, overwritten. The direction of a matrix that is not usable becomes zero.
+            The tensor may be ``x_nOI`` itself.
         x_nOI: fp32, the gradients.
         first_nOI, second_nOI: fp32, the moments m and v, without bias correction.
         updates_n: fp32, k: the number of gradients that the moments hold.
@@ -386,8 +387,9 @@ def in_fp32(betas: tuple[float, float]) -> tuple[float, float]:
 
 
 CPU_CHUNK, CHUNK = 1 << 16, 1 << 22
-"""Number of elements that a chain of elementwise passes processes at a time. On a CPU a chunk fits
-into a core's cache. On other devices each temporary takes at most 16 MiB."""
+"""Number of elements that a chain of elementwise passes processes at a time, on a CPU and on other
+devices. On a CPU a chunk fits into a core's cache. On other devices each temporary takes at most 16
+MiB."""
 
 
 def in_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

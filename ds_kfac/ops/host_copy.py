@@ -1,4 +1,4 @@
-"""An asynchronous copy of a tensor to the host. The device makes it while it does other work."""
+"""An asynchronous copy of a tensor to the host. The device copies while it does other work."""
 
 import torch
 from torch import Tensor

@@ -90,7 +90,7 @@ def damped(value) -> dict:
         ({"factor": {"decay": {**RAMP, "schedule": "exponential", "start": 0}}}, "decay.start: "),
         ({"preconditioner": {"kl_clip": -1}}, "kl_clip: got -1; input should be greater than or"),
         ({"eigenbasis": {"refresh_interval": 0}}, "got 0; input should be greater than or equal"),
-        ({"adam_lr": 1}, "KFACAdamW belongs into optimizer.params"),
+        ({"adam_lr": 1}, "KFACAdamW belongs in optimizer.params"),
         ({"kl_clip": 1}, "kfac.kl_clip: unknown key; did you mean kfac.preconditioner.kl_clip?"),
         ({"factor": {"update_interval": "10"}}, "update_interval: got '10'; input should be a val"),
         ({"factor": 3}, "kfac.factor: got 3; must be an object"),

@@ -11,7 +11,7 @@ from typing import Any
 from ds_kfac.ops import check
 
 MODULES = {"adam_step_": "scale", "finish_direction_": "scale", "syrk_accumulate_": "syrk"}
-"""Op -> the module of this folder that implements it."""
+"""dict from op to the module of this folder that implements it."""
 
 
 def unavailable() -> str | None:

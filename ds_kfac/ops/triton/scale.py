@@ -38,8 +38,8 @@ def on_device_of(x: Tensor) -> AbstractContextManager:
 
 @triton.jit
 def scalar(value, IN_MEMORY: tl.constexpr):
-    """Return a scalar. It is loaded if a device pointer was passed, so that the host need not wait
-    for the value."""
+    """Return a scalar that was passed as a number or by a device pointer. With a pointer, the host
+    need not wait for the value."""
     if IN_MEMORY:
         return tl.load(value).to(tl.float32)
     else:
@@ -48,15 +48,15 @@ def scalar(value, IN_MEMORY: tl.constexpr):
 
 @triton.jit
 def lerp(now, old, decay):
-    """Return decay old + (1 - decay) now. Like torch.lerp, it adds to the operand with the larger
-    weight, so that both functions round alike."""
+    """Return decay old + (1 - decay) now. Like torch.lerp, this function adds to the operand with
+    the larger weight, so that both functions round alike."""
     return tl.where(decay < 0.5, now + (old - now) * decay, old - (old - now) * (1.0 - decay))
 
 
 @triton.jit
 def correction(steps, log_decay):
-    """Return 1 - decay^steps. A series is used where the power is close to 1, because the
-    difference would suffer from cancellation."""
+    """Return 1 - decay^steps. If the power is close to 1, the result is computed by a series,
+    because the difference would suffer from cancellation."""
     y = steps * log_decay
     series = 1.0 + y / 8.0
     for i in tl.static_range(6):

@@ -1,9 +1,9 @@
 """Kernel that adds X^T X to a packed fp32 triangle. It computes only tiles of the lower triangle,
 and needs neither a [D, D] matrix nor a second pass to pack it.
 
-``CHOSEN`` has the tiles for each kind of device and each side. The tiles for sm_90 are the fastest
-in a sweep on an H100. The others were computed, not measured. No configuration spills registers on
-its devices, with or without tensor descriptors, and tests check this.
+``CHOSEN`` has the tile sizes for each kind of device and each side length. Those for sm_90 were the
+fastest in a sweep on an H100. The others were computed, not measured. Tests check that no
+configuration spills registers on its devices, with or without tensor descriptors.
 
 Shape suffixes: N rows, D the side of a factor, P = D(D+1)/2 the length of a packed triangle.
 Element (r, c) of a packed triangle lies at r(r+1)/2 + c.
@@ -61,6 +61,7 @@ class SyrkConfig:
     Attributes:
         block: number of rows of a tile. A square tile has as many columns.
         chunk: number of rows of x that are multiplied at a time.
+        warps, stages: Triton's launch options ``num_warps`` and ``num_stages``.
         resident: number of programs for which a multiprocessor has registers and shared memory.
         group: number of tile rows whose tiles are computed column by column, so that concurrent
             programs share columns of x in L2. 1: tiles are computed row by row.
@@ -124,8 +125,8 @@ CHOSEN: dict[str, Chosen] = {
     "sm_100": Chosen("computed", ((512, _SMALL), (4096, _LARGE), (LARGEST, _GROUPED))),
     "fp32": Chosen("computed", ((LARGEST, _EXACT),)),
 }
-"""Kind of device -> configurations for 16-bit rows. The entry "fp32" is for fp32 rows, because
-tensor cores do not multiply them."""
+"""Configurations for 16-bit rows, by kind of device. The entry "fp32" is for fp32 rows on every
+device, because tensor cores do not multiply these rows."""
 
 
 def family(dtype: torch.dtype, arch: int) -> str:
@@ -155,8 +156,8 @@ def config_for(x_ND: torch.Tensor, arch: int) -> SyrkConfig:
 
 
 EPILOGUE_CHUNKS = 6
-"""Assumed cost of adding a tile to the triangle, in units of multiplying one chunk of rows.
-Computed, not measured."""
+"""Assumed cost of adding a tile to the triangle, as a multiple of the cost of multiplying one chunk
+of rows. Computed, not measured."""
 MAX_SPLIT = 8
 
 
@@ -286,7 +287,7 @@ def add_bias_row(
 ):
     """Add ``scale`` times the column sums of x [N, D] to the bias row.
 
-    A program adds BLOCK columns, over those rows from start to stop that count. The first program
+    Each program sums BLOCK columns, over the rows from start to stop that count. The first program
     also adds the number of these rows.
     """
     row = tl.arange(0, CHUNK)
@@ -326,10 +327,11 @@ def syrk_kernel(
 ):
     """Compute one tile, or one block of the bias row, for a part of the rows.
 
-    Grid: (tiles, followed by blocks of the bias row; parts of the rows). ``left_desc`` and
-    ``right_desc`` are descriptors of x, or None. With a descriptor, one thread loads a whole
-    [CHUNK, BLOCK] part of x, with zeros outside of x. ``kept_ptr`` points to bool [N], whether each
-    row counts. It is None if all rows count, and always None with descriptors.
+    Axis 0 of the grid has the tiles, followed by the blocks of the bias row. Axis 1 has the parts
+    of the rows. ``left_desc`` and ``right_desc`` are descriptors of x, or None. With a descriptor,
+    one thread loads a whole [CHUNK, BLOCK] part of x, with zeros outside of x. ``kept_ptr`` points
+    to bool [N], whether each row counts. It is None if all rows count, and always None with
+    descriptors.
     """
     part = tl.cdiv(tl.cdiv(rows, tl.num_programs(1)), CHUNK) * CHUNK
     start = tl.program_id(1) * part
