@@ -7,8 +7,9 @@
     states.json            size and CRC-32 of every file that DeepSpeed wrote into the tag
 
 ``records.py`` has a pydantic model of each. A file is on disk before another file refers to it.
-Before a file is used, its CRC is compared with that of the file that was written. This finds
-flipped bytes and swapped files, but not forged files. Names in the model never become paths.
+Before a file is used, its CRC is compared with the CRC that was computed when it was written. This
+finds flipped bytes and swapped files, but not forged files. A layer's name cannot lead to a path
+outside of the save's folder, see :func:`stem`.
 """
 
 import errno
@@ -40,7 +41,7 @@ from ds_kfac.checkpoint.records import (
 from ds_kfac.config.keys import KFACConfig
 
 GRAMS = "grams"
-"""Folder inside a tag that holds A of every layer. A resumed run does not read it."""
+"""Folder inside a tag that holds the factor A of every layer. A resumed run does not read it."""
 FOLDER = "kfac"
 """Folder inside a tag that holds the saves."""
 LATEST = "latest"
@@ -55,12 +56,12 @@ NOT_NEGATIVE = ("updates", "terms", "second_OI")
 """Names of tensors that are never negative, because they are counts or sums of squares."""
 
 CLIENT_KEY = "ds_kfac"
-"""Key in DeepSpeed's client_state that names the save. ds_to_universal keeps it, but does not copy
-the folder."""
+"""Key of K-FAC's entry in DeepSpeed's client_state, which names the save. ds_to_universal keeps
+this entry, but does not copy the save's folder."""
 WEIGHTS_ALONE = (
-    "Pass load_module_only=True, load_optimizer_states=False (at stage 3 DeepSpeed needs both) to "
-    "start from the weights alone; with transformers' Trainer pass the checkpoint's folder to "
-    "from_pretrained, and no checkpoint to train()"
+    "To start from the weights alone, call load_checkpoint with load_module_only=True, "
+    "load_optimizer_states=False (at stage 3 DeepSpeed needs both). With transformers' Trainer, "
+    "pass the checkpoint's folder to from_pretrained, and do not pass a checkpoint to train()"
 )
 FRESH = '"checkpoint": {"on_missing": "fresh"} in the "kfac" block'
 
@@ -168,7 +169,7 @@ def read_payload(path: Path, holds: str, entry: FileEntry | None) -> Any:
     """
     if entry is None or entry.holds != holds:
         raise ValueError(f"{path}: the header does not say that it holds {holds}")
-    if not path.is_file():  # a folder is no file, and reading a pipe would block
+    if not path.is_file():  # for example a folder, or a pipe, from which reading would block
         raise ValueError(f"{path}: {'is not a file' if path.exists() else 'is missing'}")
     data = path.read_bytes()
     if len(data) != entry.bytes:
@@ -183,7 +184,8 @@ def read_payload(path: Path, holds: str, entry: FileEntry | None) -> Any:
     try:
         payload = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
-        # a foreign pickle may raise any error; it is not executed, and every rank reports it
+        # a foreign pickle may raise any error. The pickle is not executed, and every rank reports
+        # the error.
         raise ValueError(
             f"{path}: holds more than plain tensors: {str(error).splitlines()[0]}"
         ) from error
@@ -200,8 +202,8 @@ def read_payload(path: Path, holds: str, entry: FileEntry | None) -> Any:
 
 
 def _parts(payload: Any, path: str = "") -> dict[str, Any]:
-    """Return path, such as "A.eigenvectors" -> object, for every object in a payload. The path of
-    the payload itself is ""."""
+    """Return a dict from path, such as "A.eigenvectors", to object, for every object in a payload.
+    The path of the payload itself is ""."""
     parts = {path: payload}
     if isinstance(payload, dict):
         items = list(payload.items())
@@ -215,8 +217,8 @@ def _parts(payload: Any, path: str = "") -> dict[str, Any]:
 
 
 def _descriptions(payload: Any) -> dict[str, str]:
-    """Return path in a payload -> dtype and shape of the tensor there, or the type of another
-    value."""
+    """Return a dict from the path of every object in a payload to a description: dtype and shape of
+    a tensor, or the name of another object's type."""
     return {path: _described(part) for path, part in _parts(payload).items()}
 
 
@@ -228,9 +230,9 @@ def _described(part: Any) -> str:
 
 
 def _wrong_value(payload: Any) -> str | None:
-    """Return which tensor has values that no run can have, and what is wrong with them; None if all
-    are possible. Without this check a wrong value would cause an error in a later step, on one
-    rank."""
+    """Return a text that names a tensor with impossible values, and what is wrong with them; None
+    if all values are possible. Without this check an impossible value would cause an error in a
+    later step, and on one rank only."""
     for path, part in _parts(payload).items():
         if not isinstance(part, Tensor):
             continue
@@ -246,7 +248,8 @@ def _wrong_value(payload: Any) -> str | None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file atomically: after a crash, the old or the new file is there, complete."""
+    """Replace a file atomically. After a crash, either the old or the new file exists, and it is
+    complete."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w") as file:
         file.write(text)
@@ -257,7 +260,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on disk, if the file system can tell."""
+    """Wait until a folder's list of files is on disk, if the file system supports this."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -328,7 +331,7 @@ def read_header(folder: Path) -> Header:
     if saved_format != FORMAT:
         raise ValueError(
             f"{path}: another version of ds_kfac wrote this save: its format is "
-            f"{saved_format or 1}, and this version reads format {FORMAT} alone. Load it with the "
+            f"{saved_format or 1}, and this version reads only format {FORMAT}. Load it with the "
             "version that wrote it, or let K-FAC start afresh"
         )
     header = checked(Header, content, path)
@@ -352,8 +355,8 @@ def find(tag_directory: Path, save_id: str | None, origin: str | None) -> Path:
 
     Args:
         save_id: id of the save; None: the tag's last finished save.
-        origin: folder to which the tag was saved, in which the save may still be if the tag has
-            been converted; None: unknown.
+        origin: folder to which DeepSpeed's checkpoint was saved; None: unknown. If the checkpoint
+            was converted, K-FAC's save may still be there.
 
     Raises:
         ValueError: no tag has the save.
@@ -419,7 +422,7 @@ class Interruption(NamedTuple):
     """A save to a tag that did not reach its end.
 
     Attributes:
-        sentence: words for an error, which say which save was interrupted.
+        sentence: text for an error message that says which save was interrupted.
         foreign: names of DeepSpeed's files in the tag that belong to another save than the one that
             is loaded.
     """
@@ -429,8 +432,8 @@ class Interruption(NamedTuple):
 
 
 def unfinished(tag_directory: Path, save_id: str) -> Interruption | None:
-    """Look for signs that a save, or a later save to the same tag, was interrupted. Call this on
-    one rank.
+    """Look for signs that the save with id ``save_id``, or a later save to the same tag, was
+    interrupted. Call this on one rank.
 
     Returns None if there are no such signs.
     """

@@ -1,5 +1,5 @@
-"""Load the state that ``save`` wrote, whatever world size, ZeRO stage, pipeline stages or
-expert-parallel ranks wrote it. All ranks learn of every fault in a file before any rank changes its
+"""Load the state that ``save`` wrote, even with another world size, ZeRO stage, number of pipeline
+stages or placement of experts. All ranks learn of every fault in a file before any rank changes its
 state."""
 
 import inspect
@@ -42,8 +42,8 @@ def load(
 
     Args:
         save_id: id of the save; None: the tag's last finished save.
-        origin: folder to which the tag was saved, in which the save may still be if the tag has
-            been converted; None: unknown.
+        origin: folder to which DeepSpeed's checkpoint was saved; None: unknown. If the checkpoint
+            was converted, K-FAC's save may still be there.
 
     Raises:
         CheckpointError: on every rank, if files are missing, damaged or do not fit the model.
@@ -80,8 +80,8 @@ def load(
 def _read(
     kfac: KFACPreconditioner, folder: Path, header: Header, problems: list[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Read this rank's part of a domain, which is a set of layers with the ranks that share their
-    work: experts may have other ranks than all other layers.
+    """Read this rank's part of a domain. A domain is a set of layers with the ranks that share
+    their work. Experts may have other ranks than the dense layers.
 
     Args:
         problems: receives a text for each fault in a file.
@@ -158,8 +158,8 @@ def _timetable_here(
     saved_keys: Mapping[str, str],
     restarted: Sequence[str],
 ) -> dict[str, Any]:
-    """Return which factors are ready, which means that they have been decomposed, and the adaptive
-    rule's state, in the form that ``load_state_dict`` takes."""
+    """Return the keys of the factors that have been decomposed, and the adaptive rule's state, in
+    the form that ``load_state_dict`` takes."""
     # if one factor of a layer starts empty, both are decomposed as soon as that factor has data
     incomplete = set[str]()
     for sides in factors_by_layer(specs).values():
@@ -229,9 +229,9 @@ def _keys_of(
 ) -> tuple[dict[str, str], list[str]]:
     """Match the factors of this run with those of the save.
 
-    Returns factor key -> its key in the save, for factors that continue; and the keys of factors
-    that start empty although their layers are in the save. The result is the same on all ranks that
-    work on these layers.
+    Returns a dict from factor key to key in the save, for the factors that continue, and a list
+    with the keys of the factors that start empty although their layers are in the save. The result
+    is the same on all ranks that work on these layers.
     """
     leader = {name: group[0] for group in header.shared or () for name in group}
     stacked = {
@@ -257,12 +257,12 @@ def _keys_of(
 
 
 def _of_stack(key: str, saved: Container[str]) -> str:
-    """Return the saved key of an A for experts of a stack.
+    """Return the key that the factor A of an expert in a stack has in the save.
 
-    This is the expert's own key if it was saved. It may be missing, because the saved run may have
-    had one A for all experts, or this rank may have other experts now. In this case return the key
-    of the nearest expert before it, whose inputs are tokens of the same kind. If the save has none
-    of these keys, return ``key``.
+    This is the expert's own key if the save has it. If not, the saved run had one A for all
+    experts, or this rank has other experts now. Then return the key of the nearest preceding expert
+    in the save, whose inputs are tokens of the same kind. If the save has none of these keys,
+    return ``key``.
     """
     stack, _, number = key[:-2].rpartition(".")
     numbers = range(int(number), -1, -1) if number.isdigit() else ()
@@ -309,8 +309,8 @@ def _described(side: Side) -> str:
 def _load_factor(
     kfac: KFACPreconditioner, folder: Path, header: Header, key: str, spec: FactorSpec
 ) -> KroneckerFactor:
-    """Read a factor, whose key in the save is ``key``. Raises ValueError if the file is not what
-    was saved, or is not a factor of this model and config."""
+    """Read a factor, whose key in the save is ``key``. Raises ValueError if the file has changed
+    since the save, or does not fit this model and config."""
     path = folder / files.factor_file(key)
     saved = header.factors[key].side
     if saved != spec.side:
@@ -332,8 +332,8 @@ def _load_layer(
     kfac: KFACPreconditioner, folder: Path, header: Header, name: str, layer: LayerSpec
 ) -> LayerState:
     """Read a layer, whose name in the save is ``name``. A side that is the identity now, or was
-    when it was saved, keeps no eigenvectors. Raises ValueError if the file is not what was saved,
-    or is not a layer of this model and config."""
+    when it was saved, does not keep eigenvectors. Raises ValueError if the file has changed since
+    the save, or does not fit this model and config."""
     path = folder / files.layer_file(name)
     saved = header.layers[name]
     _check_sides(saved, layer, path)
@@ -342,7 +342,7 @@ def _load_layer(
     saved_method = METHODS[header.method]
     method = METHODS[kfac.config.preconditioner.method]
     kept: dict[str, Any] = {}
-    # eigenbases that this run does not keep, out of which saved moments are rotated
+    # eigenbases that this run does not keep. Saved moments are rotated out of them.
     dropped: dict[str, Any] = {}
     for which, now in (("A", layer.A), ("G", layer.G)):
         then: Side = getattr(saved, which).side
@@ -416,14 +416,15 @@ def load_checkpoint(
         original: DeepSpeed's function, which gets all further arguments.
 
     Raises:
-        CheckpointError: on every rank, after DeepSpeed's load: ranks have loaded different saves;
-            the optimizer's state is another optimizer's; or the K-FAC state is missing, damaged or
-            of another model and ``checkpoint.on_missing`` is "error".
+        CheckpointError: on every rank, after DeepSpeed's load. Either ranks have loaded different
+            saves, or the state is of another optimizer, or ``checkpoint.on_missing`` is "error" and
+            K-FAC's state is missing, damaged or of another model.
     """
     arguments = inspect.signature(original).bind(load_dir, *args, **kwargs).arguments
-    # This engine decides which parameter groups are K-FAC's, so their marks are restored after the
-    # load. At stage 3 DeepSpeed copies the first group of a universal checkpoint over all others,
-    # so the other groups would be marked, too, and their raw gradients would be used as directions.
+    # This engine, not the checkpoint, decides which parameter groups are K-FAC's, so the groups'
+    # marks are restored after the load. At stage 3 DeepSpeed copies the first group of a universal
+    # checkpoint over all others. So the other groups would be marked, too, and their raw gradients
+    # would be used as directions.
     mark_names = job.preconditioners[0].rule.marks
     marks = [
         {name: bool(group.get(name)) for name in mark_names}

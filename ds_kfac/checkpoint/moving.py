@@ -46,11 +46,9 @@ from ds_kfac.zero.layout import parameter_groups
 WEIGHT = "fp32"
 """Key of a parameter's fp32 weight, beside the keys of AdamW's moments and step."""
 LISTS = "fp32_groups"
-"""Key under which one of DeepSpeed's 16-bit optimizers of stage 0 saves fp32 weights: a list for
-each group."""
+"""Key under which FP16_UnfusedOptimizer (stage 0) saves fp32 weights: a list for each group."""
 FLAT = "fp32_groups_flat"
-"""Key under which DeepSpeed's other 16-bit optimizer saves fp32 weights: a flat tensor for each
-group."""
+"""Key under which FP16_Optimizer (stage 0) saves fp32 weights: a flat tensor for each group."""
 LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter")
 TO_ADAMW = (
     "this engine continues from a checkpoint of KFACAdamW. The checkpoint's moments of K-FAC "
@@ -90,8 +88,8 @@ def load_any(
         if path is not None and universal:
             load_untrained(engine, Path(path).parent)
         if path is not None and not with_optimizer and not engine.zero_optimization():
-            # otherwise the optimizer keeps the fp32 weights of the start, and its next step writes
-            # them over the loaded weights
+            # otherwise the optimizer keeps its initial fp32 weights, and its next step overwrites
+            # the loaded weights with them
             getattr(engine.optimizer, "refresh_fp32_params", lambda: None)()
     return path, client_state, values
 
@@ -109,7 +107,7 @@ def watch_loads(engine: Any) -> None:
         path, client_state, values = load_any(engine, original, *args, **kwargs)
         if values is not None and engine.global_rank == 0:
             logger.warning(f"ds_kfac: {TO_ADAMW}")
-        if client_state:  # else users could pass K-FAC's entry on to saves without K-FAC state
+        if client_state:  # else users could save K-FAC's entry without K-FAC's state
             client_state.pop(files.CLIENT_KEY, None)
         return path, client_state
 
@@ -120,8 +118,9 @@ def watch_loads(engine: Any) -> None:
 def moving(
     engine: Any, folder: Path, *, with_optimizer: bool, with_scheduler: bool
 ) -> Iterator[Values | None]:
-    """Load weights and moments by name while DeepSpeed loads a checkpoint, if AdamW wrote it and
-    this engine has KFACAdamW, or the reverse. The parameter groups keep this engine's settings.
+    """If AdamW wrote a checkpoint and this engine has KFACAdamW, or the reverse, load weights and
+    moments by name while DeepSpeed loads the checkpoint. The parameter groups keep this engine's
+    settings.
 
     Args:
         folder: the tag's folder.
@@ -290,8 +289,9 @@ def _names_by_group(
 ) -> list[list[str]]:
     """Return the names of the parameters in each group of a saved optimizer of stage 0.
 
-    A checkpoint of KFACAdamW names the parameters in its client state. AdamW's groups are assumed
-    to be those that the user gives to this engine, in the same order.
+    A checkpoint of KFACAdamW names the parameters in its client state. A checkpoint of AdamW does
+    not, so its groups are assumed to be the groups that the user gave to this engine, in the same
+    order.
     """
     saved_groups = _inner(saved)["param_groups"]
     if of_kfac(saved_groups):
@@ -359,8 +359,8 @@ def _joined(
 def take_adamws(job: Job, values: Values) -> None:
     """Let K-FAC layers begin with AdamW's moments, after a reset. Collective.
 
-    From KFACAdamW to AdamW, moments begin at zero, because rotating them out of the eigenbases made
-    no difference after 25 steps (docs/howto/resume_and_move.md).
+    In the other direction, from KFACAdamW to AdamW, moments begin at zero. Rotating them out of the
+    eigenbases made no difference after 25 steps (docs/howto/resume_and_move.md).
 
     Raises:
         CheckpointError: on every rank, if a file cannot be read or belongs to another parameter.

@@ -16,7 +16,8 @@ MARKS = tuple(dict.fromkeys(mark for rule in DIRECTIONS for mark in rule.marks))
 
 
 def marks(groups: Sequence[Mapping[str, Any]]) -> list[list[bool]]:
-    """Return one list for each parameter group: whether it has each of :data:`MARKS`."""
+    """Return a list of flags for each parameter group: whether the group has each of
+    :data:`MARKS`."""
     return [[bool(group.get(mark)) for mark in MARKS] for group in groups]
 
 
@@ -26,8 +27,8 @@ def of_kfac(groups: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def order_of(engine: Any) -> list[str]:
-    """Return the names of the parameters in the optimizer's order, group by group. Empty with
-    several pipeline stages, because all stages share one client_state."""
+    """Return the names of the parameters in the optimizer's order, group by group. The list is
+    empty with several pipeline stages, because all stages share one client_state."""
     if getattr(engine, "num_stages", 1) != 1:
         return []
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
@@ -37,14 +38,14 @@ def order_of(engine: Any) -> list[str]:
 
 
 def groups_of(engine: Any, job: Job) -> dict[str, int]:
-    """Return parameter name -> number of its optimizer group. Empty if the groups do not depend on
-    which layers K-FAC has, and empty with several pipeline stages."""
+    """Return parameter name -> number of its optimizer group. The dict is empty if the groups do
+    not depend on which layers K-FAC has, or if there are several pipeline stages."""
     if job.preconditioners[0].rule.optimizer_type is None or getattr(engine, "num_stages", 1) > 1:
         return {}
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     numbers = {}
-    # at stage 0 in fp32 these are the model's parameters, frozen ones among them; else they are
-    # DeepSpeed's copies, which have no names
+    # at stage 0 in fp32 these groups have the model's parameters, including frozen ones. In other
+    # modes they have DeepSpeed's copies, which have no names.
     for number, group in enumerate(engine.basic_optimizer.param_groups):
         for parameter in group["params"]:
             if id(parameter) in names:

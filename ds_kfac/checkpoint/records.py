@@ -28,7 +28,7 @@ from ds_kfac.curvature.factor import Side
 from ds_kfac.curvature.methods import METHODS
 
 FORMAT = 2
-"""Number of the layout of all files of a save. Raise it if older versions of ds_kfac could not
+"""Version number of the file format of a save. Increase it if older versions of ds_kfac could not
 read the new files."""
 SAVE_ID = r"^[0-9a-f]{12}$"
 """Regex of a save's id, which is also the name of its folder."""
@@ -68,8 +68,8 @@ class Captures(NamedTuple):
 
 
 class SavedClock(NamedTuple):
-    """The adaptive rule's state of a factor: its current and previous interval, and the steps of
-    its last capture and refresh, which are -1 if there was none."""
+    """The adaptive rule's state for one factor: its current and previous interval, and the steps of
+    its last capture and last refresh. A step is -1 if there was none."""
 
     interval: int
     previous: int
@@ -93,7 +93,7 @@ class _Record(BaseModel):
 
 
 class FactorKinds(_Record):
-    """Names for the rows whose second moments A and G are, for example ``A="expand"`` and
+    """Kinds of rows from which A and G are averaged, for example ``A="expand"`` and
     ``G="empirical, expand"``. Averages of different kinds must not be mixed."""
 
     A: str
@@ -109,7 +109,7 @@ class LayerRecord(_Record):
 
 
 class TimetableRecord(_Record):
-    """State of ``Timetable``, of all domains.
+    """State of the ``Timetable`` of each domain.
 
     Attributes:
         domains: name of a domain -> counts of its captures.
@@ -121,12 +121,13 @@ class TimetableRecord(_Record):
 
 
 class ProofsRecord(_Record):
-    """State of ``Proving``, of all domains.
+    """State of the ``Proving`` of each domain.
 
     Attributes:
         domains: name of a domain -> when its proofs take place.
         unfit: layer name -> why the layer has no curvature.
-        again: keys of the factors for which the next step collects statistics in any case.
+        again: keys of the factors for which the next step collects statistics even if the timetable
+            has no capture.
     """
 
     domains: dict[Name, SavedProofClock]
@@ -141,8 +142,8 @@ class FileEntry(_Record):
         holds: name of the layer, or key of the factor ("<layer>/A"), that the file holds.
         bytes: size of the file in bytes.
         crc32: CRC-32 of the file's bytes.
-        parts: path in the payload, such as "A.eigenvectors" -> dtype and shape of the tensor at
-            this path; for another value, the name of its type.
+        parts: dict from the path of a value in the payload, such as "A.eigenvectors", to a
+            description: dtype and shape of a tensor, or the name of another value's type.
     """
 
     holds: Name
@@ -153,7 +154,7 @@ class FileEntry(_Record):
 
 class Header(_Record):
     """``header.json``: what a save holds. Layers are named as in the whole model. A domain of a job
-    is the dense layers, or experts that are spread over other ranks.
+    consists of the dense layers, or of experts, whose gradients are averaged over other ranks.
 
     Attributes:
         format: :data:`FORMAT`.
@@ -163,8 +164,8 @@ class Header(_Record):
         method: the ``preconditioner.method`` that made the layers' decompositions.
         moments: ``NAME`` of the class of moments in the layers' files; None if the files have no
             moments.
-        kinds: names for the rows that the factors average. A run that averages rows of another
-            kind starts with empty factors.
+        kinds: kinds of rows that the factors average. A run that averages rows of another kind
+            starts with empty factors.
         layers: layer name -> its sides and groups.
         factors: factor key -> its side.
         peak_lr: number of a parameter group -> its largest learning rate so far.
@@ -224,7 +225,7 @@ class LayerFile(_Record):
         terms: fp32 scalar, number of loss terms of the last captured batch.
         A, G: name of a part of the side's decomposition -> flat tensor; None before the first
             refresh.
-        moments: name of an attribute of the class of moments, such as "second_OI" -> fp32 tensor;
+        moments: dict from attribute name in the moments class, such as "second_OI", to fp32 tensor;
             None if the update rule keeps no moments.
     """
 
@@ -235,8 +236,8 @@ class LayerFile(_Record):
 
 
 class Fingerprint(NamedTuple):
-    """Size and CRC-32 by which a file that DeepSpeed wrote differs from another save's file of the
-    same name. The CRC-32 is computed over the checksums in torch's archive."""
+    """Size and CRC-32 of a file that DeepSpeed wrote. They differ from those of another save's file
+    with the same name. The CRC-32 is computed over the checksums in torch's archive."""
 
     bytes: int
     crc32: int

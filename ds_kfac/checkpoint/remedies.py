@@ -1,4 +1,5 @@
-"""Say what to do if DeepSpeed cannot load a checkpoint, because its own errors name no remedy."""
+"""Say what to do if DeepSpeed cannot load a checkpoint. DeepSpeed's own errors do not name a
+remedy."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from ds_kfac.checkpoint.files import CheckpointError
 from ds_kfac.checkpoint.order import of_kfac
 
 OTHER_GROUPS = "parameter group", "parameter-alignment", "must match the size of tensor"
-"""Words in DeepSpeed's errors about an optimizer state with other parameter groups."""
+"""Texts that occur in DeepSpeed's errors if an optimizer state has other parameter groups."""
 STAGES = ("stage 0", "stage 1 or 2", "stage 3")
 """Kinds of checkpoints, by the ZeRO stages that write them."""
 CONVERT = (
@@ -63,9 +64,9 @@ def _explanation(engine: Any, load_dir: Path, tag: str | None, error: Exception)
         convert = CONVERT.format(folder=tag_of(load_dir, None))
         return (
             f'the DeepSpeed config has "checkpoint": {{"load_universal": true}}, but {load_dir} '
-            "has no universal checkpoint. The key is only for the move to other ranks or another "
-            "optimizer: take it out of the config to load this run's own checkpoints. To move: "
-            f"{convert}"
+            "has no universal checkpoint. Set this key only to move a run to another number of "
+            "ranks or another optimizer. To load this run's own checkpoints, remove the key. To "
+            f"move the run: {convert}"
         )
     if "current world size is" in str(error):
         convert = CONVERT.format(folder=folder)
@@ -74,8 +75,8 @@ def _explanation(engine: Any, load_dir: Path, tag: str | None, error: Exception)
     if saved_stage not in (None, _stage_of(engine)):
         return (
             f"{folder} was saved at ZeRO {saved_stage}, but this engine has stage "
-            f"{int(engine.zero_optimization_stage())}. DeepSpeed cannot load a checkpoint of one "
-            "at the other, not even a universal checkpoint. (K-FAC's own state fits any stage, see "
+            f"{int(engine.zero_optimization_stage())}. DeepSpeed cannot move a checkpoint between "
+            "these stages, not even as a universal one. (K-FAC's own state fits any stage, see "
             "engine.kfac.load_state.) Continue at the stage at which the checkpoint was saved, or "
             "load the weights alone before the engine is built and outside of deepspeed.zero.Init: "
             f"{weights_from(load_dir, folder)}"
@@ -124,12 +125,13 @@ def _other_groups(engine: Any, load_dir: Path, folder: Path, error: Exception) -
     if any(folder.glob("*zero_pp_rank_*_optim_states.pt")):  # ds_to_universal needs ZeRO's files
         convert = (
             "To move a run to another optimizer, convert the checkpoint: "
-            f"{CONVERT.format(folder=folder)}. Or do without the optimizer state: "
+            f"{CONVERT.format(folder=folder)}. "
         )
     return (
-        f"{headline}KFACAdamW splits each group into layers, other matrices and all else. So "
-        "KFACAdamW and other optimizers cannot load each other's state, and KFACAdamW cannot load "
-        f"a state that was saved with other kfac.layers. {convert}{files.WEIGHTS_ALONE}"
+        f"{headline}KFACAdamW splits each group into K-FAC layers, other matrices and other "
+        "parameters. So KFACAdamW and other optimizers cannot load each other's state, and "
+        "KFACAdamW cannot load a state that was saved with other kfac.layers. "
+        f"{convert}{files.WEIGHTS_ALONE}"
     )
 
 

@@ -2,13 +2,12 @@
 each layer is written once.
 
 A factor's eigen worker writes ``<layer>.A.factor.pt``, and a layer's first gradient worker writes
-``<layer>.layer.pt`` (eigenbases, moments). Layers are named as in the whole model, so the files
-do not depend on world size, ZeRO stage, gradient worker fraction, pipeline stages or the ranks of
-experts: at load, the rank that has a layer or factor reads its file.
+``<layer>.layer.pt`` (eigenbases, moments). Layers are named as in the whole model, so the files do
+not depend on world size, ZeRO stage, gradient worker fraction, pipeline stages or the ranks of
+experts. At load, the rank that has a layer or factor reads its file.
 
-K-FAC's files are written before DeepSpeed's files, which name the save id. So if a save is killed
-half-way, even a save that overwrites a tag, every model state still has the K-FAC state that
-belongs to it.
+DeepSpeed's files contain the save id, and K-FAC's files are written before them. So the K-FAC state
+of every model state exists, even if a save that overwrites a tag is killed half-way.
 """
 
 import shutil
@@ -54,9 +53,8 @@ Entries = dict[str, FileEntry]
 
 @dataclass(frozen=True)
 class DomainRecord:
-    """What one rank tells the others about one of its domains: the dense layers, or experts that
-    are spread over other ranks. Layers are named as in the whole model. The attributes are those of
-    :class:`Header` with the same name, for one domain."""
+    """What one rank tells the others about one of its domains. Layers are named as in the whole
+    model. The attributes are the parts of :class:`Header` for this domain."""
 
     domain: str
     layers: dict[str, LayerRecord]
@@ -274,8 +272,8 @@ def _united(entries_of_ranks: Sequence[Entries]) -> Entries:
 
 
 def finish(job: Job, tag_directory: Path, header: Header, later: bool = False) -> None:
-    """Make a new save the tag's latest one after DeepSpeed's save, and remove the tag's older
-    saves. Collective.
+    """After DeepSpeed's save, make K-FAC's new save the latest one of the tag, and remove the tag's
+    older ones. Collective.
 
     Args:
         later: whether DeepSpeed is still writing its files in the background.
@@ -314,13 +312,14 @@ def save_checkpoint(
 
     K-FAC's state comes first, so that DeepSpeed's files name a complete save. DeepSpeed saves even
     if K-FAC's save fails. DeepSpeed opens the file ``latest`` and then writes it, so a run that is
-    killed in between leaves an empty file, with which every later load fails. Therefore ``latest``
-    is written here, atomically.
+    killed in between leaves an empty file, and every later load fails. Therefore ``latest`` is
+    written here, atomically.
 
     Args:
         groups: parameter name -> number of its optimizer group, from
             :func:`ds_kfac.checkpoint.order.groups_of`.
-        grams: writes A of every layer to a folder; None if the config does not ask for it.
+        grams: function that writes the factor A of every layer to a folder; None if the config does
+            not ask for it.
         original: DeepSpeed's function, which gets all further arguments.
 
     Raises:

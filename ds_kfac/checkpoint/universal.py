@@ -19,8 +19,8 @@ moments and step. It returns None if the checkpoint has no values of the paramet
 
 
 def optimizer_state(folder: Path) -> Mapping[str, Any] | None:
-    """Return a universal checkpoint's optimizer state, without the state of parameters; None if
-    there is no such file."""
+    """Return a universal checkpoint's optimizer-wide state, which does not include the state of
+    single parameters. Return None if there is no such file."""
     return _read(folder / "zero" / "optimizer_state.pt")
 
 
@@ -80,8 +80,8 @@ def load_untrained(engine: Any, folder: Path) -> None:
 
 
 def _saved_values(folder: Path) -> dict[str, Tensor]:
-    """Return name of a frozen weight or a buffer -> its value. At stage 3 each rank has saved a
-    part of each weight."""
+    """Return a dict from the name of each saved buffer or frozen weight to its value. At stage 3
+    each rank has saved a part of each weight."""
     paths_by_rank = {
         int(path.name.split("_")[3]): path
         for path in folder.glob("zero_pp_rank_*_mp_rank_00_model_states.pt")

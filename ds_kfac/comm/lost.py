@@ -57,8 +57,8 @@ def telling(where: Callable[[], str]) -> Iterator[None]:
 def naming(what: str, channel: Any) -> Iterator[None]:
     """Run a collective of a :class:`Channel`, or the wait for its end, inside the ``with`` block.
 
-    The channel must already have counted the collective. Ranks may then fail at different places in
-    the collective and still register under the same number.
+    The channel must already have counted the collective. Then ranks that fail at different places
+    in the same collective still register under the same number.
 
     Args:
         what: name of the data that is exchanged, for the error's text.

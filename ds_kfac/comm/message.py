@@ -70,8 +70,8 @@ def failing_together(
 
 class Channel:
     """A process group that only K-FAC uses, with counters of its traffic. Because the group is
-    separate, K-FAC's traffic need not be in the same order relative to DeepSpeed's reductions and
-    prefetches on all ranks.
+    separate, ranks may interleave K-FAC's traffic with DeepSpeed's reductions and prefetches in
+    different orders.
 
     Collective: every rank of the job must create a channel at the same time, but different ranks
     may pass different groups. The channel connects the ranks of the group.
@@ -225,12 +225,12 @@ def own_group(group: Any) -> OwnGroup:
 
 @dataclass(frozen=True)
 class Move:
-    """Elements start .. start + numel of a flattened parameter that travel from rank ``source`` to
-    rank ``target``.
+    """Elements start .. start + numel - 1 of a flattened parameter, which travel from rank
+    ``source`` to rank ``target``.
 
     Attributes:
-        param: index of the parameter. In message parts without gradients or results it is the index
-            of a factor, of a piece of a sum, or of the sending rank.
+        param: index of the parameter. In message parts without gradients or results, it is the
+            index of a factor or of a piece of a sum, or the number of the sending rank.
     """
 
     param: int
@@ -290,7 +290,7 @@ class MessagePart:
     Attributes:
         kind: name under which the bytes of the part are counted.
         plan: moves of the part. Moves between two other ranks may be missing. A move that starts or
-            ends here must also be in the plan of the rank at its other end.
+            ends at this rank must also be in the plan of the rank at its other end.
         piece: returns the flat elements of a move whose source is this rank.
         dtype: dtype on the wire, the same on every rank.
     """
@@ -359,7 +359,8 @@ class Message:
 
 @dataclass(frozen=True)
 class BufferSlot:
-    """The place in a buffer of the elements that one part moves from one rank to another.
+    """Range of bytes in a buffer. It holds the elements that one part moves from one rank to
+    another.
 
     Attributes:
         pair: (source, target).
@@ -470,8 +471,7 @@ class SummedVector:
 
 def stacked(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
     """Return an fp32 vector of ``values``, which are scalar tensors on the device and Python
-    numbers. The numbers are filled in on the device, because a tensor made from a list would be
-    copied from the host."""
+    numbers. Python numbers are filled in on the device, which avoids a copy from the host."""
     if not values:
         return torch.zeros(0, device=device, dtype=torch.float32)
     numbers = {x for x in values if not isinstance(x, Tensor)}
@@ -496,7 +496,7 @@ class Scalars:
     @cached_property
     def plan(self) -> RelayoutPlan:
         """The moves from this rank to all other ranks, and from all other ranks to this rank. Moves
-        between two other ranks are left out, because the host's time for a step would then be
+        between two other ranks are left out. With them, the host's time for a step would be
         quadratic in the number of ranks."""
         others = [rank for rank in range(len(self.names)) if rank != self.rank]
         mine = len(self.names[self.rank])

@@ -3,8 +3,8 @@
 The owner of a factor is the rank that averages it. Each contributor sends its sum to the owner.
 Messages have a maximal size, so a long sum may be sent in several pieces. Each message is an
 all-to-all. The owner then adds up the received sums in fp32 and in rank order, so the result does
-not depend on the order of arrival. A :class:`ReductionPlan`, which is pure, defines which message
-contains which sums.
+not depend on the order of arrival. A :class:`ReductionPlan` defines which message contains which
+sums.
 """
 
 from collections import Counter
@@ -27,10 +27,11 @@ vectorised."""
 COUNTS = TERMS + 1
 """Number of fp32 counts that are sent with each sum, see :class:`BatchSum`."""
 PIECES = 4
-"""A piece of a sum takes at most 1/PIECES of the bytes of its message."""
+"""A piece of a sum takes at most 1/PIECES of the maximal size of a message."""
 CACHED = 64
-"""Largest number of entries in the cache of buckets and in the cache of their plans. Entries are
-used again, because the contributors repeat after as many updates as a node has ranks."""
+"""Largest number of entries in the cache of :func:`buckets` and in the cache of :func:`plans`.
+Entries are used again, because the contributors repeat: their period in updates is the number of
+ranks of a node."""
 IN_FLIGHT = 2
 """Number of messages in flight at a time. Each has a send buffer and a receive buffer."""
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -61,7 +62,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class SumPiece:
-    """Elements ``start .. start + numel`` of a sum. The counts are sent with the first piece."""
+    """Elements ``start`` to ``start + numel - 1`` of a sum. The counts are sent with the first
+    piece."""
 
     slot: Slot
     start: int
@@ -143,8 +145,8 @@ class ReductionPlan:
 def payloads(
     bucket: Bucket, itemsize: int
 ) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:
-    """Return two counters (source, target) -> bytes for the message of a bucket: the bytes of the
-    fp32 counts, and the bytes of the elements. Neither includes padding."""
+    """Return two counters for the message of a bucket, from (source, target) to number of bytes:
+    one for the fp32 counts, and one for the elements. Padding is not included."""
     counts = Counter[tuple[int, int]]()
     elements = Counter[tuple[int, int]]()
     for piece in bucket:
@@ -156,8 +158,9 @@ def payloads(
 
 @lru_cache(maxsize=CACHED)
 def plans(bucket: Bucket, rank: int, world: int) -> tuple[RelayoutPlan, RelayoutPlan]:
-    """Return two plans with the moves of ``rank`` in the message of a bucket: the moves of the
-    counts, and the moves of the elements. ``Move.param`` is the index of a piece in the bucket."""
+    """Return two plans for the message of a bucket: one for the counts, and one for the elements.
+    They have only the moves that start or end at ``rank``. ``Move.param`` is the index of a piece
+    in the bucket."""
     counts = []
     elements = []
     for index, piece in enumerate(bucket):
@@ -216,7 +219,7 @@ class Reducer:
             running.append((bucket, self.send(bucket, sums)))
             for piece in bucket:
                 if piece.slot.owner != rank and piece.start + piece.numel == piece.slot.numel:
-                    sums.pop(piece.slot.factor, None)  # all pieces of the sum are in messages
+                    sums.pop(piece.slot.factor, None)  # all its pieces are in messages now
         for bucket, message in running:
             self.add(bucket, message, sums)
         for slot in self._slots:

@@ -25,7 +25,7 @@ STATE = "batch_ramp"
 
 
 class BatchRamp:
-    """Double the batch after given numbers of samples, by more micro-batches in a step.
+    """Double the batch after given numbers of samples. A step then has twice as many micro-batches.
 
     A ramp replaces the engine's learning-rate scheduler. It steps the replaced scheduler as often
     as if the batch had not grown, so ``total_num_steps`` is the same as with a constant batch.
@@ -51,9 +51,9 @@ class BatchRamp:
         rates: learning rate of each parameter group, as it would be with the first batch.
 
     Raises:
-        ValueError: ``largest`` is below twice the batch, ``at`` does not ascend or has more
-            doublings than ``largest`` allows, or the engine already has a ramp, is in the middle of
-            a step or does not count its micro-batches.
+        ValueError: ``largest`` is below twice the batch; ``at`` is empty, does not ascend, or has
+            more doublings than ``largest`` allows; or the engine already has a ramp, is in the
+            middle of a step, or does not count its micro-batches.
     """
 
     def __init__(self, engine: Any, *, largest: int, at: Sequence[int] = ()) -> None:
@@ -81,14 +81,14 @@ class BatchRamp:
             )
         if not at:
             return (
-                "give at, the numbers of samples after which the batch doubles, as at=[2_000, "
-                "4_000]; ramps by the noise scale were removed in 0.2 because ramps at given "
-                "numbers of samples were better (docs/notes/batches.md)"
+                "at must list the numbers of samples after which the batch doubles, for example "
+                "at=[2_000, 4_000]. Ramps by the noise scale were removed in 0.2, because ramps at "
+                "given numbers of samples were better (docs/notes/batches.md)"
             )
         if list(at) != sorted(set(at)) or len(at) > most_doublings:
             return (
-                f"at must list 1 to {most_doublings} numbers of samples in ascending order, as "
-                f"many doublings as the largest batch, {self.largest}, allows; got {list(at)}"
+                f"at must list 1 to {most_doublings} numbers of samples in ascending order, "
+                f"because each doubles the batch and largest is {self.largest}; got {list(at)}"
             )
         if isinstance(self.inner, BatchRamp):
             return "this engine has a ramp already"
@@ -122,9 +122,10 @@ class BatchRamp:
         this after each optimizer step that it did not skip.
 
         Args:
-            args: arguments such as a number of samples or a metric. If there are any, positional or
-                named, the engine's own scheduler is stepped once, with them.
-            named: named arguments.
+            args: positional arguments for the engine's own scheduler, such as a number of samples
+                or a metric. If there are any arguments, positional or named, this scheduler is
+                stepped only once.
+            named: named arguments for the engine's own scheduler.
         """
         if caller_sets_boundaries(self.engine):
             raise RuntimeError(
@@ -142,8 +143,9 @@ class BatchRamp:
         self.rates = self._rates()
         doubled = 2 * self.batch
         if doubled <= self.largest and self._is_due() and self._is_boundary(doubled):
-            # For the step that ends now DeepSpeed will add the new batch, twice the old one, to
-            # global_samples, and divide the logged loss by twice as many micro-batches.
+            # After this step, DeepSpeed will add the new batch to global_samples, although the step
+            # had half as many samples. It will also divide the logged loss by twice the step's
+            # number of micro-batches. The next lines compensate for both.
             self.engine.global_samples -= self.batch
             if isinstance(getattr(self.engine, "total_loss", None), Tensor):
                 self.engine.total_loss *= 2
@@ -157,8 +159,8 @@ class BatchRamp:
         return doublings < len(self.at) and samples >= self.at[doublings]
 
     def _is_boundary(self, batch: int) -> bool:
-        """Return whether the number of micro-batches so far is a multiple of the number of
-        micro-batches of this batch.
+        """Return whether the number of micro-batches since the start of the run is a multiple of
+        the number of micro-batches in ``batch``.
 
         If it is not, DeepSpeed would end the next step too early, because it counts micro-batches
         from the start of the run.
@@ -176,8 +178,8 @@ class BatchRamp:
     def _set_batch(self, batch: int) -> None:
         self.engine.set_train_batch_size(batch)
         self.batch = batch
-        # With offload ZeRO has its own copy of the number of micro-batches. By it ZeRO recognizes
-        # the last micro-batch of a step, after which it computes norms.
+        # With offload ZeRO has its own copy of the number of micro-batches. It uses this copy to
+        # recognize the last micro-batch of a step, after which it computes norms.
         optimizer = self.engine.optimizer
         if hasattr(optimizer, "gradient_accumulation_steps"):
             optimizer.gradient_accumulation_steps = self.engine.gradient_accumulation_steps()
@@ -229,15 +231,17 @@ class BatchRamp:
         begins now.
 
         Raises:
-            ValueError: this number of ranks cannot have the saved batch. Nothing changes then.
+            ValueError: the saved batch is not a multiple of the micro-batch size summed over all
+                ranks. Nothing changes then.
         """
         schedule = dict(state or {})
         ramp = schedule.pop(STATE, None)
         if ramp and ramp["batch"] % self._micro_batch:
             raise ValueError(
                 f"ds_kfac: BatchRamp: the checkpoint's batch is {ramp['batch']} samples, which is "
-                f"no multiple of {self._micro_batch}, a micro-batch of all ranks: load it with "
-                "another number of ranks or another train_micro_batch_size_per_gpu"
+                f"not a multiple of {self._micro_batch}, the micro-batch size summed over all "
+                "ranks. Load the checkpoint with a different number of ranks or another "
+                "train_micro_batch_size_per_gpu"
             )
         if self.inner is not None and schedule:
             self.inner.load_state_dict(schedule)

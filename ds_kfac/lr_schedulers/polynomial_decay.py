@@ -23,7 +23,8 @@ class PolynomialDecay:
 
     Args:
         optimizer: a torch optimizer, or DeepSpeed's wrapper of one.
-        start, end: steps between which the learning rate falls. Training may end before ``end``.
+        start: step from which on the learning rate falls.
+        end: step at which the learning rate reaches 0. Training may end before this step.
         power: exponent of the decay; 1 is linear.
         ties_momentum: whether the momentum of groups that have one falls with the learning rate.
 

@@ -1,5 +1,5 @@
-"""Numbers that change over steps, and a timetable that decides in which steps each factor is
-captured, that is, updated with a batch, and in which steps it is decomposed.
+"""Numbers that change over steps, and a timetable. The timetable decides in which steps each factor
+is captured (updated with a batch) and in which steps it is decomposed.
 
 All factors follow one schedule. A factor may follow it with an offset of some steps, and SP-NGD's
 adaptive rule (Osawa et al. 2019, arXiv:1811.12019) may skip some of the factor's captures.
@@ -22,8 +22,8 @@ class Value:
         kind: constant, piecewise, or a ramp: linear, cosine (half a period, flat at both ends) or
             exponential.
         values: start and end of a ramp, or the value of each piece.
-        steps: steps in increasing order: begin and end of a ramp, or the first step of every piece
-            but the first one.
+        steps: steps in increasing order: begin and end of a ramp, or the first steps of the second
+            and all later pieces.
     """
 
     kind: str
@@ -42,8 +42,8 @@ class Value:
 
     @classmethod
     def piecewise(cls, values: list[float], steps: list[int]) -> "Value":
-        """Return a value that is ``values[i]`` from step ``steps[i - 1]`` on. ``values`` has one
-        entry more than ``steps``."""
+        """Return a value that is ``values[0]`` at first, and changes to ``values[i]`` at step
+        ``steps[i - 1]``. ``values`` has one entry more than ``steps``."""
         return cls("piecewise", tuple(map(float, values)), tuple(steps))
 
     def at(self, step: int) -> float:
@@ -323,16 +323,16 @@ NOTHING = FactorsDue(frozenset(), frozenset())
 SIMILAR_TO_LAST = 1
 SIMILAR_TO_BEFORE = 2
 NO_BATCH = 4.0
-"""Code that tells whether a factor is similar to its earlier values. The code is the sum of
+"""Similarity code of a factor that had no batch. The code of any other factor is the sum of
 SIMILAR_TO_LAST, if the factor is similar to its last value, and SIMILAR_TO_BEFORE, if it is similar
-to the value before that. The code is NO_BATCH if the factor had no batch."""
+to the value before that."""
 AHEAD = 1000
 """Largest number of steps that :meth:`Timetable.due` looks ahead for the next step with work."""
 
 
 @dataclass(frozen=True)
 class _Unread:
-    """Codes of a step's similarities that have not been read from the device yet, see
+    """Similarity codes of a step that have not been read from the device yet, see
     :meth:`Timetable.record`."""
 
     step: int
@@ -423,7 +423,7 @@ class Timetable:
 
     def next_due(self, key: str, step: int) -> tuple[int, int]:
         """Return the next step that captures the factor, and the next step that refreshes it. Both
-        are at or after ``step``. With the adaptive rule, the answers are right if the factor's
+        are at or after ``step``. With the adaptive rule, the answers assume that the factor's
         interval does not change. May synchronise with the device, see :meth:`settle`."""
         self.settle()
         schedule = self._schedules[key]
@@ -434,8 +434,8 @@ class Timetable:
         skipped_until = schedule.captures(clock.captured) + clock.interval - 1
         before = max(schedule.captures(step - 1), skipped_until)
         capture = _first(lambda later: schedule.captures(later) > before, step)
-        # the schedule's next refresh, and from there on the first capture in which the factor takes
-        # part
+        # find the schedule's next refresh, and then the first capture from there on in which the
+        # factor takes part
         refreshes = schedule.refreshes(clock.refreshed)
         due_from = _first(lambda later: schedule.refreshes(later) > refreshes, capture)
         captures_between = schedule.captures(due_from) - before - 1
@@ -444,8 +444,8 @@ class Timetable:
         return capture, refresh
 
     def exact(self, key: str, step: int, every: int) -> bool:
-        """Whether a refresh at ``step`` decomposes from scratch, and not by iteration from the last
-        decomposition.
+        """Return whether a refresh at ``step`` decomposes the factor from scratch instead of
+        iterating from its last decomposition.
 
         The following refreshes decompose from scratch: all refreshes in the burn-in, the schedule's
         first refresh after the burn-in, and every ``every``-th refresh after that. If the adaptive
@@ -466,8 +466,8 @@ class Timetable:
         return exact_refreshes(step) > exact_refreshes(last_refresh)
 
     def settle(self) -> None:
-        """Read similarities that were recorded as a function, if there are any, see :meth:`record`.
-        This synchronises with the device."""
+        """If the last call of :meth:`record` was given a function, call it, and record the
+        similarities that it returns. This synchronises with the device."""
         if self._unread is None:
             return
         unread = self._unread
@@ -485,12 +485,13 @@ class Timetable:
         Args:
             due: factors that were captured and refreshed at ``step``: all factors of ``due(step)``,
                 and possibly more.
-            similar: key of a captured factor -> (whether the factor is similar to its last value,
-                whether it is similar to the value before that), or None if the factor had no batch,
-                so that it keeps its interval. The mapping is only read after the burn-in with the
-                adaptive rule. ``similar`` may also be a function that reads the similarities from
-                the device, and returns a code (see :data:`NO_BATCH`) for each key in
-                ``sorted(due.capture)``. The function is called at the next step that might capture.
+            similar: dict from the key of a captured factor to two flags: whether the factor is
+                similar to its last value, and whether it is similar to the value before that. If a
+                factor had no batch, its entry is None, and it keeps its interval. The dict is read
+                only with the adaptive rule, and only after the burn-in. ``similar`` may also be a
+                function that reads the similarities from the device, and returns a code (see
+                :data:`NO_BATCH`) for each key in ``sorted(due.capture)``. The function is called at
+                the next step that might capture.
         """
         if callable(similar):
             self.settle()

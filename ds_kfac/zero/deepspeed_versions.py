@@ -1,6 +1,6 @@
 """Access to DeepSpeed's private attributes, and to attributes that some supported versions lack.
 
-Each such attribute is read by one function of this file, and by no other file. The function's
+Each such attribute is read by only one function of this file, and nowhere else. The function's
 docstring says since which version the attribute exists, and what older versions have instead.
 "Since 0.18.9" means that 0.18.9 is the first version in :data:`TESTED` that has the attribute. "All
 versions" means that all versions in :data:`TESTED` have it. When K-FAC is attached, the self-test
@@ -58,7 +58,7 @@ def untested() -> str | None:
 # temporary replacement of attributes
 
 ABSENT = object()
-"""Stands for the value of an attribute that an instance does not have itself."""
+"""Placeholder for the value of an attribute that the instance itself does not have."""
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
 
 def restore(holder: Any, name: str, before: Any) -> None:
     """Set an instance's attribute to ``before``. If ``before`` is :data:`ABSENT`, delete the
-    attribute of the instance, which then has the attribute of its class again."""
+    instance's attribute, so that the attribute of its class is visible again."""
     if before is ABSENT:
         delattr(holder, name)
     else:
@@ -142,9 +142,9 @@ def accumulation_faults(optimizer: Any, micro_batches: int) -> tuple[str, ...]:
 
 
 def reduction_faults(optimizer: Any) -> tuple[str, ...]:
-    """Return descriptions of the faults because of which ZeRO-1/2 does not average gradients over
-    ranks. Versions up to 0.19.4 have such faults, 0.19.8 does not. The function inspects
-    DeepSpeed's source."""
+    """Return descriptions of faults that keep ZeRO-1/2 from averaging gradients over ranks.
+    Versions up to 0.19.4 have such faults, 0.19.8 does not. The function inspects DeepSpeed's
+    source."""
     cls = type(optimizer)
     if optimizer.use_grad_accum_attribute and "grad_accum.to(" in inspect.getsource(
         cls.get_gradient_for_reduction
@@ -169,8 +169,8 @@ def bf16_optimizer_faults() -> tuple[str, ...]:
     if not (0, 18, 0) < Version(deepspeed.__version__).release < (0, 19):
         return ()
     return (
-        "before 0.19 it averages gradients before it adds a step's last micro-batch, so each rank "
-        "trains on its own: use deepspeed 0.19",
+        "before 0.19 it adds a step's last micro-batch only after it has averaged gradients, so "
+        "each rank trains on its own: use deepspeed 0.19",
     )
 
 
@@ -181,8 +181,8 @@ def pipeline_faults(micro_batches: int) -> tuple[str, ...]:
     if micro_batches < 2 or Version(deepspeed.__version__).release >= (0, 19, 4):
         return ()
     return (
-        "before 0.19.4 pipeline stages do not average gradients over the micro-batches of a step, "
-        "but sum them, or divide the sum twice: use deepspeed 0.19.4, or 1 micro-batch a step",
+        "before 0.19.4 pipeline stages sum gradients over the micro-batches of a step instead of "
+        "averaging them, or divide the sum twice: use deepspeed 0.19.4, or 1 micro-batch a step",
     )
 
 
@@ -220,8 +220,8 @@ def caller_sets_boundaries(engine: Any) -> bool:
 
 
 def computes_norms(engine: Any) -> bool:
-    """Return whether ZeRO computes gradient norms. This is ``zero_optimization.compute_grad_norm``
-    since 0.19.8. Older versions always compute norms."""
+    """Return whether ZeRO computes gradient norms. Since 0.19.8 the config's
+    ``zero_optimization.compute_grad_norm`` decides this. Older versions always compute norms."""
     return getattr(engine, "zero_compute_grad_norm", lambda: True)()
 
 
@@ -422,9 +422,9 @@ def unchanged(optimizer: Any) -> Iterator[None]:
     and undo the effects of the step afterwards.
 
     Afterwards the optimizer's attributes and lists are what they were before. During the step,
-    parameters are not linked to optimizer states, because no states exist yet. ZeRO-3's parameters
-    that the step gathered are released again. If a parameter stayed gathered, DeepSpeed would not
-    notice that a module uses a parameter of another module.
+    parameters are not linked to optimizer states, because no states exist yet. Parameters that
+    ZeRO-3 gathers in the step are released again. If a parameter stayed gathered, DeepSpeed would
+    not notice that a module uses a parameter of another module.
     """
     link = "_lazy_init_hp_params_optimizer_state"
     scaler = "torch_autocast_gradscaler"
@@ -605,9 +605,9 @@ def accumulated(optimizer: Any) -> list[Any]:
 def accumulated_on_host(optimizer: Any) -> bool:
     """Return whether ZeRO-1/2 with offload keeps gradients that no step has applied yet.
 
-    Since 0.19.8, ``_offload_accumulated_param_ids`` is not empty in this case. In older versions
-    ``micro_step_id`` is at least 0 in this case, because it counts backward passes since the last
-    step, starting from -1.
+    If it does, ``_offload_accumulated_param_ids`` is not empty (since 0.19.8), or ``micro_step_id``
+    is at least 0 (older versions). ``micro_step_id`` counts backward passes since the last step,
+    starting from -1.
     """
     reduced = getattr(optimizer, "_offload_accumulated_param_ids", None)
     return optimizer.micro_step_id >= 0 if reduced is None else bool(reduced)
@@ -627,8 +627,8 @@ def accumulated_at_stage_3(optimizer: Any) -> bool:
 
 
 def with_global_state(optimizer: Any, new: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Replace entries of the optimizer-wide state inside the ``with`` block. ZeRO-1, ZeRO-2 and
-    BF16_Optimizer load this state from a universal checkpoint."""
+    """Inside the ``with`` block, replace entries of the optimizer-wide state that ZeRO-1, ZeRO-2
+    and BF16_Optimizer load from a universal checkpoint."""
     if not hasattr(optimizer, "_load_global_state"):
         return nullcontext()
     original = optimizer._load_global_state

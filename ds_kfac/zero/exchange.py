@@ -34,8 +34,8 @@ class ExchangePlan:
     workers. Creating it needs no communication.
 
     Args:
-        workers: layer name -> ranks of the layer's gradient workers; a single rank if gradients are
-            partitioned.
+        workers: layer name -> ranks of the layer's gradient workers. If gradients are partitioned,
+            each layer has a single one.
 
     Attributes:
         of_layer: layer name -> indices of the layer's parameters in ``shards``.
@@ -244,7 +244,7 @@ class GradientExchange:
     # results to their shards
 
     def put(self, layers: Sequence[LayerSpec], matrices: Sequence[Tensor]) -> None:
-        """Take the results of layers, one matrix of the layer's shape for each layer.
+        """Take the results of several layers. Each result is a matrix with the shape of its layer.
 
         Elements that belong to shards on this rank are written to these shards. Elements for other
         ranks are kept for :meth:`scatter_part`, in the dtype in which they are sent. If a parameter

@@ -19,8 +19,8 @@ class Fault:
     Attributes:
         mode: class of the layouts that may have the fault.
         applies: function that returns whether a layout has the fault.
-        text: description of the fault, in which "it" is DeepSpeed; a format string with the field
-            ``layout``.
+        text: format string that describes the fault, with the field ``layout``. In the description,
+            "it" is DeepSpeed.
     """
 
     mode: type
@@ -33,8 +33,8 @@ def has_sparse_modules(engine: Any) -> bool:
 
 
 def schedules_a_replaced_adagrad(engine: Any) -> bool:
-    """Return whether the user's scheduler changes the learning rate of an Adagrad object with which
-    ZeRO does not step, because ZeRO has replaced it by its own Adagrad."""
+    """Return whether the user's scheduler changes the learning rate of an Adagrad object that is
+    not used any more, because ZeRO has replaced it by its own Adagrad."""
     inner = engine.basic_optimizer
     scheduled = getattr(engine.lr_scheduler, "optimizer", None)
     return isinstance(inner, torch.optim.Adagrad) and scheduled is inner
@@ -63,14 +63,14 @@ FAULTS = (
         Half,
         lambda layout: deepspeed_versions.lacks_loss_scale(layout.optimizer),
         "at stage 0 in fp16 it divides gradients by a loss scale, but never multiplies the loss by "
-        "this scale (deepspeed PR 8393): steps of SGD, and the norm that clipping sees, are too "
+        "this scale (deepspeed PR 8393). So SGD's steps, and the norm by which it clips, are too "
         "small by this factor",
     ),
     Fault(
         ZeroLayout,
         lambda layout: schedules_a_replaced_adagrad(layout.engine),
-        "it steps with an Adagrad of its own, whose learning rate your scheduler does not change: "
-        "name a scheduler in the config, or use ZeRO stage 0 or another optimizer",
+        "it replaces your Adagrad by its own, whose learning rate your scheduler does not change. "
+        "Name a scheduler in the config, or use ZeRO stage 0 or another optimizer",
     ),
     Fault(
         ZeroLayout,
@@ -82,8 +82,8 @@ FAULTS = (
         ZeroLayout,
         lambda layout: layout.grad_scaler and len(layout.groups) > 1,
         "with torch_autocast fp16, in a step in which the GradScaler's scale grows, it divides all "
-        "parameter groups but the first by the new scale, so gradients of these groups are half "
-        "as large as they should be",
+        "parameter groups but the first by the new scale. So the gradients of these groups are "
+        "half as large as they should be",
     ),
     Fault(
         ZeroLayout,
@@ -143,8 +143,8 @@ OF_VERSIONS: tuple[tuple[type, Callable[[Any], tuple[str, ...]]], ...] = (
         ),
     ),
 )
-"""Faults of some DeepSpeed versions, as pairs (class of layouts, function that returns descriptions
-of the faults of a layout of this class)."""
+"""Faults of some DeepSpeed versions. Each entry is a pair: a class of layouts, and a function that
+describes the faults of such a layout."""
 
 
 def faults(layout: ShardLayout) -> Sequence[str]:

@@ -1,7 +1,6 @@
 """Interface of an engine mode (ZeRO stage and kind of optimizer). A mode knows where DeepSpeed
-keeps gradients when the inner optimizer, which DeepSpeed's optimizer wraps, is about to step
-(``seam.py``). This file also has the modes of stage 0, in which every rank holds every averaged
-gradient."""
+keeps gradients just before the inner optimizer steps (see ``seam.py``). This file also has the
+modes of stage 0, in which every rank holds every averaged gradient."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -35,7 +34,7 @@ class ShardLayout(ABC):
     Args:
         engine: a DeepSpeedEngine.
         params: parameters of the model.
-        group: the ranks that average their gradients.
+        group: process group of the ranks that average their gradients.
         parts: parts of the parameters that K-FAC reads and writes separately; None: whole
             parameters.
         seam: the engine's seam; None: a new one.
@@ -49,8 +48,7 @@ class ShardLayout(ABC):
         averaged_over: number of ranks whose gradients are averaged.
         divisor: number by which DeepSpeed divides the sum of the ranks' gradients.
         groups: parameters of each of the optimizer's parameter groups.
-        position: id of a parameter -> (index of the parameter's group, index of the parameter in
-            the group).
+        position: dict from a parameter's id to (index of its parameter group, index in this group).
     """
 
     replicated = False
@@ -120,9 +118,9 @@ class ShardLayout(ABC):
         """
 
     def gradients(self) -> dict[Shard, Tensor]:
-        """Return shard -> flat view of the shard's gradient (fp32 or bf16), for this rank's shards.
+        """Return a dict from each shard of this rank to a flat view of its gradient (fp32 or bf16).
 
-        The memory is a master's ``grad``, or the buffer from which DeepSpeed will form that
+        The views are in a master's ``grad``, or in the buffer from which DeepSpeed will form that
         ``grad``. DeepSpeed will still multiply :meth:`raw` gradients by the seam's factor.
         """
         return {shard: self._gradient(shard) for shard in self.own}
@@ -333,8 +331,8 @@ class Half(Replicated):
 
     @cached_property
     def _offsets(self) -> dict[int, int]:
-        """Id of a parameter -> index of its first element in its group's flat master
-        (FP16_Optimizer)."""
+        """Dict from a parameter's id to the index of the parameter's first element in its group's
+        flat master. Only for FP16_Optimizer."""
         offsets: dict[int, int] = {}
         for params in self.groups:
             starts = accumulate((param.numel() for param in params), initial=0)

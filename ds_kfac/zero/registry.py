@@ -9,7 +9,7 @@ parallelism.
     none, Ulysses   sequence x data     one                         the same layers
     pipeline        data                one: its stage              layers of other stages
     tensor          data                one: its shards             other shards; copied layers
-    experts         data; expert data   dense; one for each ep_size other experts
+    experts         data; expert data   one dense, one per ep_size  other experts
 """
 
 from collections import Counter
@@ -48,9 +48,10 @@ class Domain:
         params: trained parameters of the domain.
         names: names of the parameters in the engine's module.
         group: DeepSpeed's process group that averages the parameters' gradients.
-        shard: (this rank's index, number of ranks) among the ranks that hold shards of one weight.
-        first_experts: module name of a list or stack of experts on this rank -> index of its first
-            expert among the experts of all ranks.
+        shard: (index of this rank, number of ranks) in the group of ranks that hold the shards of a
+            weight.
+        first_experts: dict from the module name of a list or stack of experts to the index that
+            this rank's first expert has among the experts of all ranks.
     """
 
     name: str
@@ -165,8 +166,8 @@ SHARD_LAYOUTS: dict[type, type[ShardLayout]] = {
     FP16_Optimizer: Half,
     FP16_UnfusedOptimizer: Half,
 }
-"""Exact class of ``engine.optimizer`` -> layout of the engine mode. :func:`shard_layout` raises an
-error if DeepSpeed wraps the optimizer in any other class."""
+"""Dict from the exact class of ``engine.optimizer`` to the layout class of the engine mode.
+:func:`shard_layout` raises an error if DeepSpeed wraps the optimizer in any other class."""
 
 
 def is_waiting(engine: Any) -> bool:

@@ -1,8 +1,8 @@
 """Run K-FAC at the right moment: just before DeepSpeed's inner optimizer steps for the first time.
 
-The *outer* optimizer is DeepSpeed's wrapper. Its ``step`` checks for overflow, computes the norm,
-and may skip the step. If it does not skip the step, it calls the ``step`` of the *inner* optimizer,
-which is the user's optimizer, either once in all or once for each parameter group. Before an
+The *outer* optimizer is DeepSpeed's wrapper. The *inner* optimizer is the user's optimizer. The
+outer ``step`` checks for overflow, computes the norm, and may skip the training step. If it does
+not, it calls the inner ``step``, either once or once for each parameter group. Before an
 optimizer's step, torch calls the hooks that were added with ``register_step_pre_hook``. A training
 step begins with the outer step, and K-FAC runs in such a hook before the first inner step. At stage
 0 in fp32 there is no outer optimizer, so every inner step that has gradients is a training step.
@@ -10,7 +10,7 @@ step begins with the outer step, and K-FAC runs in such a hook before the first 
     mode                        inner steps             gradients at the first inner step
     stage 0, 16-bit wrappers    one                     unscaled and clipped
     ZeRO 1, 2                   one for each group      group 0 unscaled and clipped, others raw
-    ZeRO 3                      one for each sub-group  sub-group 0 the same, others raw
+    ZeRO 3                      one for each sub-group  sub-group 0 as group 0, others raw
 
 "Raw" gradients are those that DeepSpeed will still multiply by :attr:`Seam.factor`, which unscales
 and clips them. DeepSpeed checks for overflow and computes norms before K-FAC runs, so it sees the
@@ -29,19 +29,19 @@ from ds_kfac.zero import deepspeed_versions
 from ds_kfac.zero.deepspeed_versions import replaced, wrap_attribute
 
 NO_HOOKS = (
-    "ds_kfac: {name} cannot be hooked: K-FAC runs before an optimizer's step, from torch's "
-    "register_step_pre_hook. Let the class call torch.optim.Optimizer.__init__, or, if it wraps "
+    "ds_kfac: {name} does not support torch's step hooks, but K-FAC runs in such a hook "
+    "(register_step_pre_hook). Let the class call torch.optim.Optimizer.__init__, or, if it wraps "
     "another optimizer, pass that optimizer to DeepSpeed"
 )
 CLOSURE = (
     "ds_kfac: the optimizer's step got an argument. K-FAC works with gradients that were computed "
-    "before the step, so it supports no closure"
+    "before the step, so it does not support closures"
 )
 BYPASSED = (
-    "ds_kfac: the inner optimizer was stepped outside of engine.optimizer.step, which K-FAC "
-    "watches, so this step would train without K-FAC. If the program saved engine.optimizer.step "
-    "before attach and calls or restores it, it must save the method after attach. To train "
-    "without K-FAC, call engine.kfac.detach()"
+    "ds_kfac: the inner optimizer was stepped outside of engine.optimizer.step. K-FAC watches only "
+    "this method, so this step would train without K-FAC. If the program saves "
+    "engine.optimizer.step to call or restore it later, it must save the method after attach. To "
+    "train without K-FAC, call engine.kfac.detach()"
 )
 
 OUTSIDE_INFERENCE = torch.inference_mode(False)
@@ -64,8 +64,8 @@ class Steps(Protocol):
 
     @property
     def proves(self) -> bool:
-        """Whether the next step compares gradients with captured rows, which needs the factor by
-        which DeepSpeed has multiplied the gradients."""
+        """Whether the next step compares gradients with captured rows. The comparison needs the
+        factor by which DeepSpeed has multiplied the gradients."""
 
     def begin(self) -> None:
         """Prepare for a step that DeepSpeed has begun but may still skip."""
@@ -100,8 +100,8 @@ class Seam:
         inverse: 1 / factor. A result that DeepSpeed will multiply by ``factor`` is multiplied by
             ``inverse`` first. If ``factor`` is 0, for example because DeepSpeed clips by an
             infinite norm, ``inverse`` is 0, so that no weight changes.
-        prepared: number of masters (tensors that the inner optimizer steps), counted from the
-            first, whose gradients DeepSpeed has already multiplied by ``factor``.
+        prepared: DeepSpeed has already multiplied the gradients of the first ``prepared`` masters
+            (tensors that the inner optimizer steps) by ``factor``.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -123,8 +123,8 @@ class Seam:
         self._steps: Any = None
         self._state = State.CLOSED
         self._installed = ExitStack()  # removes hooks and wrappers
-        # depth of nested inner steps: torch runs the hooks in the step of a class, and again if
-        # that step calls the step of the base class
+        # depth of nested inner steps: if an optimizer's step calls the step of its base class,
+        # torch runs the hooks in both
         self._depth = 0
 
     def open(self, steps: Steps) -> None:
@@ -183,7 +183,7 @@ class Seam:
         self._state = State.DECIDING
         self.groups = self.inner.param_groups
         self.prepared = 0
-        # at stage 0 engine.step() has already clipped, and ``factor`` is the clipping factor
+        # with a bare optimizer, engine.step() has already clipped and set ``factor``
         if not self._is_bare:
             self.factor = None
 
@@ -313,7 +313,7 @@ class Seam:
         """Replace the inner optimizer's step by ``stub`` during the self-test.
 
         Yields the outer optimizer's ``step``. Calling it takes a step with the gradients in
-        DeepSpeed's buffers, but changes no weight.
+        DeepSpeed's buffers, but does not change the weights.
         """
         state = self._state
         groups = [
@@ -327,7 +327,7 @@ class Seam:
                 self._restored_groups(),
                 ExitStack() as installed,
             ):
-                # the scale of earlier steps does not multiply the artificial gradients
+                # the artificial gradients were not multiplied by the GradScaler's scale
                 installed.enter_context(replaced(self, "scaler", None))
                 self._watch_factor(installed)
                 for optimizer in self._optimizers:
@@ -343,7 +343,7 @@ class Seam:
 
 def _with_hooks(optimizer: Any) -> Any:
     """Return the optimizer if it supports hooks, else the optimizer that it wraps. For example,
-    timm's Lookahead supports no hooks. Raise ValueError if neither supports hooks."""
+    timm's Lookahead does not support hooks. Raise ValueError if neither supports hooks."""
     for candidate in (optimizer, *vars(optimizer).values()):
         if isinstance(candidate, torch.optim.Optimizer) and hasattr(
             candidate, "_optimizer_step_pre_hooks"

@@ -4,9 +4,9 @@ them. If the test fails, attach raises an error, so that no job trains with wron
 DeepSpeed's code fills its gradient buffers with known values. Then the outer optimizer takes two
 steps, in which the inner optimizer only records the gradients that it is given. The first step runs
 without K-FAC. In the second step, the gradients are sent to the layers' gradient workers, which
-check them and send each value back with a small constant added. In the second record, the gradients
-of K-FAC's parameters must be larger by this constant, and all other gradients must be the same as
-in the first record.
+check them and send each value back with a small constant added. The recorded gradients of K-FAC's
+parameters must then be larger by this constant, and all other recorded gradients must be the same
+as in the first step.
 """
 
 import zlib
@@ -24,7 +24,7 @@ from ds_kfac.zero.layout import ShardLayout
 MODULUS = 113
 """Period of the known values, a prime number. If values arrive at a wrong offset, every element
 differs from the right one, unless the offset is wrong by a multiple of 113. All values of the test
-are exact in bf16: they are 2 x (1 .. 113), plus up to 3."""
+are exact in bf16: they are the even numbers from 2 to 226, plus at most 3."""
 ADDED = 2.0
 FRACTION = 2.0**-4
 """Fraction that is also added to the values if gradients are kept in fp32. Rounding to 16 bits
@@ -124,8 +124,8 @@ class _Test:
 
     def known(self, param: nn.Parameter) -> Tensor:
         """Return the known gradient of a parameter, fp32 [numel]. Its values cycle through 2, 4 ..
-        226, beginning at a number that depends on the parameter's name. If the parameter is in no
-        K-FAC layer, each value is larger by 1."""
+        226, beginning at a number that depends on the parameter's name. If the parameter is not in
+        a K-FAC layer, each value is larger by 1."""
         start = zlib.crc32(self.names[id(param)].encode()) % MODULUS
         device = self.layout.engine.device
         values = torch.arange(self.layout._numel(param), device=device, dtype=torch.int32)
@@ -140,7 +140,7 @@ class _Test:
         layout = self.layout
         problems: list[str] = []
         exchange.begin()
-        # fp32 in both directions, so that messages round nothing
+        # fp32 in both directions, so that messages do not round values
         (arrived,) = deliver(
             [replace(exchange.gather_part, dtype=torch.float32)], channel, exchange.device
         )

@@ -160,7 +160,8 @@ def parameter_names(layers: Sequence[LayerSpec]) -> list[str]:
 
 
 def parts_of(layers: Sequence[LayerSpec]) -> tuple[ParameterPart, ...]:
-    """Return the layers' parts of the parameters in :func:`parameter_names`, layer after layer."""
+    """Return the parts of parameters that belong to the layers, layer after layer. The parameters
+    are numbered as in :func:`parameter_names`."""
     place = {name: index for index, name in enumerate(parameter_names(layers))}
     return tuple(
         ParameterPart(place[name], *layer.part) for layer in layers for name in layer.parameters

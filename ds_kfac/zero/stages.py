@@ -1,4 +1,4 @@
-"""The engine modes in which masters (the tensors that the inner optimizer steps) are flat, and a
+"""Engine modes with flat masters (the tensors that the inner optimizer steps). In these modes a
 rank steps only its part of the parameters. ZeRO steps the masters one after the other.
 
 With ZeRO-1/2 and BF16_Optimizer, every parameter group is one flat buffer that is cut into equal
@@ -6,11 +6,12 @@ slices, and a rank steps its slice. With ZeRO-3, every parameter is cut into ``w
 of which the last may be padded. A master consists of this rank's chunks of the parameters of one
 sub-group.
 
-When ZeRO steps its first master, the gradients of the other masters are still raw, that is, not yet
-unscaled and clipped. Without offload they are in lists of tensors, which DeepSpeed will concatenate
-to the flat gradient. With offload they are in the masters' ``grad``. In a list, an fp16 gradient is
-replaced by an fp32 tensor before a result is written, because the result may be out of fp16's
-range. DeepSpeed's concatenation promotes dtypes, so the result stays in fp32.
+When ZeRO steps its first master, the gradients of the other masters are still raw: DeepSpeed has
+not unscaled and clipped them yet. Without offload, raw gradients are in lists of tensors, which
+DeepSpeed will concatenate to flat gradients. With offload, they are in the masters' ``grad``.
+Before K-FAC writes a result to a list, it replaces an fp16 tensor in the list by an fp32 tensor,
+because the result may be out of fp16's range. DeepSpeed's concatenation promotes dtypes, so the
+result stays in fp32.
 """
 
 from abc import abstractmethod
@@ -75,8 +76,8 @@ class BF16(ShardLayout):
 
     @classmethod
     def is_waiting(cls, engine: Any) -> bool:
-        # p.grad does not show this, because it exists until the next backward pass, although it has
-        # already been added to fp32_groups_gradients
+        # p.grad does not show this: DeepSpeed adds it to fp32_groups_gradients, but keeps it until
+        # the next backward pass
         return any(map(any, engine.optimizer.fp32_groups_has_gradients))
 
 
@@ -117,12 +118,13 @@ class ZeroLayout(ShardLayout):
         return super().loss_scale() if self.grad_scaler else float(self.optimizer.loss_scale)
 
     def begin(self) -> None:
-        """Check that there are gradients or, with offload, drop gradients of the last step.
+        """Without offload, check that there are gradients. With offload, drop old gradients.
 
         Without offload, raise RuntimeError if there was no backward pass since the last step.
-        Without this error, ranks without layers would wait for the other ranks. With offload, zero
-        the buffers of parameters that had no gradient in this step. These buffers still contain
-        K-FAC's result of an earlier step, which K-FAC would otherwise precondition again.
+        Without this check, only ranks with layers would fail, and the other ranks would wait for
+        them. With offload, zero the buffers of parameters that had no gradient in this step. These
+        buffers still contain K-FAC's result of an earlier step, which K-FAC would otherwise
+        precondition again.
         """
         if not self.offloads:
             if all(own is None for own in self.optimizer.averaged_gradients.values()):
@@ -189,8 +191,8 @@ class Stage12(ZeroLayout):
         optimizer = self.optimizer
         shards: list[Shard] = []
         index = {id(param): number for number, param in enumerate(self.params)}
-        # round_robin_bit16_* hold the order in the flat buffer, whether or not
-        # round_robin_gradients is on
+        # the attributes round_robin_bit16_* have the order of the flat buffer, even if
+        # round_robin_gradients is off
         for group, params in enumerate(optimizer.round_robin_bit16_groups):
             size = int(optimizer.partition_size[group])
             for param, offset in zip(
@@ -292,7 +294,7 @@ class Stage3(ZeroLayout):
     def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
         super().__init__(engine, *values, **named)
         self._chunks: list[Tensor] = []  # gradients of the current step
-        # (sub-group, index) in averaged_gradients of each chunk
+        # where each chunk is in averaged_gradients: (sub-group, index)
         self._places = [
             self.position[id(self.params[shard.param])]
             for shard in self.of_parameters.on(self.rank)

@@ -1,8 +1,8 @@
 """Rescale weights after a step (Osawa et al. 2019, arXiv:1811.12019; SP-NGD). This is meant for
-layers that are followed by a norm, because there the size of a weight only changes the effective
-learning rate:
+layers that a normalization layer follows: the size of their weights only changes the effective
+learning rate. The rule is
 
-    w <- w min(1, sqrt(2 O) / (|w| + 1e-9))        O is the first dimension of w: outputs
+    w <- w min(1, sqrt(2 O) / (|w| + 1e-9))        O: number of outputs, the first dimension of w
 
 DeepSpeed's fp32 masters and the weights that the model computes with are multiplied by the same
 factor. Every rank computes the factor from the norm of the whole weight. At stage 3 the norm is
@@ -83,8 +83,8 @@ class WeightRescaling:
                 yield master.view(-1).narrow(0, shard.offset, shard.numel)
 
     def _computed_with(self, part: int) -> list[Tensor]:
-        """Return the tensors with a weight's values that the model computes with on this rank. At
-        stage 3 these are this rank's chunk, and the gathered weight if it exists."""
+        """Return this rank's tensors that hold a weight and that the model computes with. At stage
+        3 these are this rank's chunk, and the gathered weight if it exists."""
         param = self.layout.param_of(part)
         if not isinstance(self.layout, Stage3):
             return [param.data]

@@ -180,7 +180,7 @@ def refusal(engine, **arguments) -> str:
 def test_what_it_cannot_do_is_an_error_with_a_remedy():
     engine, middle = engine_of(), engine_of(accumulation=2)
     assert "largest is 4, but the batch is 4" in refusal(engine, largest=4, at=[4])
-    assert "give at" in refusal(engine, largest=16)
+    assert "for example at=[" in refusal(engine, largest=16)
     for at in ([8, 4], [4, 8, 16]):
         said = refusal(engine, largest=16, at=at)
         assert "at must list 1 to 2 numbers" in said and f"got {at}" in said, said
@@ -281,6 +281,6 @@ def test_a_state_of_another_first_batch_loads_unless_its_batch_cannot_be_had():
     loaded.load_state_dict(copy.deepcopy(state))
     assert (loaded.first, loaded.batch, other.micro_steps) == (4, ramp.batch, engine.micro_steps)
     close(stepped(other), stepped(engine), sums=STEPS_OF_RATES)
-    with pytest.raises(ValueError, match="batch is 16 samples, which is no multiple of 12"):
+    with pytest.raises(ValueError, match="batch is 16 samples, which is not a multiple of 12"):
         ds_kfac.BatchRamp(odd, largest=24, at=[1000]).load_state_dict(state)
     assert odd.lr_scheduler.last_epoch == 0 and odd.train_batch_size() == 12
