@@ -51,25 +51,29 @@ def pytest_unconfigure(config):
 
 
 LONGEST = (
-    "deepspeed/test_modes.py",
-    "deepspeed/test_estimate.py",
-    "deepspeed/test_traps.py",
-    "deepspeed/test_checkpoint.py",
-    "examples/test_train_gpt.py",
-    "deepspeed/test_stacks.py",
     "deepspeed/test_features.py",
-    "deepspeed/test_memory.py",
-    "integrations/test_startup.py",
+    "deepspeed/test_modes.py",
     "deepspeed/test_model_parallel.py",
-    "deepspeed/test_seam.py",
+    "deepspeed/test_same_training.py",
+    "integrations/test_startup.py",
+    "integrations/test_asked_for.py",
+    "deepspeed/test_checkpoint.py",
+    "deepspeed/test_estimate.py",
+    "gpu/test_shared.py",
+    "examples/test_tutorial.py",
+    "deepspeed/test_traps.py",
+    "deepspeed/test_gradient_access.py",
+    "examples/test_train_gpt.py",
+    "deepspeed/test_first_start.py",
+    "deepspeed/test_interruptions.py",
+    "deepspeed/test_memory.py",
+    "integrations/test_commands.py",
     "benchmarks/test_gpu_script.py",
     "test_processors.py",
     "benchmarks/test_step.py",
-    "gpu/test_shared.py",
-    "zero/test_seam.py",
 )
-"""Files of tests that take a minute or so: they begin, as a worker of pytest-xdist that gets one of
-them last works on alone."""
+"""Files of tests that take more than 15 seconds. They run first: if a worker of pytest-xdist got one
+of them last, the other workers would wait for it."""
 
 
 def begins(path: str, *, distributed: bool) -> tuple[int, bool]:

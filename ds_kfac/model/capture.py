@@ -35,8 +35,8 @@ Note: Recomputation. Activation checkpointing runs a part of the forward a secon
     output the running backward pass has reached. If the backward pass has not reached an output
     yet, for example because the loss is computed in tiles, the recomputation belongs to the last
     forward that began before the running autograd node was made. A backward pass may run after the
-    step of its forward has ended. It then adds no rows, but its recomputations save the same
-    tensors. Recomputations of a forward that was not captured save nothing.
+    step of its forward has ended. It then adds no rows, but its recomputations still save the
+    tensors that the forward saved. Recomputations of a forward that was not captured save nothing.
 
 Note: Kinds of hooks. Only a prehook on the output's autograd node works. A tensor hook would run
     before DeepSpeed divides the gradient by the accumulation steps, and a full backward hook breaks
@@ -81,10 +81,10 @@ class Capture:
         model: the model.
         layers: the layers whose rows are captured.
         scale: function that returns the loss scale of a backward pass, as a number or a scalar on
-            the device. Its argument is whether the engine announced the pass.
+            the device. Its argument says whether the engine announced the pass.
         device: device of the sums.
-        rows: adds rows to sums.
-        inputs: assigns numbers to inputs, to find layers that share inputs.
+        rows: the object that adds rows to the sums.
+        inputs: the object that assigns numbers to inputs, to find layers that share inputs.
         sampled: whether G comes from gradients that are requested from autograd, such as the
             gradients of a sampled loss (:meth:`add_asked`). The calls then wait in :attr:`pending`.
             ``ds_kfac.fit`` requests all gradients in this way.
@@ -104,11 +104,12 @@ class Capture:
         proof: checks whether the captured rows make up the gradients (``proof.py``); None in steps
             without this check.
         uses: records which lines of code use a weight; None in steps without a proof.
-        failed: layer name -> error that a hook raised. The rows of these layers are not captured
-            any more.
+        failed: layer name -> error that a hook raised. The rows of these layers are no longer
+            captured.
         counted: number of calls in this step whose gradient arrived in one of the engine's own
             passes.
-        outside: number of calls in this step whose gradient arrived in any other pass.
+        outside: number of calls in this step whose gradient arrived in a pass that is not the
+            engine's own.
         measured: layer name -> number of the layer's rows, which may be a scalar on the device.
             None in a step that does not count rows.
         seen: names of the layers that had a row in this step, with or without a gradient.
@@ -117,7 +118,7 @@ class Capture:
     """
 
     _backwards: ClassVar[list["Capture"]] = []
-    """The captures whose own backward pass is running, over all engines in the process."""
+    """The captures, of all engines in the process, whose own backward pass is running."""
 
     def __init__(
         self,
@@ -168,7 +169,7 @@ class Capture:
         self._install()
 
     def _forget(self) -> None:
-        """Forget everything that belongs to the step before."""
+        """Forget everything that belongs to the previous step."""
         self.sums: dict[str, BatchSum] = {}
         self.keys: Mapping[str, int] = {}
         self.passes = 0
@@ -294,8 +295,8 @@ class Capture:
             if self._recomputes() or (self.active and not is_others):
                 function(module, *values)
 
-        # torch.compile must not look inside. ``disable`` is not used as a decorator, because that
-        # would import torch's compiler together with ds_kfac
+        # torch.compile must not trace this function. ``disable`` is not used as a decorator, because
+        # that would import torch's compiler together with ds_kfac
         untraced = torch.compiler.disable(when_captured)
 
         # torch.compile traces only the conditions in this function
@@ -336,7 +337,7 @@ class Capture:
         measure: bool = False,
         proof: Proof | None = None,
     ) -> None:
-        """Prepare for a step, and forget the calls of the step before.
+        """Prepare for a step, and forget the calls of the previous step.
 
         Args:
             keys: keys of the factors for which this rank collects statistics in the step. If this
@@ -379,6 +380,7 @@ class Capture:
         included in the total over ranks.
         """
         self._end_plain_pass()
+        self._watch(False)
         for group in self.inputs.parted() - self._warned_groups:
             self._warned_groups.add(group)
             logger.warning(
@@ -404,7 +406,7 @@ class Capture:
             return
         self.leave()  # the mode is still entered if the last forward raised an error
         self._end_plain_pass()
-        self._running = None  # it may be left from a pass that raised an error and so did not end
+        self._running = None  # it may be left over from a pass that an error has ended early
         self._tasks.clear()
         self._forward_runs = True
         self._thread = threading.get_ident()
@@ -451,7 +453,7 @@ class Capture:
                 return made
             unwatched = [forward for forward in self._forwards if not forward.is_watched]
             return unwatched[-1] if unwatched else None
-        # the user has called another method than the model's forward
+        # the user has called a method other than the model's forward
         if self.forward not in self._forwards:
             self._begin(Forward(step=self.step, saved=self._saved))
         return self.forward
@@ -474,8 +476,9 @@ class Capture:
         """Record a call of a layer's module.
 
         Args:
-            inputs, named: positional and keyword arguments of the call. The first is the input.
-            output: its result.
+            inputs, named: positional and keyword arguments of the call. The first argument is the
+                layer's input.
+            output: result of the call.
         """
         weight: Any = module._parameters.get("weight")  # module.weight would make ZeRO-3 fetch it
         if weight is not None and not weight.requires_grad:
@@ -539,8 +542,8 @@ class Capture:
         """Save the input of a call, and wait for the gradient of its output.
 
         Args:
-            calls: one call; if x was multiplied by the matrices of several layers, one call for
-                each layer.
+            calls: a single call, or, if x was multiplied by the matrices of several layers, one
+                call for each of these layers.
             x: the input.
             output: the result.
         """
@@ -688,7 +691,7 @@ class Capture:
             self.current.arrived(rows, with_gradient, self.rows.weight_sharing)
 
     def _is_current(self, forward: Forward) -> bool:
-        """Return whether a forward pass belongs to the running step, and this step collects
+        """Return whether a forward pass belongs to the running step and that step collects
         statistics."""
         return self.active and forward.step == self.step
 
@@ -706,7 +709,7 @@ class Capture:
 
         Args:
             call: the call.
-            x: its input, or the input of the whole product; None if the input was not saved.
+            x: the call's input, or the input of the whole product; None if it was not saved.
             gradient: the gradient of the output; None if the factors need no gradients. All rows of
                 the input then count, except padding.
             scale: factor by which the loss was multiplied. The gradient is divided by it.
@@ -811,12 +814,12 @@ class Capture:
             self.proof.see(call, call.input_rows(x), gradient, others=others)
 
     def _sum(self, key: str, sums: dict[str, BatchSum] | None = None) -> BatchSum:
-        """Return the sum of a factor, which is created if it does not exist.
+        """Return the sum of a factor. If the factor has no sum, create an empty one.
 
         Args:
             key: key of the factor.
-            sums: mapping factor key -> sum, to which an empty sum is added if the factor has none.
-                None: the step's sums.
+            sums: dict from factor key to sum, in which the sum is looked up or created. None: the
+                step's sums.
         """
         sums = self.sums if sums is None else sums
         if key not in sums:
@@ -1040,8 +1043,8 @@ def _runs(node: Any) -> bool:
     """Return whether the running backward pass executes a parameter's autograd node, and so adds to
     the parameter's gradient.
 
-    It does not do so in ``autograd.grad``, nor in a backward pass whose ``inputs`` lack the
-    parameter.
+    It does not do so in ``autograd.grad``, nor in a backward pass whose ``inputs`` do not contain
+    the parameter.
     """
     # the function raises if autograd.grad was called for the node's own tensor
     with suppress(RuntimeError):
