@@ -72,8 +72,8 @@ LONGEST = (
     "test_processors.py",
     "benchmarks/test_step.py",
 )
-"""Files of tests that take more than 15 seconds. They run first: if a worker of pytest-xdist got one
-of them last, the other workers would wait for it."""
+"""Files of tests that take more than 15 seconds. They run first: if a worker of pytest-xdist got
+one of them last, the other workers would wait for it."""
 
 
 def begins(path: str, *, distributed: bool) -> tuple[int, bool]:
