@@ -19,14 +19,15 @@ TIMER = "kfac_"
 SUMMARY = {
     # the layer was not changed, because its gradient or its result was not finite
     "not_finite_layers": True,
-    # the layer has no eigenbases or inverses yet, and is stepped without them
+    # the layer has no eigenbases or inverses yet, and is updated without them
     "unpreconditioned_layers": False,
     "refresh_failures": True,  # a decomposition failed
-    # KFACAdamW: no step, because the gradient was exactly zero
+    # KFACAdamW did not change the layer, because its gradient was exactly zero
     "unused_layers": False,
-    # KFACAdamW: no step, because the gradient was too large for the moments
+    # KFACAdamW did not change the layer, because its gradient was too large for the moments
     "left_out_gradients": True,
-    # a factor's batch was scaled down, because its trace was far above that of the average
+    # a batch of a factor, or of EKFAC's eigenvalues, was scaled down, because its trace was far
+    # above that of the average
     "limited_factors": True,
     # a factor's batch had no row, or had a value that is not finite: the factor was not changed
     "empty_updates": True,
@@ -40,23 +41,24 @@ class Metrics:
     """Counters and timings.
 
     Args:
-        timers: the engine's DeepSpeed timers if the engine prints a breakdown, else None. The
-            timers also measure K-FAC's stages, without synchronising.
+        timers: the engine's DeepSpeed timers if ``wall_clock_breakdown`` is on, else None. The
+            timers then also measure K-FAC's stages, without synchronising the device.
 
     Attributes:
         counts: this rank's counters: "steps"; "skipped_steps"; "factor_updates" (steps that
-            captured); "captured_elements" (elements of the captured factors of all ranks);
-            "refreshes" (factors decomposed on this rank); "refreshes_<how>" (refreshes by eigh,
-            iteration, cholesky or diagonal, or refreshes that failed); "refresh_retries" (failed
-            attempts at a decomposition).
+            collected statistics); "captured_elements" (elements of the factors, on all ranks, that
+            these steps updated); "refreshes" (factors decomposed on this rank); "refreshes_<how>"
+            ("refreshes" by method: eigh, iteration, cholesky, diagonal or failed);
+            "refresh_retries" (failed attempts at a decomposition).
         current: the stage that began last.
         timings: set this to True to measure ``seconds``. It synchronises the device before and
             after every stage.
         seconds: name of a stage -> seconds spent in it so far.
         nu: last kl-clip factor, a device scalar, equal on all ranks; None while kl-clip is off.
-        kl: nu^2 lr^2 <V, gradient> / 2, a device scalar like ``nu``. This estimates, with the
-            damped curvature, how far a step without momentum moves the model's distribution. It is
-            at most kl_clip / 2. With ``fisher`` monte_carlo its unit is nats per row of the loss.
+        kl: nu^2 lr^2 <V, gradient> / 2, where V is the preconditioned gradient; a device scalar
+            like ``nu``. With the damped curvature, this estimates how far a step without momentum
+            moves the model's distribution. It is at most kl_clip / 2. With ``fisher`` monte_carlo
+            its unit is nats per row of the loss.
         summary: fp32 tensor on the device with values summed over ranks, in the order of
             :data:`SUMMARY`.
     """

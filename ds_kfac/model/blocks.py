@@ -59,7 +59,8 @@ a module that they wrap."""
 WRAPPED = re.compile(rf"(\.({'|'.join(WRAPPERS)}))+$")
 Sizes = tuple[int, ...]
 SizesOf = Callable[[nn.Module | None, int], Sizes]
-"""A function that gets a weight's module and its number of rows, and returns the blocks."""
+"""A function that gets a weight's module and the weight's number of rows, and returns the sizes of
+its blocks."""
 Blocks = int | Sequence[int]
 """Either the number of equal blocks, or the sizes of the blocks. The sequence of sizes repeats down
 to the last row."""
@@ -104,7 +105,7 @@ def with_blocks(
     guessed = ""
     try:
         sizes = known_sizes(last, module, rows)
-    except LookupError:  # the module does not have the numbers
+    except LookupError:  # the module lacks an attribute that gives the sizes
         sizes = ()
     fits = len(sizes) > 1 and min(sizes) > 0 and rows % sum(sizes) == 0
     if last in SEVERAL:
@@ -201,31 +202,31 @@ def known_sizes(name: str, module: nn.Module | None, rows: int) -> Sizes:
     """Return the blocks of a weight, given the last part of its name; () if no blocks are known for
     this name.
 
-    The blocks are right for transformers 5.23. tests/integrations/test_blocks.py compares each with
+    The blocks are right for transformers 5.23. tests/integrations/test_blocks.py compares them with
     the code of transformers.
 
     Args:
-        module: the module that holds the weight, whose attributes and config give the numbers.
+        module: the module that holds the weight. Its attributes and config give the sizes.
         rows: number of rows of the weight.
 
     Raises:
-        LookupError: the module does not have the numbers.
+        LookupError: the module lacks an attribute that gives the sizes.
     """
     sizes_of = BY_LAST_NAME.get(name)
     return () if sizes_of is None else sizes_of(module, rows)
 
 
 def _heads(module: nn.Module | None, default: int | None = None) -> tuple[int, int]:
-    """Return the numbers of query heads and of key heads."""
+    """Return (number of query heads, number of key heads)."""
     heads = _number(module, *HEADS, default=default)
     return heads, _number(module, *SHARED_HEADS, default=heads)
 
 
 def _queries_keys_values(module: nn.Module | None, rows: int) -> Sizes:
     class_name = type(module).__name__
-    if class_name == "CodeGenAttention":  # for each quarter of the heads
+    if class_name == "CodeGenAttention":  # the blocks repeat for each quarter of the heads
         return (rows // 12,) * 3
-    # for each head
+    # the blocks repeat for each head
     if class_name == "MiniMaxLightningAttention" or value_of(module, "multi_query") is False:
         return (rows // (3 * _number(module, *HEADS)),) * 3
     if value_of(module, "q_attn") is not None:  # GPT-2's cross-attention: keys and values
@@ -260,8 +261,8 @@ def _gate_and_values_before(after: str) -> SizesOf:
 
 
 def _keys_and_values(module: nn.Module | None, rows: int) -> Sizes:
-    """Return the blocks of JetMoE: keys and values. DeepSeek's weight of the same name is one map;
-    there the module does not have ``kv_projection_size``."""
+    """Return the blocks of JetMoE: keys and values. DeepSeek's weight of the same name is one map,
+    and its module does not have ``kv_projection_size``."""
     return (_number(module, "kv_projection_size"),) * 2
 
 
@@ -315,8 +316,8 @@ def _delta_net_with_gates(module: nn.Module | None, rows: int) -> Sizes:
 
 
 def _delta_net_b_and_a(module: nn.Module | None, rows: int) -> Sizes:
-    """Return the blocks, which repeat for each key head: one row of b for each value head of this
-    key head, then one row of a for each of these value heads."""
+    """Return the two blocks, which repeat for each key head. The first has a row of b for each
+    value head of this key head. The second has a row of a for each of these value heads."""
     return (rows // (2 * _number(module, "num_k_heads")),) * 2
 
 
@@ -339,8 +340,8 @@ BY_LAST_NAME: dict[str, SizesOf] = {
 """Last component of a weight's name -> function that returns the weight's blocks."""
 
 LARGEST = 1 << 27
-"""A layer with more elements than this is cut. The number is one rank's share if 64 ranks hold 8.6
-billion parameters."""
+"""A layer with more elements than this is cut. The number is one rank's share of a model with 8.6
+billion parameters on 64 ranks."""
 PART = 1 << 25
 """Largest number of elements of a part."""
 

@@ -84,12 +84,12 @@ class Call:
         sides: the factors to which the rows are added: "AG" (both), "A" or "G".
         input: number of the input, see :meth:`ds_kfac.model.shared.SharedInputs.number`.
         kept: the autograd node that saves the input, see :func:`node_that_saves`; None if the input
-            is not needed, or not needed any more.
+            is not needed, or is no longer needed.
         select: which rows of the product belong to the layer, such as the rows of an expert; None:
             all rows.
         columns: which outputs of the layer the call computed; None: all.
         to_rows: turns the gradient that arrives at the output into rows [.., O]; None: the gradient
-            is in rows already.
+            has this form already.
         edge: autograd edge at which the gradient of the output arrives; only set if this gradient
             will be requested from autograd. No hook on a node may hold a call with an edge, see
             "Note: Who holds whom".

@@ -295,8 +295,8 @@ class Capture:
             if self._recomputes() or (self.active and not is_others):
                 function(module, *values)
 
-        # torch.compile must not trace this function. ``disable`` is not used as a decorator, because
-        # that would import torch's compiler together with ds_kfac
+        # torch.compile must not trace this function. ``disable`` is not used as a decorator,
+        # because that would import torch's compiler together with ds_kfac
         untraced = torch.compiler.disable(when_captured)
 
         # torch.compile traces only the conditions in this function

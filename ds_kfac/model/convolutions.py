@@ -37,9 +37,9 @@ from ds_kfac.curvature.factor import Side
 from ds_kfac.model.layers import Linear, computed_parameter, parameter_shape
 
 CHUNK = 1 << 22
-"""Largest number of elements of patches that are in memory at a time."""
+"""Largest number of patch elements that are in memory at a time."""
 ROWS = 4
-"""Smallest number of patches that a grid takes, divided by the width of the wider factor."""
+"""A grid takes at least ``ROWS`` times as many patches as the wider factor has rows."""
 SPARSEST = 16
 """A grid takes at least one of every ``SPARSEST`` positions."""
 
@@ -106,7 +106,7 @@ class Patches:
         for dim in range(dims):
             before_and_after = 2 * (dims - 1 - dim)
             padded = size[dim] + sum(self.padding[before_and_after : before_and_after + 2])
-            span = self.dilation[dim] * (self.kernel[dim] - 1)  # of the dilated kernel, less 1
+            span = self.dilation[dim] * (self.kernel[dim] - 1)  # of the dilated kernel, minus 1
             positions.append((padded - span - 1) // self.stride[dim] + 1)
         self.positions = tuple(positions)
         self.count = len(image) * prod(self.positions)
@@ -152,8 +152,8 @@ class Patches:
             sum_P: the packed sum.
             side: the side of the layer that the sum belongs to.
             grid: which patches are taken.
-            bias: whether a 1 is appended to each patch, or with channel groups to each group's part
-                of a patch.
+            bias: whether a 1 is appended to each patch. With channel groups, it is appended to each
+                group's part of a patch.
             gain: factor by which the patches are multiplied.
             kept: bool scalar, whether the patches count; None: they count.
         """
@@ -257,15 +257,15 @@ class Convolution(Linear):
         self.dims = int(kind.__name__[-2])
 
     def batched(self, x: Tensor) -> Tensor:
-        """Return a convolution's input or output as [N, C, *S]; [C, *S] is a batch of one."""
+        """Return a convolution's input or output as [N, C, *S]. For [C, *S], N is 1."""
         return x if x.ndim > self.dims + 1 else x.unsqueeze(0)
 
     def refusal(self, module: nn.Module) -> str | None:
         return computed_parameter(module)
 
     def overridden(self, module: nn.Module) -> str | None:
-        """Return which of torch's methods a module overrides, ``forward`` or ``_conv_forward``;
-        None if neither. The patches of a module that overrides one of them are unknown."""
+        """Return "forward" or "_conv_forward" if a module overrides this method of torch's class,
+        else None. The patches of a module that overrides a method are unknown."""
         for name in ("forward", "_conv_forward"):
             if getattr(type(module), name, None) is not getattr(self.kind, name, None):
                 return name

@@ -73,15 +73,15 @@ class LayerSpec:
     """Reason why the directions of the layer's updates are not orthogonalized; None if they are
     orthogonalized."""
     makes_words: bool = False
-    """Whether the layer is the head of a language model. A head is recognised by having the shape
-    of an embedding."""
+    """Whether the layer is the head of a language model. A head is recognised by its shape, which
+    is the shape of an embedding."""
     part: tuple[int, int] = (0, 1)
     """(index, count): the layer's parameters are cut into ``count`` equal parts, and this layer is
     part ``index``. Each expert of a stack is such a part."""
     blocks: tuple[int, ...] = ()
-    """Numbers of rows of the blocks, for a matrix that consists of several maps. The blocks repeat
-    down to the last row: every ``sum(blocks)`` rows have each block once. Empty: the matrix is one
-    map."""
+    """Number of rows of each block, for a matrix that consists of several maps. The blocks repeat
+    down to the last row, so every ``sum(blocks)`` rows contain each block once. Empty: the matrix
+    is one map."""
     guessed: str = ""
     """Text for the report if the matrix has one of the names in
     :data:`ds_kfac.model.blocks.SEVERAL`. It says whether the blocks were chosen by this name, or
@@ -196,8 +196,8 @@ class LayerType(ABC):
 
     @abstractmethod
     def refusal(self, module: Any) -> str | None:
-        """Return why this type does not describe ``module``; "" if the module is of another kind
-        altogether; None if the type describes it."""
+        """Return None if this type describes ``module``, "" if the module is of an unrelated kind,
+        and otherwise the reason why the type does not describe the module."""
 
     @abstractmethod
     def sides(self, module: Any, bias: bool) -> tuple[int, int]:
@@ -224,7 +224,7 @@ class LayerType(ABC):
         Args:
             module: the module.
             x: the call's input; None if the type does not need it.
-            gradient: the gradient of its output.
+            gradient: the gradient of the call's output.
         """
         return gradient
 
@@ -346,7 +346,7 @@ class ColumnParallelLinear(_Shard):
     unfit = "gather_output", True, "gather_output: it returns the outputs of all shards"
 
     def gradient_rows(self, module: Any, x: Tensor | None, gradient: Tensor) -> Tensor:
-        # an AutoTP layer that returns the outputs of the unsharded layer
+        # an AutoTP layer may return the outputs of the unsharded layer
         if getattr(module, "gather_output", False):
             sizes = module._partition_sizes
             gradient = gradient.narrow(-1, sum(sizes[: module.tp_index]), sizes[module.tp_index])

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 Shape = tuple[int, ...]
 ReadMask = Callable[[tuple, Mapping[str, Any]], Tensor | Iterable[Tensor] | None]
-"""A function that gets the arguments and keyword arguments of the model's forward, and returns its
-attention masks [N, T]: one, several or None."""
+"""A function that gets the arguments and keyword arguments of the model's forward, and returns the
+forward's attention masks [N, T]: a tensor, several tensors, or None."""
 
 NAME = "attention_mask"
 
@@ -51,10 +51,10 @@ def masks_in(read: Tensor | Iterable[Tensor] | None) -> Iterator[Tensor]:
     This check runs on the device, so that the host does not wait.
 
     Args:
-        read: what the function returned.
+        read: what the :data:`ReadMask` returned.
 
     Raises:
-        ValueError: the function returned anything but masks or None.
+        ValueError: it returned something other than masks or None.
     """
     masks = [read] if isinstance(read, Tensor) else list(read or ())
     for mask in masks:
@@ -123,9 +123,9 @@ class Forward:
         """Return a bool tensor of the shape ``leading``, False for rows of a call that the masks
         leave out; None if no mask fits.
 
-        A mask fits rows of shape [N, T, ..] or [T, N, ..]. It also fits rows [N T], unless a call
-        of the forward has rows of one of these shapes. If several masks fit, a row is left out only
-        if each of them leaves it out.
+        A mask fits rows of shape [N, T, ..] or [T, N, ..]. It also fits rows of shape [N * T],
+        unless another call of the forward has rows [N, T, ..] or [T, N, ..]. If several masks fit,
+        a row is left out only if each of them leaves it out.
         """
         union: Tensor | None = None
         if leading is None:
@@ -164,8 +164,8 @@ def _fitted(mask: Tensor, leading: Shape, is_2d: bool) -> Tensor | None:
     """Return a mask [N, T] as bool of the shape ``leading``; None if it does not fit.
 
     Args:
-        is_2d: whether other calls have rows [N, T, ..] or [T, N, ..]. Rows [N T] then have another
-            meaning, and the mask does not fit them.
+        is_2d: whether other calls have rows [N, T, ..] or [T, N, ..]. Rows [N * T] then have
+            another meaning, and the mask does not fit them.
     """
     examples, positions = mask.shape
     if leading[:2] == (examples, positions):

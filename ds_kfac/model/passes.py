@@ -1,4 +1,4 @@
-"""One backward pass: its sums, and R_p, the number of rows of the layer nearest to the loss.
+"""The sums collected in one backward pass, and the row count R_p of the layer nearest to the loss.
 
 See "The scale of G" in docs/explanation/formulas.md.
 """
@@ -83,11 +83,11 @@ class BackwardPass:
 
         Args:
             rows: the rows of the call.
-            gradient: its output gradient [N, ..], or [O] of one example.
+            gradient: the call's output gradient, [N, ..], or [O] for a single example.
 
         Raises:
-            ValueError: in the same forward pass, the calls of the layer nearest to the loss have
-                another number of examples.
+            ValueError: the call does not have as many examples as the calls that the layer nearest
+                to the loss had in the same forward pass.
         """
         examples = len(gradient) if gradient.ndim > 1 else 1
         nearest = next(iter(self.alive))

@@ -40,7 +40,7 @@ VIEWS = {
 }
 PASSES = VIEWS | {"ExpandBackward", "IndexBackward", "IndexSelectBackward"}
 """Names, without the final digit, of autograd nodes that pass on each element's gradient unchanged.
-A "Clamp" node does so only if no element was clamped, which :meth:`Places.follow` checks."""
+A "Clamp" node does so only if it has clamped no element. :meth:`Places.follow` checks this."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class Place:
         param: the parameter.
         shape, stride, offset: shape, strides and storage offset of a view of the parameter that has
             the same elements.
-        chosen: int64, the numbers of the matrices that were picked out of a stack; None if no
+        chosen: int64, the indices of the matrices that were picked out of a stack; None if no
             matrices were picked. If some were picked, ``shape`` and ``stride`` describe the copy,
             in which the picked matrices follow each other.
     """
@@ -225,8 +225,8 @@ def base_of(tensor: Tensor) -> Tensor:
 
 
 def leaf_of(tensor: Tensor, passes: Collection[str]) -> Tensor | None:
-    """Return the leaf from which nodes in ``passes`` alone have made a tensor; None if there is no
-    such leaf.
+    """Return the leaf from which a tensor was computed, if autograd's graph has only nodes in
+    ``passes`` between them; otherwise None.
 
     Each element of the tensor then has the same gradient as the leaf's element that it came from.
 

@@ -7,8 +7,8 @@ entry is a matrix, as in ``linear(x, self.w[e])``. ``self.w.view(self.E, ..)`` i
 In an ``einsum``, the dimensions that are summed over form one side of the matrix, and the matrix's
 other dimensions form the other side.
 
-:func:`borrowed_weights` finds child modules whose weights the parent module's own code multiplies
-by. :func:`tables` finds parameters in which rows are looked up, as in an embedding.
+:func:`borrowed_weights` finds child modules whose weights the parent module's own code uses
+directly. :func:`tables` finds parameters in which rows are looked up, as in an embedding.
 """
 
 import ast
@@ -96,8 +96,8 @@ class MatrixLayout(NamedTuple):
 
 
 def multiplied(module: nn.Module) -> Mapping[str, MatrixLayout]:
-    """Return a mapping from the names of the parameters by which a module's code multiplies rows to
-    the layouts of the matrices in them, in the order of the code."""
+    """Return the parameters by which a module's code multiplies rows: parameter name -> layout of
+    the parameter's matrix or matrices. They are in the order of the code."""
     layouts = _special_layouts(module)
     if layouts is None:
         return _layouts_in_code(module)
@@ -187,7 +187,7 @@ def borrowed_weights(module: nn.Module) -> list[BorrowedWeight]:
     if isinstance(module, nn.MultiheadAttention):  # in torch's functions
         return [BorrowedWeight(module.out_proj, False, 1)]
     kind: Any = type(module)
-    if kind.__name__ == "TopKGate":  # deepspeed.moe's
+    if kind.__name__ == "TopKGate":  # the gate of deepspeed.moe
         gate = module._modules.get("wg")
         if isinstance(gate, nn.Linear):
             return [BorrowedWeight(gate, False, 1)]
@@ -216,7 +216,7 @@ def tables(model: nn.Module) -> set[nn.Parameter]:
         kind: Any = type(module)
         for path, removed_dims in _look_ups(kind):
             parameter = _parameter_at(module, path.split("."))
-            # the look-up leaves at most a row
+            # the result of the look-up is a row or a single element
             if parameter is not None and len(parameter_shape(parameter)) - removed_dims < 2:
                 parameters.add(parameter)
     return parameters
@@ -255,8 +255,8 @@ class Operand(NamedTuple):
 
     Attributes:
         path: name of the parameter, such as "experts.w".
-        transposed: whether the expression transposes it.
-        dims: number of dimensions that the expression indexes by anything but a slice.
+        transposed: whether the expression transposes the parameter.
+        dims: number of dimensions that the expression indexes with something other than a slice.
         varies: whether the value may be rows of a batch, because rows are looked up in the
             parameter, or because the variable may also hold other values.
         cut: number of matrices into which a view in the expression cuts the parameter's rows. It is
@@ -285,7 +285,7 @@ class Code:
         arguments: names of its positional arguments.
         nodes: the nodes of its syntax tree, in the order in which they are evaluated.
         set_here: variable -> number of assignments to it.
-        held: variable -> the parameter that it holds; the last one if it holds several.
+        held: variable -> the parameter assigned to it; the last one if there are several.
     """
 
     def __init__(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
@@ -315,7 +315,7 @@ class Code:
         }
 
     def attribute(self, node: ast.AST) -> str:
-        """Return NAME of an expression ``self.NAME``; "" for any other."""
+        """Return NAME of an expression ``self.NAME``; "" for any other expression."""
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             if node.value.id == self._self:
                 return node.attr
@@ -444,8 +444,8 @@ def given(call: ast.Call) -> list[ast.expr]:
 
 
 def indices(node: ast.Subscript) -> list[ast.expr]:
-    """Return the indices that remove a dimension or pick along it: all but slices, None and
-    "..."."""
+    """Return all indices except slices, None and "...". Each of these indices removes a dimension,
+    or picks entries along it."""
     parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
     parts = [x.operand if isinstance(x, ast.UnaryOp) else x for x in parts]  # the 1 in -1
     return [

@@ -7,7 +7,7 @@ that is active only in captured forward passes and in recomputations of them.
 
 A reported product is exact: the sum of g a^T over its rows is the parameter's gradient through that
 product. Therefore two things are required. First, the operand must hold one matrix of the
-parameter, or several matrices of a stack. The matrices must have all their inputs, and the
+parameter, or several matrices of a stack. It must hold all inputs of these matrices, in the
 parameter's order in memory (``places.py``). Second, the rows must come from a batch. This excludes
 products of two parameters.
 
@@ -62,7 +62,7 @@ class Product:
             plain matrix has one entry, ``((0, slice(None)),)``.
         columns: which outputs of the matrix were computed; None: all.
         to_rows: turns the gradient that arrives at ``output`` into rows [.., O]; None: the gradient
-            is in rows already.
+            has this form already.
         window: (stride, padding, dilation, groups) of a convolution, whose x and output are images;
             None for other products.
         biased: whether the gradient of an added bias is the sum of the rows of G.
@@ -290,8 +290,8 @@ class Products(TorchFunctionMode):
                 return
 
     def __enter__(self) -> Any:
-        # Replace F.linear, because a mode does not see a call of it if ZeRO-3 has replaced it by a
-        # Python function, or if torch's attention makes the call
+        # Replace F.linear. A mode does not see calls of F.linear if ZeRO-3 has replaced F.linear by
+        # a Python function, or if torch's attention makes the call
         with self._lock:
             if not self._depth:
                 self._plain = F.linear
@@ -310,7 +310,7 @@ class Products(TorchFunctionMode):
         super().__exit__(*error)
 
     def _linear(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Take the place of ``F.linear``, and report its product."""
+        """Replacement of ``F.linear`` that also reports the product."""
         thread = self._thread
         is_inactive = all(mode is not self for mode in _get_current_function_mode_stack())
         if is_inactive and not thread.depth:
@@ -445,8 +445,8 @@ class Products(TorchFunctionMode):
         return None
 
     def _is_whole(self, place: Place, sums: Contraction) -> bool:
-        """Return whether an einsum's operand is contiguous in memory and complete. It must be the
-        whole stack if the einsum works on a stack, else one whole matrix."""
+        """Return whether an einsum's operand is contiguous in memory and complete. Complete means
+        the whole stack if the einsum works on a stack, else one whole matrix."""
         count = self.places.count(place.param)
         contiguous = [prod(place.shape[dim + 1 :]) for dim in range(len(place.shape))]
         if not place.param.is_contiguous():
@@ -650,8 +650,8 @@ def _between(ends: Sequence[int]) -> list[tuple[int, slice]]:
 
 
 def _equal_parts(matrices: int, each: int) -> list[tuple[int, slice]]:
-    """Return a pair (index of a matrix, slice of its rows) for each of ``matrices`` matrices, which
-    have ``each`` rows."""
+    """Return a pair (index of a matrix, slice of its rows) for each of ``matrices`` matrices. Every
+    matrix has ``each`` rows."""
     return _between([(k + 1) * each for k in range(matrices)])
 
 

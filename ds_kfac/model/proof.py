@@ -19,7 +19,7 @@ Note: Tolerance. dW is rounded whenever it is stored. If it is the sum of n grad
     roundings change it by at most 0.2 eps R sqrt(n). Sums in fp32 over N rows and over the sides O
     and I add 0.2 eps_32 R sqrt(N + O + I). If there are few rows, u . g may be small by chance. R
     is then small, but the rounding errors are not. Therefore |dW| is added to R. The proof allows
-    ten times these errors: :data:`SLACK` is ten times the 0.2.
+    ten times these errors: :data:`SLACK` is 10 * 0.2.
 
 Shape suffixes: n groups of a layer, O and I the sides of the layer's matrix, D one of these sides,
 K pairs (u, v) of a layer, P = PROBES, L layers, M layers that are compared with their gradients, C
@@ -151,8 +151,8 @@ class RowCheck:
 
     @property
     def fits(self) -> bool:
-        """Whether the captured rows make up the gradient, or a rank has called
-        :meth:`Proof.leave_out`, so that the layer is not judged."""
+        """Whether the captured rows make up the gradient. It is also True if a rank has called
+        :meth:`Proof.leave_out`, because the layer is then not judged."""
         return self.ratio <= 1 or self.left_out > 0
 
     def __str__(self) -> str:

@@ -163,7 +163,7 @@ LAYERS: dict[str, layers.LayerType] = {
     "RowParallelLinear": layers.RowParallelLinear(),
 }
 SHARDS = {"ColumnParallelLinear": 0, "RowParallelLinear": 1}
-"""Type of a tensor-parallel shard of a Linear -> which side of its matrix [O, I] is cut."""
+"""Type of a tensor-parallel shard of a Linear -> index of the cut side of its matrix [O, I]."""
 MATRICES = tuple(
     x for x in LAYERS if isinstance(LAYERS[x], layers.Linear | Convolution) and x not in SHARDS
 )

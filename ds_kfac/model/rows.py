@@ -102,8 +102,8 @@ def kept_rows(x: Tensor, with_gradient: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def by_example(rows: Tensor) -> Tensor:
-    """Return rows [N, .., D] as [N, T, D]. Rows [N, D] have one position each, and [D] is one
-    example."""
+    """Return rows [N, .., D] as [N, T, D]. For rows [N, D], T is 1. For a single row [D], N and T
+    are 1."""
     if rows.ndim < 3:
         return rows.unsqueeze(-2) if rows.ndim == 2 else rows[None, None]
     return rows.flatten(1, -2)
@@ -113,7 +113,7 @@ class RowSums:
     """Adds the rows of calls to the sums of A and G.
 
     Args:
-        weight_sharing: with "expand", every position is a row, which suits a loss with a term for
+        weight_sharing: with "expand", every position is a row. This suits a loss with a term for
             each token. With "reduce", every example is a row: the mean of its inputs in A, and the
             sum of its output gradients in G. This suits a loss with a term for each sequence or
             image. Source: Eschenhagen et al. 2023 (arXiv:2311.00636).
@@ -186,8 +186,8 @@ class RowSums:
             scale: Tensor | float = sample.stride * call.share
             batch.counts[ROWS].add_(kept.sum() * scale)
             if call.mask is None and not bias and not layer_type.images:
-                # Rows that do not count are zero anyway, so the kernel need not mask them. They may
-                # be nonzero only if no row counts at all, and then ``alive`` is False
+                # If any row counts, the rows that do not count are zero, so the kernel need not
+                # mask them. If no row counts, ``alive`` is False, and the scale is zero
                 layer.A.accumulate_(batch.sum_P, rows, scale=alive * scale)
             else:
                 layer.A.accumulate_(batch.sum_P, rows, kept=kept, bias=bias, scale=scale)
@@ -263,10 +263,11 @@ class RowSums:
 
 
 def pairs(call: Call, x: Tensor, gradient: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a call's inputs [N, T, I], with a 1 appended to each if there is a bias, and its
-    output gradients [N, T, O], in fp32. For a convolution these are its patches.
+    """Return (inputs [N, T, I], output gradients [N, T, O]) of a call, in fp32. For a convolution
+    these are its patches.
 
-    Inputs are zero where a row does not count.
+    If the layer has a bias, a 1 is appended to each input. The inputs of rows that do not count are
+    zero.
 
     Args:
         call: the call.

@@ -41,8 +41,8 @@ MLP keep their blocks."""
 
 @dataclass(frozen=True)
 class Skipped:
-    """A module with parameters of its own, or a single parameter, that K-FAC leaves alone, and
-    why."""
+    """Something that K-FAC leaves alone, and why. It is a module with parameters of its own, or a
+    single parameter."""
 
     name: str
     kind: str
@@ -203,7 +203,7 @@ class _Scanner:
         users: parameter -> names of the modules that hold it. The key None, which stands for a
             missing bias, has no users.
         trained: the parameters that are trained.
-        tied_stages: the parameters that a PipelineModule ties over its stages.
+        tied_stages: the parameters that a PipelineModule shares between its stages.
         borrowed: child module -> how its parent's code uses the child's weight. For example,
             torch's attention multiplies by the weight of its ``out_proj``.
         tables: the parameters in which rows are looked up.
@@ -237,8 +237,8 @@ class _Scanner:
     def layers_of(self, name: str, module: nn.Module) -> list[LayerSpec] | str | None:
         """Return the layers of a module, or the reason why it is left alone.
 
-        Returns None if the layer of another module has the same parameters, and so includes this
-        module.
+        Returns None if this module belongs to the layer of another module that has the same
+        parameters.
         """
         kind, why = _kind(module)
         if why is not None:
@@ -253,8 +253,8 @@ class _Scanner:
         bias = module._parameters.get("bias")
         members = self._members(name, module, kind)
         others = [user for user in self.users[bias] if user not in members]
-        # It is assumed that a module of no known type with the same bias, such as RoBERTa's head,
-        # does not add the bias. If it does, the proof of rows fails.
+        # If a module without a known type has the same bias, as RoBERTa's head has, it is assumed
+        # not to add the bias. If it does add it, the proof of rows fails.
         sharing = [user for user in others if _kind(self.modules[user])[1] is None]
         reason = self._refusal(name, "weight", module, sharing, members)
         if reason is not None:
@@ -378,7 +378,8 @@ class _Scanner:
         shape: tuple[int, ...],
         is_transposed: bool,
     ) -> LayerSpec | str:
-        """Return the layer of a matrix, or of one matrix of a stack; or why it is left alone.
+        """Return the layer of a matrix, or of one matrix of a stack. If the matrix is left alone,
+        return the reason.
 
         Args:
             module_name, module: the module that holds the parameter.
@@ -431,7 +432,7 @@ class _Scanner:
         more experts their own A.
 
         Args:
-            stack: one layer of the stack, with the name of the stack.
+            stack: the layer of one matrix, except that it has the name of the stack.
             count: number of matrices.
             before: layers of the module's parameters that the code uses before this stack.
             is_first, is_last: whether it is the first or the last stack in the module's code.
@@ -533,8 +534,8 @@ class _Scanner:
 
 
 def _kind(module: nn.Module) -> tuple[str, str | None]:
-    """Return the name of a module's type and None; or "" and the reason why no type describes the
-    module."""
+    """Return (name of a module's type, None), or ("", reason why no type describes the
+    module)."""
     reasons = []
     for kind, layer_type in LAYERS.items():
         reason = layer_type.refusal(module) if isinstance(module, layer_type.kind) else ""
@@ -556,7 +557,7 @@ def _bias(
     """Return the bias of a module's weight ``parameter``, found by its name; None if there is none.
 
     Args:
-        shape: shape of the matrix, whose bias is [O]; or of the stack, whose bias is [n, O].
+        shape: shape of the matrix or stack. The bias of a matrix is [O], and of a stack [n, O].
         transposed: whether a matrix is [I, O].
     """
     outputs = (*shape[:-2], shape[-1] if transposed else shape[-2])
@@ -585,5 +586,5 @@ def _sides(name: str, dims: tuple[int, int], choice: LayerChoice) -> tuple[Side,
 
 
 def numel(parameter: Any) -> int:
-    """Return the number of a parameter's elements, also if ZeRO-3 has partitioned the parameter."""
+    """Return the number of a parameter's elements, even if ZeRO-3 has partitioned the parameter."""
     return prod(parameter_shape(parameter))

@@ -39,7 +39,7 @@ class Input:
     alive: Tensor
 
     def joined(self, other: "Input") -> "Input":
-        """Return this input with the gradients of another call added."""
+        """Combine two calls: a row has a gradient if it has one in either call."""
         with_gradient = self.with_gradient | other.with_gradient.reshape(self.with_gradient.shape)
         return replace(self, with_gradient=with_gradient, alive=self.alive | other.alive)
 
@@ -61,11 +61,11 @@ class InputOfGroup:
 
 @dataclass(frozen=True, eq=False)
 class Waiting:
-    """An input of several calls, some of which have not got their gradient yet.
+    """An input of several calls. The gradients of some of these calls have not arrived yet.
 
     Attributes:
         gradients: number of gradients that have arrived.
-        input: the input, with these gradients.
+        input: the input, combined over the calls whose gradients have arrived.
     """
 
     gradients: int
@@ -105,7 +105,7 @@ class SharedInputs:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget the calls of the step before."""
+        """Forget the calls of the previous step."""
         # memory of an input -> its storage, and its number
         self._inputs: dict[tuple[Any, ...], tuple[StorageWeakRef, int]] = {}
         self._total = 0
@@ -163,8 +163,8 @@ class SharedInputs:
             self._arrived.setdefault(layer, []).append(SeenInput(number, alive))
 
     def inputs_seen(self) -> dict[str, tuple[tuple[int, bool], ...]]:
-        """Return layer -> one pair (number of the input, whether the gradient was not zero) for
-        each of its calls.
+        """Return a dict from layer name to a tuple with one pair (number of the input, whether the
+        gradient was not zero) for each of the layer's calls.
 
         Layers with equal entries share their inputs. Waits for the device.
         """
@@ -181,9 +181,9 @@ class SharedInputs:
     def parted(self) -> set[tuple[str, ...]]:
         """Return the groups whose layers do not share all their inputs.
 
-        A layer need not get a gradient for every input. So each layer is compared with the layer of
-        the group that got gradients for the most inputs. The group is returned if a layer got a
-        gradient for an input for which this other layer got none.
+        A layer need not get a gradient for every input. So the layers of a group are compared with
+        a reference, the layer that got gradients for the most inputs. The group is returned if any
+        layer got a gradient for an input for which the reference got none.
         """
         parted = set()
         for group in set(self._group.values()):
@@ -201,9 +201,9 @@ class SharedInputs:
     def complete(self, arrived: Input) -> Input | None:
         """Return the input of a call whose gradient has arrived, if its rows are complete.
 
-        The rows are complete if this is the last call with that input. Otherwise the input waits,
-        and the result is None. The result is also None for a layer whose A gets its rows from
-        another layer.
+        The rows are complete if the gradients of all calls with that input have arrived. Otherwise
+        the input waits, and the result is None. The result is also None for a layer
+        whose A gets its rows from another layer.
         """
         layer = arrived.call.layer
         # the parts of a cut layer share one A, which gets its rows from the first part
@@ -238,7 +238,7 @@ def agreed(
     Args:
         inputs_of_ranks: :meth:`SharedInputs.inputs_seen` of every rank.
         properties: layer -> other properties that must be equal in a group, such as the side of A.
-            It also gives the order of the layers.
+            The groups keep the order of this mapping.
     """
     groups: dict[tuple, list[str]] = {}
     for layer, properties_of_layer in properties.items():

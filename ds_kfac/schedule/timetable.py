@@ -1,5 +1,5 @@
-"""Numbers that change over steps, and a timetable. The timetable decides in which steps each factor
-is captured (updated with a batch) and in which steps it is decomposed.
+"""Settings whose value depends on the step, and the timetable. The timetable decides in which steps
+each factor is captured (updated with a batch) and in which steps it is decomposed.
 
 All factors follow one schedule. A factor may follow it with an offset of some steps, and SP-NGD's
 adaptive rule (Osawa et al. 2019, arXiv:1811.12019) may skip some of the factor's captures.
@@ -19,11 +19,11 @@ class Value:
     them, because its errors can name the config's key.
 
     Attributes:
-        kind: constant, piecewise, or a ramp: linear, cosine (half a period, flat at both ends) or
-            exponential.
-        values: start and end of a ramp, or the value of each piece.
-        steps: steps in increasing order: begin and end of a ramp, or the first steps of the second
-            and all later pieces.
+        kind: "constant", "piecewise", or one of the ramps "linear", "cosine" (half a period, flat
+            at both ends) and "exponential".
+        values: start and end value of a ramp, or the value of each piece.
+        steps: for a ramp, the steps at which it starts and ends; for pieces, the first step of each
+            piece except the first piece. In increasing order.
     """
 
     kind: str
@@ -111,8 +111,8 @@ class Due(NamedTuple):
 
 @dataclass
 class _Walked:
-    """The part of a schedule that has been computed so far: the steps up to ``last`` that capture,
-    and those that refresh."""
+    """The part of a schedule that has been computed so far. Lists the steps up to ``last`` that
+    capture, and the steps up to ``last`` that refresh."""
 
     last: int = 0
     captures: list[int] = field(default_factory=lambda: [0])
@@ -137,9 +137,9 @@ class Schedule:
 
     Note: Offset. An ``offset`` above 0 displaces the schedule from step B on, where B is the first
     step after the burn-in, or 0 without a burn-in. From B on, the first capture is at step
-    B + offset % u, where u is the update interval, and the first refresh is at step B + offset,
-    which captures, too. During the burn-in the same rule applies from step 1 on, with another
-    offset: if offset = k u + r with 0 <= r < u, the offset in the burn-in is (k u' + r) % v', where
+    B + offset % u, where u is the update interval. The first refresh is at step B + offset, and
+    this step also captures. During the burn-in the same rule applies from step 1 on, with another
+    offset: if offset = k u + r with 0 <= r < u, the offset in the burn-in is (k u' + r) % v'. Here
     u' and v' are the update and refresh intervals of the burn-in.
     """
 
@@ -171,8 +171,8 @@ class Schedule:
 
     @cached_property
     def settled(self) -> int:
-        """The step after which the schedule is periodic, because both intervals are constant and
-        all offsets are over."""
+        """The step after which the schedule is periodic. After it, both intervals are constant, and
+        the displaced first refresh has passed."""
         return max(self.update.settled, self.refresh.settled, self.burnt_in + self.offset)
 
     def due(self, step: int) -> Due:
@@ -279,9 +279,9 @@ def next_interval(
     interval.
 
     If the factor is not similar to its last value, the interval is halved. If it is similar to the
-    last value but not to the value before, the interval stays. If it is similar to both, the
-    interval grows: 1, 2, 3, 5, 8, ... ``previous`` is the interval before the last growth. It never
-    exceeds ``interval``, so that the interval at most doubles.
+    last value but not to the value before that, the interval stays the same. If it is similar to
+    both, the interval grows: 1, 2, 3, 5, 8, ... ``previous`` is the interval before the last
+    growth. It never exceeds ``interval``, so the interval at most doubles.
     """
     if not similar_to_last:
         interval = max(1, interval // 2)
@@ -529,8 +529,8 @@ class Timetable:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a result of :meth:`state`. Factors that are not in the state start with
-        interval 1, and refresh at their next capture. Keys in the state that this timetable does
-        not have are ignored."""
+        interval 1, and refresh at their next capture. Keys in the state that are unknown to this
+        timetable are ignored."""
         self.clocks = dict.fromkeys(self.keys, _Clock())
         self._cached = self._unread = None
         self.captured = state.get("captured", 0)
