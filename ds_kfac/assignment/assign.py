@@ -152,7 +152,7 @@ class _Load(NamedTuple):
 def place_workers(
     work: Work, workers: int, *, with_decompositions: bool, memory_cap: float, by_memory: bool
 ) -> Workers:
-    """Return layer name -> the layer's workers. They form a column of the grid.
+    """Return a dict from layer name to the layer's workers, which form a column of the grid.
 
     The heaviest layer is placed first. Each layer goes to the column whose load is smallest after
     the layer is added.
@@ -236,7 +236,7 @@ def place_workers(
 def place_eigen_workers(
     work: Work, workers: Workers, *, split: bool, memory_cap: float, by_memory: bool
 ) -> Mapping[str, int]:
-    """Return factor key -> the factor's eigen worker.
+    """Return a dict from factor key to the factor's eigen worker.
 
     The eigen worker is one of the layer's workers. If layers share the factor, it is a worker of
     any of these layers.
@@ -292,8 +292,8 @@ def _decomposed_together(work: Work, split: bool) -> list[tuple[FactorSpec, ...]
 def _soonest(
     candidates: list[int], loads: list[float], users: set[int], seconds: float, travel: float
 ) -> int:
-    """Return the candidate that makes the largest load of any user smallest if it becomes the eigen
-    worker. If there are several such candidates, return the one with the least load.
+    """Return the candidate that should become the eigen worker. This is the candidate for which the
+    largest load of any user is smallest. If there are several, return the one with the least load.
 
     Args:
         candidates: ranks that may be chosen, which must be among the users.
@@ -312,8 +312,8 @@ def _soonest(
 
 
 ROUNDING = 0.01
-"""Relative distance from a valid fraction within which a gradient worker fraction is rounded to the
-valid one. For example, 0.33 with 3 ranks means 1/3."""
+"""A gradient worker fraction is rounded to the nearest valid fraction if their relative difference
+is at most this number. For example, 0.33 with 3 ranks means 1/3."""
 
 
 def worker_counts(world: int) -> tuple[int, ...]:
@@ -346,8 +346,8 @@ def column(index: int, *, world: int, workers: int) -> tuple[int, ...]:
 
 
 CAPTURE_TOLERANCE = 0.1
-"""Fraction by which the captures of a rank in one step may exceed their mean over steps, so that
-refreshes can be spread evenly."""
+"""Fraction by which the cost of a rank's captures in one step may exceed the mean over steps, so
+that refreshes can be spread evenly."""
 
 
 def refresh_offsets(
@@ -359,28 +359,30 @@ def refresh_offsets(
 ) -> tuple[Mapping[str, int], float]:
     """Spread the refreshes of factors over the steps of a refresh interval.
 
-    The heaviest factor is placed first. Each factor goes to the step that it delays least. A step
-    takes as long as its slowest rank, so a refresh costs no time in a step in which another rank is
-    at least as busy. If there is no such step, the shortest step is chosen. Ranks of a node that
-    share ``node_cores`` cores also delay each other.
+    The heaviest factor is placed first. Each factor goes to a step in which it lengthens the
+    longest step least, and among these to the step that it delays least. A step takes as long as
+    its slowest rank, so a refresh costs no time in a step in which another rank is at least as
+    busy. Among steps with equal delay, the shortest is chosen. Ranks of a node that share
+    ``node_cores`` cores also delay each other.
 
-    The cost of capturing a factor with D columns is taken to be D^2. On every rank, the cost of the
-    captures in a step stays near its mean over steps. GPUs are an exception, because there it takes
-    longer to launch the kernels of a capture than to run them. On GPUs, all captures are in the
-    same steps, and all refreshes are in some of these steps.
+    The cost of capturing a factor with D columns is taken to be D^2. On every rank, the captures of
+    a step may cost only a little more than the mean over steps. GPUs are an exception, because
+    there it takes longer to launch the kernels of a capture than to run them. On GPUs, all captures
+    are in the same steps, and all refreshes are in some of these steps.
 
     Factors of ``work`` that are not in ``factors`` are refreshed at step 0. If the refresh interval
-    is not a multiple of the update interval, only the first steps of the refresh interval are used,
-    up to the largest multiple of the update interval.
+    is not a multiple of the update interval, refreshes are spread only over its first steps, whose
+    number is the largest multiple of the update interval that fits.
 
     Args:
         factors: the factors to spread.
         alone: whether only the eigen worker and a few other ranks capture a factor. If False, all
             ranks capture it.
 
-    Returns two values. The first is factor key -> offset of the factor's refreshes, a step modulo
-    the refresh interval. Modulo the update interval, it is the offset of the factor's captures. The
-    second value is the time of the slowest rank in the slowest step, in seconds.
+    Returns two values. The first is a dict from factor key to the offset of the factor's refreshes,
+    which is a step modulo the refresh interval. This offset modulo the update interval is the
+    offset of the factor's captures. The second value is the time of the slowest rank in the slowest
+    step, in seconds.
     """
     costs = work.costs
     refresh = work.refresh_interval
@@ -482,8 +484,8 @@ class Contributors:
         node_size: number of consecutive ranks on a node.
         counts: factor key -> number of ranks that contribute to an update. All ranks contribute to
             a factor without an entry.
-        strides: factor key -> k, if only every k-th row of a contributor counts. All rows count for
-            a factor without an entry.
+        strides: factor key -> k, which means that only every k-th row of a contributor counts. All
+            rows count for a factor without an entry.
         sequence: number of consecutive ranks that hold the parts of one sequence. Either all of
             these ranks contribute or none, because otherwise a factor would always see the same
             part of each sequence.
@@ -532,8 +534,8 @@ def _rotating(ranks: Sequence[int], count: int, owner: int, step: int) -> list[i
 def counted(
     factors: Sequence[FactorSpec], rows: Mapping[str, float], world: int, *, wanted: int | None
 ) -> Mapping[str, int]:
-    """Return factor key -> number of ranks that together have as many rows as an update needs.
-    Factors that need the rows of all ranks are left out.
+    """Return a dict from factor key to the number of ranks that together have as many rows as an
+    update needs. Factors that need the rows of all ranks are left out.
 
     A factor averages many updates, and each update needs a few rows per column, regardless of the
     number of ranks. With more ranks, a rank therefore captures fewer factors per step on average.
@@ -562,8 +564,8 @@ def strides(
     wanted: int | None,
     together: int = 1,
 ) -> Mapping[str, int]:
-    """Return factor key -> k for each factor that needs only every k-th row. Factors that need all
-    rows are left out.
+    """Return a dict from factor key to k, for each factor that needs only every k-th row. Factors
+    that need all rows are left out.
 
     Args:
         rows, wanted: see :func:`counted`.

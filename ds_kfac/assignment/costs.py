@@ -53,7 +53,8 @@ def precondition_flops(layer: LayerSpec, method: Method = EIGEN) -> int:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Rates of a device and of the links between ranks. Its methods return seconds.
+    """Rates of a device and of the links between ranks. All its methods except :meth:`rate` return
+    seconds.
 
     Attributes:
         eigh_seconds, cholesky_seconds: (n, seconds) pairs, in ascending order of n, for one fp32
@@ -322,9 +323,9 @@ def factor_specs(
 ) -> tuple[FactorSpec, ...]:
     """Return all factors in module order, with a layer's A before its G.
 
-    Some layers have no A of their own. A layer whose ``shares`` is the name of another layer has
-    the A of that layer. Each entry of ``shared`` is a group of layer names with the same input.
-    These layers have the A of the group's first layer.
+    Some layers have no A of their own. A layer whose ``shares`` names another layer uses the A of
+    that layer. Each entry of ``shared`` is a group of names of layers with the same input. These
+    layers use the A of the group's first layer.
     """
     leader = {name: group[0] for group in shared for name in group}
     users: dict[str, list[str]] = {}
@@ -342,7 +343,8 @@ def factor_specs(
 
 
 def factors_by_layer(factors: Sequence[FactorSpec]) -> Mapping[str, Mapping[str, FactorSpec]]:
-    """Return layer name -> {"A": factor, "G": factor}. Sides that are the identity are left out."""
+    """Return a dict from layer name to {"A": factor, "G": factor}. Sides that are the identity are
+    left out."""
     by_layer: dict[str, dict[str, FactorSpec]] = {}
     for factor in factors:
         for layer in factor.layers:
@@ -498,7 +500,7 @@ class Work:
     def bytes_of(
         self, workers: Workers, eigen_workers: Mapping[str, int]
     ) -> Mapping[str, Sequence[int]]:
-        """Return kind of memory -> list of bytes, one entry per rank.
+        """Return a dict from kind of memory to a list with the bytes on each rank.
 
         The kinds "factors" (on eigen workers), "eigenbases" and "moments" (on gradient workers) are
         K-FAC's state. An eigenbasis that a rank uses for several layers is counted once. The kind

@@ -6,10 +6,10 @@
     <layer>.layer.pt       a layer
     states.json            size and CRC-32 of every file that DeepSpeed wrote into the tag
 
-``records.py`` has a pydantic model of each. A file is on disk before another file refers to it.
-Before a file is used, its CRC is compared with the CRC that was computed when it was written. This
-finds flipped bytes and swapped files, but not forged files. A layer's name cannot lead to a path
-outside of the save's folder, see :func:`stem`.
+``records.py`` has a pydantic model for each kind of file. A file is on disk before another file
+refers to it. Before a file is used, its CRC is compared with the CRC that was computed when it was
+written. This finds flipped bytes and swapped files, but not forged files. A layer's name cannot
+lead to a path outside of the save's folder, see :func:`stem`.
 """
 
 import errno
@@ -72,7 +72,7 @@ class CheckpointError(RuntimeError):
 
 
 def kinds_of(config: KFACConfig) -> FactorKinds:
-    """Return which rows A and G average in a run with this config."""
+    """Return the kinds of rows that the factors A and G average in a run with this config."""
     options = config.factor
     sampler = f" of {options.sampler}" if options.fisher == "monte_carlo" else ""
     return FactorKinds(
@@ -230,9 +230,9 @@ def _described(part: Any) -> str:
 
 
 def _wrong_value(payload: Any) -> str | None:
-    """Return a text that names a tensor with impossible values, and what is wrong with them; None
-    if all values are possible. Without this check an impossible value would cause an error in a
-    later step, and on one rank only."""
+    """Return a text that names a tensor with impossible values and says what is wrong with them.
+    Return None if all values are possible. Without this check an impossible value would cause an
+    error in a later step, and on one rank only."""
     for path, part in _parts(payload).items():
         if not isinstance(part, Tensor):
             continue
@@ -356,7 +356,7 @@ def find(tag_directory: Path, save_id: str | None, origin: str | None) -> Path:
     Args:
         save_id: id of the save; None: the tag's last finished save.
         origin: folder to which DeepSpeed's checkpoint was saved; None: unknown. If the checkpoint
-            was converted, K-FAC's save may still be there.
+            was converted, K-FAC's save may still be in that folder.
 
     Raises:
         ValueError: no tag has the save.
@@ -383,8 +383,9 @@ def _latest(tag: Path) -> str:
 
 
 def fingerprints(tag_directory: Path) -> dict[str, Fingerprint]:
-    """Return file name -> fingerprint of DeepSpeed's files in a tag. The values in the files are
-    not read. A copy of a file has the same fingerprint, because file times are ignored."""
+    """Return a dict from file name to fingerprint for DeepSpeed's files in a tag. The tensors in
+    the files are not read. A copy of a file has the same fingerprint, because file times are
+    ignored."""
     prints = {}
     for path in sorted(tag_directory.glob("*_states.pt")):
         try:

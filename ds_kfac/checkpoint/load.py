@@ -29,7 +29,7 @@ from ds_kfac.step.proving import ProofClock
 from ds_kfac.update.state import LayerState
 
 Groups = tuple[tuple[str, ...], ...]
-"""Groups of layers that share one A, by name."""
+"""Groups of layer names. The layers of a group share one A."""
 
 
 def load(
@@ -43,7 +43,7 @@ def load(
     Args:
         save_id: id of the save; None: the tag's last finished save.
         origin: folder to which DeepSpeed's checkpoint was saved; None: unknown. If the checkpoint
-            was converted, K-FAC's save may still be there.
+            was converted, K-FAC's save may still be in that folder.
 
     Raises:
         CheckpointError: on every rank, if files are missing, damaged or do not fit the model.
@@ -115,7 +115,7 @@ def _read_factors(
     saved_keys: Mapping[str, str],
     problems: list[str],
 ) -> dict[str, KroneckerFactor]:
-    """Return factor key -> factor, for the factors that this rank owns and the save has."""
+    """Return the factors that this rank owns and the save has, in a dict by factor key."""
     owners = kfac.plan.assignment.eigen_workers
     factors = {}
     for spec in specs:
@@ -130,7 +130,8 @@ def _read_factors(
 def _read_layers(
     kfac: KFACPreconditioner, folder: Path, header: Header, problems: list[str]
 ) -> dict[str, LayerState]:
-    """Return layer name -> state, for the layers that this rank preconditions and the save has."""
+    """Return the states of the layers that this rank preconditions and the save has, in a dict by
+    layer name."""
     layers = {}
     for layer in kfac.owned:
         saved_name = kfac.names[layer.name]
@@ -143,8 +144,8 @@ def _read_layers(
 
 
 def _rows_here(kfac: KFACPreconditioner, header: Header) -> dict[str, float] | None:
-    """Return layer name -> mean number of rows that a rank has in a step. None if these numbers are
-    unknown until the next captured step."""
+    """Return a dict from layer name to the mean number of rows that a rank has in a step. Return
+    None if these numbers are unknown until the next captured step."""
     if header.ranks.get(kfac.engine_view.domain.name) != kfac.channel.world:
         return None  # with another number of ranks, each rank has other rows
     rows = {name: header.rows[saved] for name, saved in kfac.names.items() if saved in header.rows}
@@ -229,9 +230,9 @@ def _keys_of(
 ) -> tuple[dict[str, str], list[str]]:
     """Match the factors of this run with those of the save.
 
-    Returns a dict from factor key to key in the save, for the factors that continue, and a list
-    with the keys of the factors that start empty although their layers are in the save. The result
-    is the same on all ranks that work on these layers.
+    Returns two values. The first is a dict from factor key to key in the save, for the factors that
+    continue. The second is a list with the keys of the factors that start empty although their
+    layers are in the save. The result is the same on all ranks that work on these layers.
     """
     leader = {name: group[0] for group in header.shared or () for name in group}
     stacked = {
@@ -411,7 +412,7 @@ def load_checkpoint(
     """Load DeepSpeed's state and then K-FAC's, in place of an engine's ``load_checkpoint``.
 
     Args:
-        groups: parameter name -> number of its optimizer group, from
+        groups: parameter name -> index of its parameter group, from
             :func:`ds_kfac.checkpoint.order.groups_of`.
         original: DeepSpeed's function, which gets all further arguments.
 
@@ -519,8 +520,9 @@ def _loaded(engine: Any, job: Job, tag_directory: Path, entry: Mapping[str, Any]
 def _check_groups(
     groups: Mapping[str, int], tag_directory: Path, entry: Mapping[str, Any] | None
 ) -> None:
-    """Check that every parameter is in the optimizer group in which it was saved, because DeepSpeed
-    loads weights and moments by their position in a group, except from a universal checkpoint.
+    """Check that every parameter is in the parameter group in which it was saved. The check is
+    needed because DeepSpeed loads weights and moments by their position in a group, unless the
+    checkpoint is universal.
 
     Raises:
         CheckpointError: on every rank, whatever the config's ``on_missing``.

@@ -1,8 +1,9 @@
 """Continue a run with another optimizer: from AdamW to KFACAdamW, or back.
 
 KFACAdamW splits every parameter group. DeepSpeed loads groups by position, so it would load the
-wrong weights and moments. Therefore they are loaded by parameter name. DeepSpeed itself does this
-for a universal checkpoint, which has a folder for each parameter. At stage 0 ds_kfac does it.
+wrong weights and moments. Therefore weights and moments are loaded by parameter name. DeepSpeed
+itself does this for a universal checkpoint, which has a folder for each parameter. At stage 0
+ds_kfac does it.
 
 From AdamW to KFACAdamW, K-FAC layers begin with AdamW's moments, which are rotated into the first
 eigenbasis. From KFACAdamW to AdamW, the moments of K-FAC layers begin at zero.
@@ -66,8 +67,9 @@ def load_any(
     Args:
         original: DeepSpeed's function, which gets all further arguments.
 
-    Returns DeepSpeed's two results, and a function that returns the checkpoint's values of a
-    parameter. In place of the function it returns None if the same optimizer wrote the checkpoint.
+    Returns DeepSpeed's two results, and a function from a parameter's name to the parameter's
+    values in the checkpoint. The third result is None if values are not loaded by name, for example
+    because the same kind of optimizer wrote the checkpoint.
 
     Raises:
         CheckpointError: on every rank, if DeepSpeed has failed. The message says why, and what to
@@ -128,8 +130,9 @@ def moving(
         with_scheduler: whether DeepSpeed loads the scheduler. If it does, the groups get the
             scheduler's learning rates.
 
-    Yields a function that returns the checkpoint's values of a parameter; None if the same
-    optimizer wrote the checkpoint.
+    Yields a function from a parameter's name to the parameter's values in the checkpoint. Yields
+    None if values are not loaded by name, for example because the same kind of optimizer wrote the
+    checkpoint.
     """
     saved: Any = None
     states: Mapping[str, Any] = {}  # model states of a checkpoint of stage 0
@@ -147,7 +150,8 @@ def moving(
     settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     by_name: dict[str, Any] = {}
 
-    # the argument is this rank's own state, because the rank may have a shard of the model
+    # ``saved`` is this rank's own state and not rank 0's, because the rank may have a shard of the
+    # model
     def give_by_name(saved: Mapping[str, Any], **_: Any) -> None:
         by_name.update(of_stage_0(engine, saved, states, folder))
         give(engine, by_name.get, saved)
@@ -202,7 +206,7 @@ class _Entry(NamedTuple):
     """An entry of an optimizer's state at stage 0: one parameter, or a flat group of parameters.
 
     Attributes:
-        by_kfac: whether K-FAC steps the entry.
+        by_kfac: whether K-FAC updates the parameters of the entry.
         place: the entry's key in the state.
         weight: the entry's fp32 weight; None if the model is in fp32.
         members: the parameters of the entry, or their names.
@@ -215,7 +219,7 @@ class _Entry(NamedTuple):
 
 
 def _entries(state: Mapping[str, Any], groups: Sequence[Sequence[Any]]) -> Iterator[_Entry]:
-    """Walk through an optimizer's state of stage 0.
+    """Yield the entries of an optimizer's state at stage 0.
 
     Args:
         groups: parameters of each group, or their names.
@@ -239,8 +243,8 @@ def _entries(state: Mapping[str, Any], groups: Sequence[Sequence[Any]]) -> Itera
 def of_stage_0(
     engine: Any, saved: Mapping[str, Any], states: Mapping[str, Any], folder: Path
 ) -> dict[str, Any]:
-    """Return parameter name -> fp32 weight, moments and step in a checkpoint of stage 0. Moments of
-    K-FAC layers are left out.
+    """Return a dict from parameter name to the parameter's fp32 weight, moments and step in a
+    checkpoint of stage 0. Moments of K-FAC layers are left out.
 
     Args:
         saved: the optimizer's state.

@@ -12,17 +12,17 @@ from ds_kfac.step.job import Job
 from ds_kfac.zero.layout import parameter_groups
 
 MARKS = tuple(dict.fromkeys(mark for rule in DIRECTIONS for mark in rule.marks))
-"""Keys in parameter groups by which update rules recognize the groups that they step."""
+"""Keys in parameter groups by which update rules recognize the groups that they update."""
 
 
 def marks(groups: Sequence[Mapping[str, Any]]) -> list[list[bool]]:
-    """Return a list of flags for each parameter group: whether the group has each of
-    :data:`MARKS`."""
+    """Return a list for each parameter group. It has a flag for each of :data:`MARKS`, which is
+    True if the group has this mark."""
     return [[bool(group.get(mark)) for mark in MARKS] for group in groups]
 
 
 def of_kfac(groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether K-FAC steps any of these parameter groups."""
+    """Return whether K-FAC updates any of these parameter groups."""
     return any(map(any, marks(groups)))
 
 
@@ -38,8 +38,8 @@ def order_of(engine: Any) -> list[str]:
 
 
 def groups_of(engine: Any, job: Job) -> dict[str, int]:
-    """Return parameter name -> number of its optimizer group. The dict is empty if the groups do
-    not depend on which layers K-FAC has, or if there are several pipeline stages."""
+    """Return a dict from parameter name to the index of its parameter group. The dict is empty if
+    the groups do not depend on which layers K-FAC has, or if there are several pipeline stages."""
     if job.preconditioners[0].rule.optimizer_type is None or getattr(engine, "num_stages", 1) > 1:
         return {}
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}

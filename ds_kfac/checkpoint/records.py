@@ -153,8 +153,9 @@ class FileEntry(_Record):
 
 
 class Header(_Record):
-    """``header.json``: what a save holds. Layers are named as in the whole model. A domain of a job
-    consists of the dense layers, or of experts, whose gradients are averaged over other ranks.
+    """``header.json``: what a save holds. Layers are named as in the whole model. A domain is the
+    set of layers whose gradients are averaged over the same ranks, for example the dense layers or
+    some experts.
 
     Attributes:
         format: :data:`FORMAT`.
@@ -162,13 +163,13 @@ class Header(_Record):
             it, too.
         steps: number of applied steps.
         method: the ``preconditioner.method`` that made the layers' decompositions.
-        moments: ``NAME`` of the class of moments in the layers' files; None if the files have no
-            moments.
+        moments: ``NAME`` of the moments class whose tensors are in the layers' files; None if the
+            files have no moments.
         kinds: kinds of rows that the factors average. A run that averages rows of another kind
             starts with empty factors.
         layers: layer name -> its sides and groups.
         factors: factor key -> its side.
-        peak_lr: number of a parameter group -> its largest learning rate so far.
+        peak_lr: index of a parameter group -> its largest learning rate so far.
         shared: groups of layers that share one A; None if they were not known yet.
         rows: layer name -> mean number of rows that a rank has in a step. Empty if these numbers
             were not known yet, or if nothing depends on them.
@@ -236,8 +237,9 @@ class LayerFile(_Record):
 
 
 class Fingerprint(NamedTuple):
-    """Size and CRC-32 of a file that DeepSpeed wrote. They differ from those of another save's file
-    with the same name. The CRC-32 is computed over the checksums in torch's archive."""
+    """Size and CRC-32 of a file that DeepSpeed wrote. A file with the same name from another save
+    usually has a different size or CRC-32. The CRC-32 is computed over the checksums in torch's
+    archive."""
 
     bytes: int
     crc32: int

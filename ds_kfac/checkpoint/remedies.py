@@ -13,7 +13,8 @@ from ds_kfac.checkpoint.files import CheckpointError
 from ds_kfac.checkpoint.order import of_kfac
 
 OTHER_GROUPS = "parameter group", "parameter-alignment", "must match the size of tensor"
-"""Texts that occur in DeepSpeed's errors if an optimizer state has other parameter groups."""
+"""Texts that occur in DeepSpeed's errors if an optimizer state has other parameter groups than the
+engine."""
 STAGES = ("stage 0", "stage 1 or 2", "stage 3")
 """Kinds of checkpoints, by the ZeRO stages that write them."""
 CONVERT = (

@@ -6,8 +6,9 @@ A factor's eigen worker writes ``<layer>.A.factor.pt``, and a layer's first grad
 not depend on world size, ZeRO stage, gradient worker fraction, pipeline stages or the ranks of
 experts. At load, the rank that has a layer or factor reads its file.
 
-DeepSpeed's files contain the save id, and K-FAC's files are written before them. So the K-FAC state
-of every model state exists, even if a save that overwrites a tag is killed half-way.
+DeepSpeed's files contain the save id, and K-FAC's files are written before them. So each of
+DeepSpeed's model states on disk has its K-FAC state, even if a save that overwrites a tag is killed
+half-way.
 """
 
 import shutil
@@ -77,7 +78,8 @@ def save(job: Job, tag_directory: Path) -> Header:
     Returns the header.
 
     Raises:
-        CheckpointError: on every rank, if writing failed on any rank. What was written is removed.
+        CheckpointError: on every rank, if writing failed on any rank. Files that this call has
+            written are removed.
     """
     group = job.channel.group
     headline = f"ds_kfac: could not save to {tag_directory / files.FOLDER}"
@@ -273,7 +275,7 @@ def _united(entries_of_ranks: Sequence[Entries]) -> Entries:
 
 def finish(job: Job, tag_directory: Path, header: Header, later: bool = False) -> None:
     """After DeepSpeed's save, make K-FAC's new save the latest one of the tag, and remove the tag's
-    older ones. Collective.
+    older K-FAC saves. Collective.
 
     Args:
         later: whether DeepSpeed is still writing its files in the background.
@@ -316,7 +318,7 @@ def save_checkpoint(
     written here, atomically.
 
     Args:
-        groups: parameter name -> number of its optimizer group, from
+        groups: parameter name -> index of its parameter group, from
             :func:`ds_kfac.checkpoint.order.groups_of`.
         grams: function that writes the factor A of every layer to a folder; None if the config does
             not ask for it.

@@ -25,7 +25,8 @@ def optimizer_state(folder: Path) -> Mapping[str, Any] | None:
 
 
 def adam_values(folder: Path) -> Values:
-    """Return a function that reads AdamW's moments and step of a parameter."""
+    """Return a function that reads a parameter's AdamW moments and step from a universal
+    checkpoint."""
     # stage 3 saves the step here, and not in the parameter's folder
     inner = (optimizer_state(folder) or {}).get(OPTIMIZER_STATE_DICT) or {}
     common_step = next((state.get(STEP) for state in inner.get("state", {}).values()), None)

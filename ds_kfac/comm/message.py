@@ -246,7 +246,7 @@ class RelayoutPlan:
     listed.
 
     A plan may contain the moves of all ranks. It may also contain only the moves that start or end
-    at one rank, because the messages of that rank need no others.
+    at one rank, because the messages of that rank need no other moves.
     """
 
     world: int
@@ -406,8 +406,8 @@ class BufferLayout:
             self.sizes.append(start - first)
 
     def payload(self, rank: int) -> Counter[str]:
-        """Return kind of data -> number of bytes in the buffer that come from or go to ranks other
-        than ``rank``, without padding."""
+        """Return a counter from kind of data to the number of bytes in the buffer that come from or
+        go to ranks other than ``rank``. Padding is not included."""
         payload = Counter[str]()
         for slot in self.slots:
             if slot.pair != (rank, rank):
@@ -519,7 +519,7 @@ class Scalars:
         return MessagePart("numbers", self.plan, lambda move: self._sent, torch.float32)
 
     def read(self, received: Arrivals) -> dict[Hashable, Tensor]:
-        """Return name of a scalar -> the scalar, for the scalars of all ranks."""
+        """Return the scalars of all ranks, in a dict by name."""
         # copied, because a view would keep the whole message in memory
         sent = {move.param: piece.clone() for move, piece in received} | {self.rank: self._sent}
         return {

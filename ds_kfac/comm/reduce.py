@@ -30,8 +30,8 @@ PIECES = 4
 """A piece of a sum takes at most 1/PIECES of the maximal size of a message."""
 CACHED = 64
 """Largest number of entries in the cache of :func:`buckets` and in the cache of :func:`plans`.
-Entries are used again, because the contributors repeat: their period in updates is the number of
-ranks of a node."""
+Entries are used again, because there are only about as many different choices of contributors as a
+node has ranks."""
 IN_FLIGHT = 2
 """Number of messages in flight at a time. Each has a send buffer and a receive buffer."""
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -145,8 +145,8 @@ class ReductionPlan:
 def payloads(
     bucket: Bucket, itemsize: int
 ) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:
-    """Return two counters for the message of a bucket, from (source, target) to number of bytes:
-    one for the fp32 counts, and one for the elements. Padding is not included."""
+    """Return two counters of the bytes in a bucket's message: one for the fp32 counts, and one for
+    the elements. Their keys are (source, target) pairs. Padding is not included."""
     counts = Counter[tuple[int, int]]()
     elements = Counter[tuple[int, int]]()
     for piece in bucket:
@@ -189,9 +189,9 @@ class Reducer:
         self._slots, self._buckets = plan.of(frozenset(), 0)
 
     def begin(self, keys: frozenset[str], step: int) -> Mapping[str, int]:
-        """Prepare to reduce the factors in ``keys`` at ``step``. Return factor key -> stride for
-        the factors that this rank contributes to. With a stride of k, only every k-th row
-        counts."""
+        """Prepare to reduce the factors in ``keys`` at ``step``. Return a dict from factor key to
+        stride, for the factors that this rank contributes to. With a stride of k, only every k-th
+        row counts."""
         self._slots, self._buckets = self.plan.of(keys, step)
         strides = self.plan.contributors.strides
         return {
@@ -201,8 +201,8 @@ class Reducer:
         }
 
     def reduce(self, sums: dict[str, BatchSum]) -> dict[str, BatchSum]:
-        """Return factor key -> sum over all contributors, for the factors that this rank averages.
-        Collective.
+        """Return the sums over all contributors for the factors that this rank averages, in a dict
+        by factor key. Collective.
 
         Args:
             sums: factor key -> this rank's sum. The sums are overwritten and freed. If the sum of a

@@ -173,8 +173,8 @@ def effective_rank(values: Tensor) -> float:
 
 
 def condition(values: Tensor) -> float:
-    """Return the largest eigenvalue, divided by the smallest eigenvalue that exceeds fp32 rounding;
-    NaN if no eigenvalue is positive."""
+    """Return the ratio of the largest eigenvalue to the smallest eigenvalue that exceeds fp32
+    rounding. Return NaN if no eigenvalue is positive."""
     values = values.double()
     largest = values.max()
     if not largest > 0:

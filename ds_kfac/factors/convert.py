@@ -21,13 +21,13 @@ def convert(
 
     Args:
         tool: one of :data:`TOOLS`.
-        out: path of the safetensors file to write; for kronfluence the ``output_dir`` of its
-            Analyzer, in which a folder ``factors_<name>`` is made.
+        out: path of the safetensors file to write. For kronfluence, the ``output_dir`` of its
+            Analyzer; the files are written to the folder ``factors_<name>`` in it.
         name: only for kronfluence, name of the factors.
         rank: only for eva, mean rank of the adapters of all layers.
         rho: only for eva, largest rank of a single adapter, as a multiple of ``rank``.
 
-    Returns the layers that were left out: layer name -> reason.
+    Returns the layers that were left out, in a dict from layer name to reason.
 
     Raises:
         FactorsError: an argument is wrong, or no layer can be converted.
@@ -89,8 +89,8 @@ def inputs(factors: Factors, layer: str) -> Tensor:
 def kronfluence(factors: Factors, layers: list[str], folder: Path) -> None:
     """Write the files of ``Analyzer.fit_all_factors``, which ``compute_pairwise_scores`` reads.
 
-    The files have the sums and counts of covariances, the eigenvectors, and lambda, which is a sum
-    over sequences.
+    The files hold the sums and counts of covariances, eigenvectors, eigenvalues, and lambda. Lambda
+    is a sum over sequences.
     """
     tables: dict[str, dict[str, Tensor]] = {}  # file name -> module name -> tensor
 
@@ -128,10 +128,10 @@ def kronfluence(factors: Factors, layers: list[str], folder: Path) -> None:
 def eva(factors: Factors, layers: list[str], rank: int, rho: float) -> dict[str, Tensor]:
     """Return an ``eva_state_dict`` for ``peft.initialize_lora_eva_weights``.
 
-    For each layer it has the r directions in which the layer's inputs vary most, [r, I]. To choose
-    r, the directions of all layers are sorted by the part of their layer's variance that they
-    explain. The first ones are kept, in total ``rank`` times the number of layers, but at least one
-    per layer (Paischer et al. 2024, arXiv:2410.07170).
+    For each layer it has a tensor [r, I] with the r directions in which the layer's inputs vary
+    most. To choose r, the directions of all layers are sorted by the part of their layer's variance
+    that they explain. The first ``rank`` times (number of layers) directions are kept, and at least
+    one per layer (Paischer et al. 2024, arXiv:2410.07170).
     """
     if rank < 1 or rho < 1:
         raise FactorsError(f"convert: rank {rank}, rho {rho}; both must be at least 1")

@@ -30,14 +30,14 @@ positions, whatever ``batch_first`` says."""
 def corrected(
     passes: Passes, capture: Capture, plan: Plan, bases: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return "<layer>/corrected" -> eigenvalues, fp32 [O, I], for the layers that this rank owns.
-    Collective.
+    """Return a dict from "<layer>/corrected" to eigenvalues, fp32 [O, I], for the layers that this
+    rank owns. Collective.
 
     A layer is left out if it was called with an input whose first dimension is not the batch's
     sequences.
 
     Args:
-        bases: name in the files -> tensor, for this rank's eigenbases.
+        bases: tensors of this rank's eigenbases, by their names in the files.
     """
     roles = plan.assignment
     group = passes.channel.group

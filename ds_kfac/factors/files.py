@@ -6,7 +6,7 @@ last.
 
     <layer>/A, <layer>/G      [P], the mean of a a^T or g g^T: lower triangles of the side's blocks,
                               one after the other, row by row; fp32, or bf16 beside checkpoints
-    <layer>/A/vectors.<k>     [n, b, b], eigenvectors in columns; the k-th group of equal blocks
+    <layer>/A/vectors.<k>     [n, b, b], eigenvectors of the k-th group of equal blocks, in columns
     <layer>/A/values          [D], eigenvalues, ascending in each block
     <layer>/corrected         [O, I], EKFAC's eigenvalues, see corrected.py
 

@@ -6,8 +6,8 @@ without decay. Then the owners decompose the factors, and a second pass over the
 EKFAC's eigenvalues.
 
 In addition to the model, a rank needs memory for the inputs and output gradients of all layers for
-one batch, for batch sums (:data:`ROUND_BYTES` at most, unless those of a single layer take more),
-and for the messages with these sums.
+one batch, for batch sums (at most :data:`ROUND_BYTES`, unless the sums of a single layer take
+more), and for the messages with these sums.
 """
 
 import json
@@ -44,7 +44,8 @@ from ds_kfac.model.scan import scan
 from ds_kfac.plan.plan import BUCKET_BYTES, EngineFacts, Plan, make_plan
 
 ROUND_BYTES = 1 << 30
-"""Largest number of bytes of batch sums on a rank at a time, unless a single layer has more."""
+"""Limit on the batch sums that a rank holds at once, in bytes. A single layer whose sums are larger
+may exceed it."""
 
 
 def fit(
@@ -62,8 +63,8 @@ def fit(
     """Compute A, G, their eigenbases and EKFAC's eigenvalues over some data, and write them to
     files.
 
-    Collective if torch.distributed runs. The model runs in evaluation mode. Afterwards, each of its
-    modules is in the same mode as before. Factors that ``out`` already holds are replaced.
+    Collective if the job has several ranks. The model runs in evaluation mode. Afterwards, each of
+    its modules is in the same mode as before. Factors that ``out`` already holds are replaced.
 
     A is the mean of a a^T over all rows except padding, and G is the mean of g g^T, where g is the
     gradient of a single term of the loss. With ``reduction="mean"``, g is the gradient that arrives
@@ -94,7 +95,8 @@ def fit(
 
     Raises:
         FactorsError: on every rank, for example if there is no data, a layer has no row, a loss or
-            gradient is not finite, or the disk is full. Unfinished files do not load.
+            gradient is not finite, or the disk is full. A folder that is not finished cannot be
+            loaded.
         ValueError: the config or ``reduction`` is wrong.
     """
     if reduction not in ("mean", "sum"):
@@ -148,7 +150,7 @@ class _Fitting:
         plan: which rank owns which factor.
         specs: factor key -> its spec.
         tensors: name in the files -> tensor that this rank writes.
-        counts: factor key -> number of its rows, for the factors of all ranks.
+        counts: factor key -> number of the factor's rows, for the factors of all ranks.
     """
 
     def __init__(self, passes: Passes, out: Path, config: KFACConfig) -> None:

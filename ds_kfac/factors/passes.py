@@ -48,7 +48,8 @@ class Batch:
         calls: calls of the layers, in the order in which they ran.
         gradients: gradient of each call's output, None where the loss does not depend on the
             output. None in place of the list if there was no backward pass.
-        sequences: number of sequences: the size of dimension 0 of the batch's first tensor.
+        sequences: number of sequences, which is the size of dimension 0 of the batch's first
+            tensor.
         rows: number of rows of the layer nearest to the loss, without padding.
         gain: factor that turns a gradient into the gradient of a single term of the loss.
     """
@@ -241,8 +242,8 @@ class Passes:
 
 
 def _first(batch: Any) -> Any:
-    """Return the first tensor of a batch, whose first dimension is its sequences; None if there is
-    none."""
+    """Return the first tensor of a batch that has at least one dimension. Its first dimension
+    counts the batch's sequences. Return None if the batch has no such tensor."""
     return next((x for x in tensors_of(batch) if x.ndim), None)
 
 

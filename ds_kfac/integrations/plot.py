@@ -228,8 +228,8 @@ def parts_of_step(found: Series) -> tuple[dict[str, float], float | None]:
     stages' times.
 
     Args:
-        found: the lines of "seconds". The first point of each line is left out, because it includes
-            compilation at the start.
+        found: the lines of the panel "seconds". The first point of each line is left out, because
+            it includes compilation at the start.
     """
     values = {name: [y for _, y in points[len(points) > 1 :]] for name, points in found.items()}
     mean = {name: statistics.fmean(own) for name, own in values.items()}

@@ -1,9 +1,9 @@
 """BatchRamp: increase the batch during training, instead of decreasing the learning rate.
 
-Late in training a gradient is mostly noise. Then twice the batch at sqrt 2 times the learning rate
-makes the same progress with the same samples, in half of the steps. So the ramp makes the learning
-rate schedule count samples, not steps, and multiplies its learning rate by
-sqrt(batch / first batch).
+Late in training a gradient is mostly noise. Then a run with twice the batch and sqrt 2 times the
+learning rate makes the same progress with the same samples, in half of the steps. So a ramp lets
+the learning-rate schedule count samples instead of steps, and multiplies the schedule's learning
+rate by sqrt(batch / first batch).
 
 Sources: McCandlish et al. 2018 (arXiv:1812.06162) for noise and batches; Malladi et al. 2022
 (arXiv:2205.10287) for the square root; Meterez et al. 2025 (arXiv:2510.14717) for a batch in place
@@ -42,7 +42,8 @@ class BatchRamp:
     Args:
         engine: a DeepSpeed engine that counts its micro-batches itself and is between two steps.
         largest: largest number of samples of a step, over all ranks.
-        at: numbers of samples since the start of the run after which the batch doubles, ascending.
+        at: numbers of samples, counted from the start of the run, after which the batch doubles; in
+            ascending order.
 
     Attributes:
         inner: the engine's own learning-rate scheduler; None if it has none.

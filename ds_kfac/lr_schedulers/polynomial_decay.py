@@ -23,14 +23,14 @@ class PolynomialDecay:
 
     Args:
         optimizer: a torch optimizer, or DeepSpeed's wrapper of one.
-        start: step from which on the learning rate falls.
+        start: step at which the learning rate begins to fall.
         end: step at which the learning rate reaches 0. Training may end before this step.
         power: exponent of the decay; 1 is linear.
         ties_momentum: whether the momentum of groups that have one falls with the learning rate.
 
     Attributes:
         steps: number of steps taken.
-        first: the first learning rate and momentum of every parameter group.
+        first: initial learning rate and momentum of every parameter group.
 
     Raises:
         ValueError: ``start`` is negative or not below ``end``, or ``power`` is negative.

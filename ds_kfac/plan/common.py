@@ -26,8 +26,8 @@ OWN_BYTES = 1 << 28
 
 
 def sharing_candidates(layers: Sequence[LayerSpec], method: Method) -> Mapping[str, Hashable]:
-    """Return layer name -> key for the layers that may share an A. Layers with equal keys share an
-    A if they have the same input.
+    """Return a dict from layer name to a key, for the layers that may share an A. Layers with equal
+    keys share an A if they have the same input.
 
     A key has four parts: the side of A; whether A includes the 1 of a bias; whether G is the
     identity and the method therefore includes G's damping in A's decomposition; and the number of

@@ -24,8 +24,8 @@ from ds_kfac.schedule.timetable import Schedule, Timetable
 
 CPU = torch.device("cpu")
 FIRST_BUCKETS = 4
-"""If the batch sums of the first captured batch would take more memory than this number of messages
-of :data:`BUCKET_BYTES`, only the eigen workers capture that batch."""
+"""If the batch sums of the first captured batch would take more memory than this many messages of
+:data:`BUCKET_BYTES` each, only the eigen workers capture that batch."""
 COSTLY_TRAFFIC = 0.02
 """In a 16-bit model, batch sums and eigenvectors travel in bf16 if sending batch sums in fp32 would
 take more than this fraction of K-FAC's seconds per step."""
@@ -71,7 +71,8 @@ class Plan:
             messages from the workers.
         config: the config, in which each null was replaced by a value.
         precision: precision of the products of a step.
-        batched: whether layers of one shape are stepped in one batch.
+        batched: whether layers of the same shape are processed together, in batched matrix
+            products.
         answers: texts for the report that say which value replaced each null in the config.
         reasons: texts for the report that say why this plan was chosen.
         first: the contributors to the first captured batch, before numbers of rows were known.
@@ -417,8 +418,8 @@ def _wire(
 def _offsets(
     assignment: roles.Assignment, config: KFACConfig, reasons: list[str]
 ) -> Mapping[str, int]:
-    """Return factor key -> offset of the factor's schedule. Return {} if refreshing all factors in
-    one step is fast enough."""
+    """Return a dict from factor key to the offset of the factor's schedule. Return {} if refreshing
+    all factors in one step is fast enough."""
     work = assignment.work
     # with orthogonal iteration, one in ten refreshes uses eigh, which takes longest
     slowest_method = EIGEN if work.method is ITERATED else work.method
@@ -440,8 +441,8 @@ def _offsets(
 
 
 def batched(device: torch.device, method: Method) -> bool:
-    """Whether layers of one shape are stepped in one batch, in order to launch fewer and larger
-    kernels.
+    """Whether layers of the same shape are processed together in batched matrix products, which
+    launches fewer and larger kernels.
 
     This is possible only if gradients are rotated. It is off on CPUs, because there a batched
     product is slower than separate products. Batching takes memory that plans do not count: stacked

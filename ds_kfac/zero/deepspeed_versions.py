@@ -63,7 +63,7 @@ ABSENT = object()
 
 @contextmanager
 def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace the value of an attribute of an instance or a module inside the ``with`` block."""
+    """Set an attribute of an instance or a module to ``value`` inside the ``with`` block."""
     before = vars(holder).get(name, ABSENT)
     setattr(holder, name, value)
     try:
@@ -334,9 +334,9 @@ class _Probe:
 
 
 def unscaling(optimizer: Any, *arguments: Any) -> Tensor | None:
-    """Return the factor by which the method :data:`UNSCALE`, called with these arguments,
-    multiplies gradients: a scalar tensor on the device, or None if the method does not change
-    gradients.
+    """Return the factor by which the method :data:`UNSCALE` multiplies gradients if it is called
+    with these arguments. The factor is a scalar tensor on the device, or None if the method does
+    not change gradients.
 
     The factor is measured by calling the method with a gradient of 1. The first argument is a list
     of gradients (stages 1 and 2, FP16_Optimizer) or the number of a sub-group (stage 3). The last
@@ -471,7 +471,7 @@ COMPACT = "_use_compact_grad_partition_buffer"
 
 
 def master_dtype(optimizer: Any) -> torch.dtype:
-    """Return the dtype that masters (the tensors that the inner optimizer steps) and their
+    """Return the dtype that masters (the tensors that the inner optimizer updates) and their
     gradients have with offload. Before 0.18.9 it is always fp32."""
     return getattr(optimizer, "master_weights_and_grads_dtype", torch.float32)
 
@@ -492,14 +492,14 @@ def gradient_dtype(optimizer: Any) -> torch.dtype:
 
 
 def is_aligned(optimizer: Any) -> bool:
-    """Return whether ZeRO-1/2 aligns parameters in its flat buffers:
-    ``zero_optimization.parameter_alignment``, since 0.19.8."""
+    """Return whether ZeRO-1/2 aligns parameters in its flat buffers. Since 0.19.8
+    ``zero_optimization.parameter_alignment`` decides this. Older versions never align them."""
     return getattr(optimizer, "parameter_alignment", False)
 
 
 def applies_nonfinite(optimizer: Any) -> bool:
     """Return whether ZeRO-1/2 applies bf16 gradients that are not finite. It does so unless
-    ``check_grad_overflow`` is set, which exists since 0.17.6."""
+    ``check_grad_overflow`` is set. That option exists since 0.17.6."""
     return optimizer.dtype == torch.bfloat16 and not getattr(
         optimizer, "check_grad_overflow", False
     )

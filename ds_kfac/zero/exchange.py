@@ -35,7 +35,7 @@ class ExchangePlan:
 
     Args:
         workers: layer name -> ranks of the layer's gradient workers. If gradients are partitioned,
-            each layer has a single one.
+            each layer has a single gradient worker.
 
     Attributes:
         of_layer: layer name -> indices of the layer's parameters in ``shards``.
@@ -71,8 +71,8 @@ class FlatGradient:
 
 
 class Gradients:
-    """Whole gradients of a rank's layers: layer name -> fp32 matrix [O, I], after unscaling and
-    clipping.
+    """The whole gradients of the layers that a rank preconditions, by layer name. Each gradient is
+    an fp32 matrix [O, I], after unscaling and clipping.
 
     Take each gradient with :meth:`pop`, so that a step does not keep a layer's gradient and its
     result in memory at the same time. A gradient may be DeepSpeed's own memory, which only the
@@ -81,7 +81,7 @@ class Gradients:
     Args:
         matrices: layer name -> (matrix [O, I], factor by which the matrix must still be multiplied,
             or None).
-        copies: names of layers whose matrices are not DeepSpeed's own memory.
+        copies: names of the layers whose matrices are new tensors and not DeepSpeed's own memory.
     """
 
     def __init__(
@@ -236,8 +236,8 @@ class GradientExchange:
         # if the layer has a bias, the matrix is a copy of both gradients
         matrix_OI = LAYERS[layer.kind].matrix(weight, bias[0] if bias else None, layer.shape)
         if any(map(self.layout.lacks, self.params[layer.name])):
-            # if DeepSpeed will not step one parameter of a layer, the layer's other parameters must
-            # not change either
+            # if DeepSpeed leaves one parameter of a layer unchanged, the layer's other parameters
+            # must not change either
             matrix_OI = torch.zeros_like(matrix_OI)
         return matrix_OI, factor if all_raw else None
 
@@ -337,8 +337,8 @@ class GradientExchange:
         reads gradients. Then scale the results of all layers.
 
         Args:
-            scales: layer name -> scalar by which the layer's result is multiplied, for all layers;
-                None: results are not scaled.
+            scales: dict from the name of every layer to the scalar by which the layer's result is
+                multiplied; None: results are not scaled.
         """
         self._write(
             [self._shard_at[move.param, move.start] for move, _ in received],

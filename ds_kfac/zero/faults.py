@@ -108,7 +108,7 @@ FAULTS = (
     Fault(
         Stage3,
         lambda layout: not layout.offloads,
-        "if a parameter outside of K-FAC layers gets no gradient in a step, DeepSpeed steps it "
+        "if a parameter outside of K-FAC layers gets no gradient in a step, DeepSpeed updates it "
         "with the last gradient again",
     ),
 )

@@ -133,13 +133,13 @@ class ShardLayout(ABC):
         return False
 
     def lacks(self, param: Any) -> bool:
-        """Return whether DeepSpeed will not step a parameter in this step, because the parameter's
-        gradient was removed."""
+        """Return whether DeepSpeed will leave a parameter unchanged in this step, because the
+        parameter's gradient was removed."""
         return False
 
     sends_raw = False
-    """Whether gradients are sent raw (see "Raw gradients" in ``exchange.py``). They are then sent
-    without loss, in the 16 bits to which they are already rounded."""
+    """Whether gradients are sent raw (see "Raw gradients" in ``exchange.py``). Raw gradients are
+    already rounded to the 16 bits in which they are sent, so sending them loses nothing."""
 
     def param_of(self, part: int) -> Any:
         """Return the parameter to which a part belongs. ``part`` is an index in :attr:`parts`."""

@@ -41,7 +41,7 @@ from ds_kfac.zero.stages import BF16, Stage3, Stage12
 
 @dataclass(frozen=True)
 class Domain:
-    """A process group and the parameters that it trains.
+    """A process group and the parameters whose gradients it averages.
 
     Attributes:
         name: name of the domain, unique in the job; "" if the job has only one domain.

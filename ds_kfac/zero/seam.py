@@ -1,8 +1,9 @@
-"""Run K-FAC at the right moment: just before DeepSpeed's inner optimizer steps for the first time.
+"""Run K-FAC at the right moment: just before the first step of DeepSpeed's inner optimizer in a
+training step.
 
 The *outer* optimizer is DeepSpeed's wrapper. The *inner* optimizer is the user's optimizer. The
 outer ``step`` checks for overflow, computes the norm, and may skip the training step. If it does
-not, it calls the inner ``step``, either once or once for each parameter group. Before an
+not, it calls the inner ``step``, either once in total or once for each parameter group. Before an
 optimizer's step, torch calls the hooks that were added with ``register_step_pre_hook``. A training
 step begins with the outer step, and K-FAC runs in such a hook before the first inner step. At stage
 0 in fp32 there is no outer optimizer, so every inner step that has gradients is a training step.
@@ -10,7 +11,7 @@ step begins with the outer step, and K-FAC runs in such a hook before the first 
     mode                        inner steps             gradients at the first inner step
     stage 0, 16-bit wrappers    one                     unscaled and clipped
     ZeRO 1, 2                   one for each group      group 0 unscaled and clipped, others raw
-    ZeRO 3                      one for each sub-group  sub-group 0 as group 0, others raw
+    ZeRO 3                      one for each sub-group  sub-group 0 unscaled and clipped, others raw
 
 "Raw" gradients are those that DeepSpeed will still multiply by :attr:`Seam.factor`, which unscales
 and clips them. DeepSpeed checks for overflow and computes norms before K-FAC runs, so it sees the
@@ -78,7 +79,7 @@ class Steps(Protocol):
         """Finish a step that was applied or skipped. Collective."""
 
     def raised(self, *, begun: bool) -> None:
-        """Clean up after a step that raised an error, here or in DeepSpeed. Local.
+        """Clean up after a step in which K-FAC or DeepSpeed raised an error. Local.
 
         Args:
             begun: True if :meth:`step` was called. K-FAC's state is then inconsistent.
@@ -100,8 +101,8 @@ class Seam:
         inverse: 1 / factor. A result that DeepSpeed will multiply by ``factor`` is multiplied by
             ``inverse`` first. If ``factor`` is 0, for example because DeepSpeed clips by an
             infinite norm, ``inverse`` is 0, so that no weight changes.
-        prepared: DeepSpeed has already multiplied the gradients of the first ``prepared`` masters
-            (tensors that the inner optimizer steps) by ``factor``.
+        prepared: number of masters (tensors that the inner optimizer updates) whose gradients
+            DeepSpeed has already multiplied by ``factor``. These are the first masters.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -129,7 +130,7 @@ class Seam:
 
     def open(self, steps: Steps) -> None:
         """Install hooks and wrappers, and call the methods of ``steps`` from now on. Raise
-        ValueError if the optimizer supports no hooks."""
+        ValueError if the optimizer does not support hooks."""
         self._steps = steps
         self._state = State.IDLE
         if self.outer is not None:

@@ -169,7 +169,8 @@ def parts_of(layers: Sequence[LayerSpec]) -> tuple[ParameterPart, ...]:
 
 
 def of_layers(layers: Sequence[LayerSpec]) -> Mapping[str, tuple[int, ...]]:
-    """Return layer name -> indices of the layer's parts in :func:`parts_of`."""
+    """Return a dict from layer name to the indices that the layer's parts have in
+    :func:`parts_of`."""
     indices: dict[str, tuple[int, ...]] = {}
     start = 0
     for layer in layers:
@@ -179,8 +180,8 @@ def of_layers(layers: Sequence[LayerSpec]) -> Mapping[str, tuple[int, ...]]:
 
 
 def held_by_layer(layers: Sequence[LayerSpec], shards: ShardMap) -> Mapping[str, tuple[int, ...]]:
-    """Return layer name -> number of elements of the layer's gradient on each rank. ``shards`` is
-    the map of the parts in :func:`parts_of`."""
+    """Return a dict from layer name to the number of elements that each rank holds of the layer's
+    gradient. ``shards`` is the map of the parts that :func:`parts_of` returns."""
     return {name: shards.held(params) for name, params in of_layers(layers).items()}
 
 
@@ -233,8 +234,8 @@ def planned_shards(
     """Predict, without an engine, where DeepSpeed will put the layers' gradients.
 
     Args:
-        groups: (name, number of elements) of the trained parameters of each of the optimizer's
-            parameter groups, in the optimizer's order.
+        groups: for each of the optimizer's parameter groups, (name, number of elements) pairs of
+            its trained parameters, in the optimizer's order.
         stage: ZeRO stage; 0 if every rank has every averaged gradient. At stage 3, ``Shard.group``
             and ``Shard.offset`` depend on ZeRO's sub-groups and are set to 0.
         round_robin: ``round_robin_gradients`` of ZeRO-1/2.

@@ -1,12 +1,12 @@
-"""Engine modes with flat masters (the tensors that the inner optimizer steps). In these modes a
-rank steps only its part of the parameters. ZeRO steps the masters one after the other.
+"""Engine modes with flat masters (the tensors that the inner optimizer updates). In these modes a
+rank updates only its part of the parameters. ZeRO updates the masters one after the other.
 
 With ZeRO-1/2 and BF16_Optimizer, every parameter group is one flat buffer that is cut into equal
-slices, and a rank steps its slice. With ZeRO-3, every parameter is cut into ``world`` equal chunks,
-of which the last may be padded. A master consists of this rank's chunks of the parameters of one
-sub-group.
+slices, and a rank updates its slice. With ZeRO-3, every parameter is cut into ``world`` equal
+chunks. The last chunk may be padded. A master consists of this rank's chunks of the parameters of
+one sub-group.
 
-When ZeRO steps its first master, the gradients of the other masters are still raw: DeepSpeed has
+When ZeRO updates its first master, the gradients of the other masters are still raw: DeepSpeed has
 not unscaled and clipped them yet. Without offload, raw gradients are in lists of tensors, which
 DeepSpeed will concatenate to flat gradients. With offload, they are in the masters' ``grad``.
 Before K-FAC writes a result to a list, it replaces an fp16 tensor in the list by an fp32 tensor,
@@ -34,7 +34,7 @@ NO_GRADIENTS = (
 
 class BF16(ShardLayout):
     """Stage 1 with BF16_Optimizer (bf16 parameters, fp32 accumulation). Every rank has every
-    averaged gradient, but steps only its slice of the parameters."""
+    averaged gradient, but updates only its slice of the parameters."""
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -325,7 +325,7 @@ class Stage3(ZeroLayout):
 
     def end(self) -> None:
         """Zero the gradients. Otherwise, if the next step does not use a parameter, DeepSpeed would
-        step this parameter with its old gradient."""
+        update this parameter with its old gradient."""
         while self._chunks:
             self._chunks.pop().zero_()
 

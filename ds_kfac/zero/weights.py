@@ -1,6 +1,6 @@
 """Rescale weights after a step (Osawa et al. 2019, arXiv:1811.12019; SP-NGD). This is meant for
-layers that a normalization layer follows: the size of their weights only changes the effective
-learning rate. The rule is
+layers that are followed by a normalization layer, because the size of their weights only changes
+the effective learning rate. The rule is
 
     w <- w min(1, sqrt(2 O) / (|w| + 1e-9))        O: number of outputs, the first dimension of w
 
