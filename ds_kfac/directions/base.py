@@ -33,7 +33,7 @@ class UpdateRule(ABC):
     """A way of computing steps from preconditioned gradients. ``DIRECTIONS`` lists the rules.
 
     A rule must define :meth:`claims` and :meth:`direction`. All other members have defaults. The
-    final methods, which the engine calls, are derived from the other members.
+    engine calls the methods marked ``@final``, which use the other members.
 
     Attributes:
         facts: descriptions and costs of the rule, for the report and the estimate. No step depends
@@ -42,7 +42,8 @@ class UpdateRule(ABC):
             ``preconditioner.method`` computes no eigenbases.
         blocks: names of the blocks of the "kfac" config that only this rule reads.
         fisher: default of ``factor.fisher`` in the config.
-        numbers: number of scalars per step that are summed over all ranks (``Outcome.numbers``).
+        numbers: number of scalars that the rule sums over all ranks in each step, see
+            ``Outcome.numbers``.
         optimizer_type: name of the rule's own optimizer, as in ``"optimizer": {"type": ...}``.
             None: the rule only replaces gradients, so that any optimizer can be used.
         marks: keys that the rule's own optimizer adds to its parameter groups, to distinguish the
@@ -104,12 +105,11 @@ class UpdateRule(ABC):
         some of the outputs."""
         return False
 
-    # for a rule with an optimizer of its own, which DeepSpeed steps
+    # members for a rule that has an optimizer of its own
     #
     # If the rule defines `given`, `optimizer_params` and `install`, the config or an argument of
-    # deepspeed.initialize tells that the rule is used, before an engine exists. Otherwise only
-    # `claims` tells this, when K-FAC is attached, and the estimate assumes the last rule of
-    # DIRECTIONS.
+    # deepspeed.initialize selects the rule before an engine exists. Otherwise only `claims` selects
+    # it, when K-FAC is attached, and the estimate assumes the last rule of DIRECTIONS.
 
     def given(self, optimizer: Any) -> bool:
         """Whether the rule is selected by this ``optimizer`` argument of
@@ -128,8 +128,8 @@ class UpdateRule(ABC):
         optimizer, whose name DeepSpeed does not know."""
 
     def unstepped(self, parameters: Iterable[Any]) -> int:
-        """Return how many of the parameters are in an optimizer object that belongs to the rule,
-        still exists, and is used by no engine."""
+        """Return how many of the parameters are in an optimizer object of this rule that still
+        exists and that no engine uses."""
         return 0
 
     def check_groups(  # noqa: B027
@@ -157,8 +157,8 @@ class UpdateRule(ABC):
     def resolved(
         self, config: KFACConfig, optimizer: str = ""
     ) -> tuple[KFACConfig, tuple[str, ...]]:
-        """Return a config in which every null is replaced by a value for this rule, and the reasons
-        for the chosen values.
+        """Replace every null of a config by a value for this rule. Return the new config, and texts
+        with the reasons for the chosen values.
 
         Args:
             optimizer: class name of the engine's innermost optimizer.

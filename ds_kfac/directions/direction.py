@@ -25,8 +25,8 @@ class StepContext:
         step: number of steps that were applied before this one.
         groups: the optimizer's parameter groups.
         factor_is_zero: bool scalar on the device. True if DeepSpeed multiplies the gradients of
-            this step by 0, which happens if it clips by an infinite norm. In such a step no weights
-            and no moments may change. None: DeepSpeed does not multiply gradients.
+            this step by 0, as it does when it clips by an infinite norm. The step must then change
+            neither weights nor moments. None: DeepSpeed does not multiply gradients.
     """
 
     step: int
@@ -77,14 +77,15 @@ class Direction:
         moments: class of the moments that are kept for each layer; None: no moments are kept.
 
     Attributes:
-        layer_groups: groups of this rank's layers with their state. Layers of one shape that are
-            processed in one batch form a group. Groups with the largest matrices come first.
+        layer_groups: groups of this rank's layers with their state. A group consists of layers of
+            the same shape that are processed in one batch. Groups with the largest matrices come
+            first.
         layers, names: this rank's layers and their names, in the order of the groups.
         precision: precision of the products that rotate gradients.
         recorded: records a step's kernels as a CUDA graph, and replays them; None if steps are not
             recorded.
-        parameter_groups: dict from layer name to a tuple, which has the index of the parameter
-            group of each of the layer's parameters.
+        parameter_groups: dict from layer name to a tuple of parameter group indices, one for each
+            of the layer's parameters.
         last: ``(squared norm, learning rate)`` of the last step. The squared norm, a scalar on the
             device, is summed over the directions of all layers on all ranks. The learning rate is
             that of the first parameter group. None if an optimizer of the user's choice computes
@@ -118,8 +119,8 @@ class Direction:
         self.names = [layer.name for layer in self.layers]
 
     def batch_key(self, layer: LayerSpec) -> Hashable:
-        """Return a layer's key. Layers of one shape may be processed in one batch if their keys are
-        equal."""
+        """Return a layer's key. Layers of the same shape may be processed in one batch if their
+        keys are equal."""
         return layer.copies
 
     def state(self) -> dict[str, Any]:
@@ -175,18 +176,20 @@ class Direction:
     ) -> tuple[Tensor, Any]:
         """Compute the result of one layer that has an eigenbasis.
 
-        Nothing in this method may wait for the device. Two traps:
+        This method must not wait for the device, and must avoid two mistakes:
 
-        - In the null space of A or G, the rotated gradient consists of rounding errors. (Examples
-          are an input that is always 0, and the sum over a softmax's classes.) Taking signs, or
-          dividing as Adam does, scales these errors up to a full step. Use
-          :func:`ds_kfac.update.rotation.mask_null_space` to set them to 0.
+        - In the null space of A or G, the rotated gradient consists of rounding errors. (A has a
+          null space if an input is always 0. The G of a head has a null space, because the
+          gradients of a softmax sum to 0 over the classes.) Taking signs, or dividing as Adam does,
+          scales these errors up to a full step. Use :func:`ds_kfac.update.rotation.mask_null_space`
+          to set them to 0.
         - A layer that the step did not use has a gradient of zeros, but its moments may still
           produce a step. If the layer must not change, multiply the result by
           ``(gradient != 0).any()``.
 
         Args:
-            gradient: fp32 of ``layer.shape``, averaged, unscaled and clipped by DeepSpeed.
+            gradient: fp32, of shape ``layer.shape``. DeepSpeed has averaged, unscaled and clipped
+                it.
             basis: the layer's eigenbasis, whose methods rotate matrices into it and back. If
                 ``preconditioner.method`` computes no eigenbases, this is the object that
                 ``Method.of_layer`` returns. Only rules whose ``needs_basis`` is False allow such a
@@ -206,8 +209,8 @@ class Direction:
         Args:
             outcome: what :meth:`step` returned.
             totals: ``Outcome.numbers``, summed over all ranks.
-            flags: bool [layers of all ranks], ``Outcome.flags`` of all ranks in the plan's order;
-                None if :meth:`UpdateRule.flags` returns False.
+            flags: bool [layers of all ranks]. The ``Outcome.flags`` of all ranks, in the plan's
+                order; None if :meth:`UpdateRule.flags` returns False.
 
         Returns a dict from layer name to factor (a scalar), for the layers of all ranks. If the
         method returns None, as this implementation does, results are not changed.

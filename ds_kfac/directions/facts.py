@@ -12,7 +12,7 @@ from ds_kfac.update.rotation import AT_ONCE
 
 
 class RuleFacts:
-    """Descriptions and costs of an update rule, which no step needs.
+    """Descriptions and costs of an update rule. No step needs them.
 
     The defaults are right for a rule that rotates each gradient into the eigenbasis and back, does
     little else that costs time, and treats all layers alike. For any other rule, set

@@ -74,7 +74,7 @@ class KFACGradient(Direction):
         self.peak_lr = dict(state.get("peak_lr", {}))
 
     def step(self, context: StepContext, gradients: Gradients) -> Outcome:
-        # even if this rank has no layers, because it may write the checkpoint
+        # Update peak_lr even if this rank has no layers, because it may write the checkpoint.
         self.peak_lr = peak_rates(context.groups, self.peak_lr)
         if not self.layers:
             none = torch.zeros(0, device=self.exchange.device, dtype=torch.float32)
@@ -188,7 +188,7 @@ class KFACGradient(Direction):
         """
         damped: dict[str, Any] = {"damping": damping, "damping_kind": self.config.damping.kind}
         limited = torch.zeros(group.n, dtype=torch.bool, device=gradient.device)
-        if group.rotation is None:  # a layer with inverses, which is always alone in its group
+        if group.rotation is None:  # the group is a single layer with inverses
             (of_layer,) = group.by_layer(gradient)
             V, dot = group.preconditioner(0).precondition(
                 of_layer, damping=damping, precision=self.precision
@@ -247,8 +247,8 @@ class KFACGradient(Direction):
             for layer, is_ready, x, y in of_layers:
                 product = x * y if is_ready else torch.zeros_like(x)
                 sums += [part.sum() for part in self.exchange.parts(layer, product)]
-            # In a layer whose result was replaced by 0, 0 times infinity is NaN, which counts as 0.
-            # A sum that fp32 cannot hold is infinite, and stays infinite.
+            # If a layer's result was replaced by 0, its product may be 0 times infinity. This is
+            # NaN, which counts as 0. A sum that fp32 cannot hold is infinite, and stays infinite.
             dot = torch.stack(sums).nan_to_num(0.0, posinf=math.inf, neginf=-math.inf)
         elif group.maps > 1:
             dot = dot.view(-1, group.maps).sum(dim=1)
@@ -343,7 +343,8 @@ def precondition(
     (arXiv:1602.01407) app. A; inverse-free as in Pauloski et al. 2020 (2007.00784).
 
     Args:
-        gradient_nOI: fp32 [n, O, I], with the bias gradient as last column if the layer has one.
+        gradient_nOI: fp32 [n, O, I]. If the layer has a bias, the last column is the bias's
+            gradient.
         rotation: the eigenbases of the n matrices.
         damping_kind: "tikhonov": ``damping`` is lambda, in units of the Fisher. "relative": lambda
             is ``damping`` times the layer's mean eigenvalue.
@@ -401,9 +402,9 @@ def precondition_corrected(
 
 
 def _rotated(rotation: Rotation, gradient_nOI: Tensor) -> Tensor:
-    """Return the rotated gradient in new memory. A large matrix whose rows rotation does not mix is
-    copied once and rotated in place, because rotating it out of place would need two more matrices
-    of its size."""
+    """Return the rotated gradient in new memory. If rotation does not mix the rows of a large
+    matrix, the matrix is copied once and rotated in place, because rotating it out of place would
+    need two more matrices of its size."""
     by_rows = is_large(gradient_nOI) and not rotation.G
     return rotation.rotate(gradient_nOI.clone() if by_rows else gradient_nOI, overwrite=by_rows)
 

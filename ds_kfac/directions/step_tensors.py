@@ -76,8 +76,8 @@ class RecordedTensors:
     in every step, and the results overwrite the copies.
 
     Attributes:
-        matrices: dict from group to a tensor, fp32 [n, O, I], which has the gradients of the
-            group's matrices and later their results.
+        matrices: dict from group to an fp32 tensor [n, O, I]. It holds the gradients of the group's
+            matrices until the results overwrite them.
         gradients: dict from layer name to a view of the layer's gradient in ``matrices``.
     """
 

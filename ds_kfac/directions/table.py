@@ -51,8 +51,8 @@ def when_made(arguments: dict[str, Any], ds_config: Mapping[str, Any]) -> None:
     """Wrap the function that creates the user's optimizer, so that a rule is installed after
     DeepSpeed has called the function.
 
-    Only DeepSpeed can call this function. Before the call, it is not known whether the optimizer is
-    a rule's own optimizer.
+    Only DeepSpeed can call the user's function. Until then, it is not known whether the optimizer
+    is one that an update rule supplies itself.
 
     Args:
         arguments: arguments of ``deepspeed.initialize``, in which ``optimizer`` and

@@ -99,9 +99,9 @@ def _choose_backend(engine: Any, config: KFACConfig) -> None:
     """Build and check the backends of operations.
 
     If the config names a backend that cannot run on some rank, all ranks raise an error. If the
-    config names no backend, all ranks avoid every backend that cannot run on some rank, and every
-    op that computes wrongly on some rank. If ranks used different backends, their copies of a
-    weight would be rounded differently and drift apart.
+    config names no backend, no rank uses a backend that cannot run on some rank, or an op that
+    computes wrong results on some rank. If ranks used different backends, their copies of a weight
+    would be rounded differently and drift apart.
     """
     name = config.ops.backend
     device = torch.device(engine.device).type
@@ -207,7 +207,7 @@ def _by_domain(
     """Return the domains that have layers, each with its layers."""
     pairs: list[tuple[Domain, tuple[LayerSpec, ...]]] = []
     for domain in domains:
-        # each tensor-parallel rank has a part of a layer, or a copy
+        # each tensor-parallel rank has either a shard of a layer or a copy of the whole layer
         shards = domain.shard[1]
         domain_layers = []
         for layer in layers:
@@ -248,8 +248,8 @@ def _check_copies(views: Sequence[EngineView], plans: Sequence[Plan]) -> None:
     """Raise ValueError on every rank if tensor-parallel ranks would update their copies of a layer
     differently. Collective under tensor parallelism.
 
-    Each tensor-parallel rank has its own plan, and these plans may have different ranks compute the
-    result for a copied layer. So the result must not depend on which rank computes it. Three rules
+    Each tensor-parallel rank has its own plan, and these plans may let different ranks compute the
+    result of a copied layer. So the result must not depend on which rank computes it. Three rules
     ensure this. A copied layer uses the rows of all ranks. Its values are rounded as if they were
     sent to another rank (``comm/reduce.py``, ``step/messages.py``, ``zero/exchange.py``). Its
     factors follow the schedule without an offset. Results would still differ if the plans' messages

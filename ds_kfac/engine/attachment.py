@@ -120,7 +120,8 @@ class Attachment:
             self._rescalings = [rescaling for rescaling in rescalings if rescaling.weights]
         self._installed = ExitStack()  # removes wrappers and hooks
         self._captured = False
-        # not used as a decorator, which would import torch's compiler together with this file
+        # torch.compiler.disable is not used as a decorator, because a decorator would import
+        # torch's compiler when this file is imported
         self._uncompiled = torch.compiler.disable(self._captured_forward)
         self._wrap_engine(config)
         self._warn_of_loads_by_hand(kfac.engine_view.inner)
@@ -198,14 +199,14 @@ class Attachment:
         return self.preconditioner.metrics
 
     def counters(self) -> dict[str, float]:
-        """Return all numbers of docs/reference/counters.md, which DeepSpeed's monitor also gets.
-        Synchronises with the device."""
+        """Return all numbers that docs/reference/counters.md lists. DeepSpeed's monitor gets the
+        same numbers. Synchronises with the device."""
         return {**counters(self.job), **health(self.job), **self._constants()}
 
     def explain(self, layer: str | None = None) -> str:
-        """Describe a layer's state. The text has the updates of the layer's factors, the eigenbasis
-        in use (or the reason why there is none), and the steps of the next update and refresh with
-        the ranks that compute them.
+        """Describe a layer's state. The text has the updates of the layer's factors, and the
+        eigenbasis in use or the reason why there is none. It also says in which steps the next
+        update and refresh happen, and which ranks compute them.
 
         Call this method between steps. It is local, so a single rank may call it.
 
@@ -389,7 +390,8 @@ class Attachment:
         optimizer's state are inconsistent, and the user is warned."""
         self.job.drop_step()
         for kfac in self.job.preconditioners:
-            # otherwise ZeRO would add the next backward pass's gradients to the gradients left here
+            # otherwise ZeRO would add the gradients of the next backward pass to those of the
+            # failed step
             kfac.layout.clear()
         if begun and BROKEN not in self._warned:
             self._warned.add(BROKEN)
@@ -461,7 +463,7 @@ class Attachment:
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             for capture in self._captures:
-                stack.callback(capture.leave)  # also after Ctrl-C, which runs no torch hook
+                stack.callback(capture.leave)  # even after Ctrl-C, when torch runs no hooks
                 if capture.uses is not None:
                     stack.enter_context(capture.uses)
             return original(*args, **kwargs)
@@ -472,7 +474,7 @@ class Attachment:
             return original(*args, **kwargs)
         except BaseException:
             self.preconditioner.seam.forget()
-            # the error came before K-FAC's step; at stage 0 the seam does not notice such an error
+            # The error came before K-FAC's step. At stage 0 the seam does not notice such an error.
             if self.job.steps == steps:
                 self.job.drop_step()
             raise

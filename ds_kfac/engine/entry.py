@@ -54,8 +54,8 @@ _plain_initialize: Callable[..., tuple] = deepspeed.initialize
 enabled, our function attaches K-FAC only to engines with KFACAdamW, and warns about other engines
 with a "kfac" block."""
 _enabled: bool | None = None
-"""Whether :func:`enable` or :func:`disable` was called last. None if neither was called; in this
-case the environment variable ``DS_KFAC`` decides."""
+"""True if :func:`enable` was called last, False if :func:`disable` was called last. None if neither
+was called. In this case the environment variable ``DS_KFAC`` decides."""
 _unattached: str | None = (
     "deepspeed.initialize was never called, and K-FAC works only in engines that this function "
     "makes. Give the launcher or the trainer a DeepSpeed config"
@@ -143,8 +143,8 @@ def _initialized(bound: inspect.BoundArguments, *, wanted: bool) -> tuple[Any, A
         bound: the arguments of ``deepspeed.initialize``.
         wanted: whether to attach K-FAC if the config has a "kfac" block. If False, K-FAC is
             attached only to an engine with KFACAdamW, because DeepSpeed alone cannot step this
-            optimizer. The config may name KFACAdamW, or the program may pass it as an object or a
-            function that makes it.
+            optimizer. The config may name KFACAdamW, or the program may pass a KFACAdamW object or
+            a function that makes one.
     """
     arguments = bound.arguments
     source = _config_source(arguments) or {}
@@ -209,8 +209,8 @@ def _prepare(
 def _refuse_config(source: Mapping[str, Any], rule: UpdateRule, config: KFACConfig) -> None:
     """Raise ValueError if the DeepSpeed config alone shows that K-FAC refuses the engine.
 
-    :func:`attach` would also refuse the engine, but only after DeepSpeed has built it, which may
-    take minutes of compilation.
+    :func:`attach` would also refuse the engine, but only after DeepSpeed has built it. Building it
+    may take minutes of compilation.
     """
     optimizer = str((source.get("optimizer") or {}).get("type") or "")
     if not optimizer:  # an engine that trains nothing is left as it is
@@ -296,8 +296,8 @@ def unattached() -> str | None:
 
 def enabled() -> bool:
     """Return whether ``deepspeed.initialize`` must attach K-FAC. The last call of :func:`enable` or
-    :func:`disable` decides. If neither was called, ``DS_KFAC`` decides. It is read each time,
-    because a script may set it after it has imported ds_kfac. Raises ValueError as
+    :func:`disable` decides. If neither was called, ``DS_KFAC`` decides. This variable is read in
+    each call, because a script may set it after it has imported ds_kfac. Raises ValueError as
     :func:`asked_for` does."""
     return asked_for(os.environ.get("DS_KFAC", "")) if _enabled is None else _enabled
 

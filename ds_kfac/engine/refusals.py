@@ -1,5 +1,5 @@
 """A table of the engine modes and config combinations in which K-FAC would be wrong or silently
-off. An engine can be checked against it, or a DeepSpeed config without an engine."""
+off. Either an engine or a DeepSpeed config alone can be checked against the table."""
 
 import socket
 from collections.abc import Callable, Mapping
@@ -83,8 +83,8 @@ class Context:
 
 def without_optimizer(engine: Any) -> bool:
     """Return whether an engine has no optimizer and cannot train. The ``optimizer`` attribute of
-    such an engine still holds an object. With ZeRO-3 this object gathers parameters. With bf16 it
-    is a wrapper with master weights around a dummy optimizer."""
+    such an engine may still hold an object. With ZeRO-3 this object gathers parameters. With bf16
+    it is a wrapper with master weights around a dummy optimizer."""
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     return inner is None or isinstance(inner, (DummyOptim, DeepSpeedZeRoOffload))
 
@@ -378,9 +378,9 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
         "optimizer, or build the layers as shards, as Megatron does",
     ),
 }
-"""dict from the name of a mode or combination to a pair: a function that returns whether a
-:class:`Context` has it, and a text with the reason and the remedy. Used by attach and by the
-estimator.
+"""dict from the name of a refused mode or combination to a pair (applies, remedy). The function
+``applies`` returns whether a :class:`Context` has the mode or combination. The text ``remedy`` says
+why K-FAC refuses it and what to change. Attach and the estimator use this table.
 
 Every rank checks the entries in this order, because some checks are collective if there is an
 engine.

@@ -4,12 +4,12 @@ An implementation raises ``NotMadeFor`` before it writes anything if it does not
 stride or a size. Plain torch supports all arguments and runs instead. Both the implementation and
 plain torch raise a ValueError for wrong arguments, such as shapes that do not fit.
 
-The first time a compiled op is used, its results are compared with those of plain torch, in every
-dtype of the op and on two unusual shapes. A kernel computes the first shape in a single program,
-and the second in many tiles. Rows and matrices contain small integers, so products and sums are
-exact in every dtype. The outcome is stored in a file in the build folder, for this combination of
-sources, versions, driver and GPU. Delete this file to check again. ``DS_KFAC_CHECK_OPS=0`` turns
-the check off.
+Before a compiled op is used for the first time, its results are compared with those of plain torch,
+in every dtype of the op and on two unusual shapes. A kernel computes the first shape in a single
+program, and the second in many tiles. Rows and matrices contain small integers, so products and
+sums are exact in every dtype. The outcome is stored in a file in the build folder, for this
+combination of sources, versions, driver and GPU. Delete this file to check again.
+``DS_KFAC_CHECK_OPS=0`` turns the check off.
 """
 
 import hashlib
@@ -231,8 +231,8 @@ def difference(actual: Tensor, expected: Tensor) -> float:
 def faults(
     compiled: Mapping[str, tuple[str, Callable[..., Any]]], device: torch.device
 ) -> dict[str, str]:
-    """Check compiled ops on a device. Return a dict from each op that must not be used there to the
-    reason.
+    """Check compiled ops on a device. Return a dict from op to the reason why it must not be used
+    there. Ops that may be used are not in the dict.
 
     The processes of a machine check one after the other. An op is entered in the file of outcomes
     before it is checked. If the check kills its process, the next process does not run the op

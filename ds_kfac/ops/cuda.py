@@ -19,8 +19,8 @@ from ds_kfac.ops.functional import Tensors, packed_numel
 
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int}
 _SIGNATURES = {"pack": "piippppp", "unpack": "piippppp", "ema_update": "ppippppppp"}
-"""dict from launcher in csrc/cuda to the types of its arguments, one letter of ``_TYPES`` per
-argument. The last argument is the stream."""
+"""dict from the name of a launcher in csrc/cuda to a string with one letter per argument.
+``_TYPES`` has the type for each letter. The last argument is the stream."""
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_DIM = 1 << 20
 

@@ -59,8 +59,8 @@ class BackendChoice:
     Attributes:
         ops: dict from op to (backend, implementation). Implementations of compiled backends are
             wrapped by :func:`guarded`.
-        missing: dict from a backend or op that is not used here to the reason. Plain torch computes
-            the ops in this dict.
+        missing: backends and ops that are not used here, as a dict from name to reason. Plain torch
+            computes the ops in this dict.
     """
 
     ops: Mapping[str, tuple[str, Implementation]]
@@ -95,7 +95,7 @@ def use(
     Args:
         backend: name of the backend for every op that it has; None: the best backend for each op.
         device: device type for which the backends are chosen.
-        without: dict from a backend or op that must not be used to the reason.
+        without: backends and ops that must not be used, as a dict from name to reason.
 
     Raises:
         ValueError: ``backend`` cannot run on ``device``. The message says why.

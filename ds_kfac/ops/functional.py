@@ -18,9 +18,10 @@ BLOCK_ROWS = 128
 """Number of rows of the lower triangle that one matrix product computes. Blocks above the diagonal
 are not computed."""
 NARROW, CHUNK_ROWS = 16, 1024
-"""With fewer than NARROW columns, a CPU's library sums one row after the other. Over 200,000 rows,
-the rounding error turns an eigenvalue of zero into up to 1,000 eps of the largest eigenvalue. Sums
-over CHUNK_ROWS rows at a time reduce this to a few eps and take a millisecond more."""
+"""If rows have fewer than NARROW columns, a CPU's matrix library adds up the rows one after the
+other. After 200,000 rows, rounding errors may have turned an eigenvalue of zero into 1,000 eps
+times the largest eigenvalue. Summing CHUNK_ROWS rows at a time reduces this to a few eps and takes
+a millisecond more."""
 
 
 def packed_numel(dim: int) -> int:
@@ -158,7 +159,7 @@ def syrk_accumulate_(
 ) -> Tensor:
     """Add a second moment to a packed fp32 sum: ``sum_P += scale * pack(X^T diag(kept) X)``.
 
-    X is ``x_ND``. With ``bias`` it has a column of ones at its end.
+    X is ``x_ND``. If ``bias`` is True, X also has a last column of ones.
 
     Args:
         kept: bool [N], whether each row counts; None: all rows count. A row that does not count
@@ -300,7 +301,8 @@ def adam_step_(
     of_first = beta1 / (1 - beta1 * power) * usable
     of_x = (1 - beta1) / (1 - power)
     of_second = usable / (1 - beta2**k)
-    # so that the direction of a matrix that is not usable is 0 / 1 and not 0 / 0 if eps is 0
+    # If a matrix is not usable, its direction is 0 / (1 + eps). Without the 1, it would be 0 / 0 if
+    # eps is 0.
     added = 1 - usable + eps
     ignored = usable == 0
     for direction, x, first, second in in_chunks(direction_nOI, x_nOI, first_nOI, second_nOI):
@@ -347,9 +349,9 @@ def finish_direction_(
         out <- scale x   where used and norm is finite, else 0
 
     Args:
-        out_nOI: overwritten, rounded to its dtype. It may be ``x_nOI`` itself. There may be gaps
-            between its matrices, and one of its matrices may consist of several matrices of x, one
-            below the other.
+        out_nOI: overwritten. Results are rounded to its dtype. It may be ``x_nOI`` itself. There
+            may be gaps between its matrices, and one of its matrices may consist of several
+            matrices of x, one below the other.
         x_nOI: fp32. A matrix that is not used may hold anything, even NaN.
         norm_n: fp32, the Frobenius norms of x.
         size_n: fp32, the norms of the directions before they were orthogonalized; None: they were
@@ -358,7 +360,7 @@ def finish_direction_(
             instead.
         full_n: fp32. A direction whose ``size_n`` is at least this large gets the whole target. Not
             used if ``size_n`` is None.
-        used_n: bool.
+        used_n: bool, False for directions that must not be used.
     """
     if size_n is None:
         scale = target_n
@@ -387,9 +389,9 @@ def in_fp32(betas: tuple[float, float]) -> tuple[float, float]:
 
 
 CPU_CHUNK, CHUNK = 1 << 16, 1 << 22
-"""Number of elements that a chain of elementwise passes processes at a time, on a CPU and on other
-devices. On a CPU a chunk fits into a core's cache. On other devices each temporary takes at most 16
-MiB."""
+"""Number of elements that a series of elementwise operations processes at a time: CPU_CHUNK on a
+CPU, and CHUNK on other devices. On a CPU a chunk fits into a core's cache. On other devices each
+temporary takes at most 16 MiB."""
 
 
 def in_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -1,4 +1,4 @@
-"""Groups of layers of one shape. The layers of a group are processed in one batch, because
+"""Groups of layers of the same shape. The layers of a group are processed in one batch, because
 launching the kernels of a single layer takes longer than running them. This module decides which
 layers form a group and in which order groups are processed, and it owns the tensors that the layers
 of a group share.
@@ -25,24 +25,23 @@ from ds_kfac.update.state import LayerState, Moments
 S = TypeVar("S", bound=Any)
 
 BATCHED_BYTES = 1 << 28
-"""Largest number of bytes of eigenvectors that a rank keeps in stacked tensors. During a refresh,
-twice as much memory is needed for a short time, because new eigenvectors are copied into the
-stacks."""
+"""Limit on the eigenvectors that a rank keeps in stacked tensors, in bytes. During a refresh, twice
+as much memory is needed for a short time, because new eigenvectors are copied into the stacks."""
 
 
 def group_by_shape(
     layers: Sequence[LayerSpec], *, key: Callable[[LayerSpec], Hashable] | None
 ) -> tuple[tuple[LayerSpec, ...], ...]:
-    """Divide layers into groups. A group consists of a single layer, or of several layers of one
-    shape. This is a pure function.
+    """Divide layers into groups. A group consists of a single layer, or of several layers of the
+    same shape. This is a pure function.
 
     Layers are grouped as long as the eigenvectors of all grouped layers fit into
     :data:`BATCHED_BYTES`. The layers of the smallest shapes are grouped first, because batches
     speed them up most.
 
     Args:
-        key: returns a key of a layer. Layers may be in one group only if their keys are equal.
-            None: every layer has a group of its own.
+        key: function that returns a key for a layer. Layers may be in one group only if their keys
+            are equal. None: every layer has a group of its own.
     """
     if key is None:
         return tuple((layer,) for layer in layers)
@@ -110,15 +109,15 @@ def in_order(groups: Iterable[S]) -> tuple[S, ...]:
 
 
 class LayerGroup:
-    """Layers of one shape, and all state that a gradient worker keeps for these layers.
+    """Layers of the same shape, and all state that a gradient worker keeps for these layers.
 
     Note: Stacked tensors. If the group has several layers, there is one stacked tensor of each
     kind, and the state of one layer is a slice of it. Terms and moments are allocated at attach and
     change in place. The stacked eigenvectors are allocated when the first layer gets its basis, and
     new eigenvectors are copied into them. All tensors therefore keep their addresses, as a recorded
     step requires. A layer that is alone in its group has no stacked eigenvectors, unless ``stays``
-    is True. Its decompositions are kept without a copy, so that layers with the same A share its
-    tensors.
+    is True. Without stacked eigenvectors, decompositions are kept without a copy, so that layers
+    with the same A share its tensors.
 
     Args:
         moments: class of the moments; None: the update rule keeps no moments.
@@ -128,8 +127,8 @@ class LayerGroup:
         maps: number of matrices of each layer. It is the number of groups of a grouped convolution,
             otherwise 1.
         n: number of matrices of all layers.
-        terms: fp32 [layers], number of loss terms of the last batch that updated the factors, see
-            :class:`LayerState`.
+        terms: fp32 [layers], number of loss terms in the last batch that updated each layer's
+            factors, see :class:`LayerState`.
         moments: moments of all matrices, as tensors [n, O, I] and [n]; None: the update rule keeps
             no moments.
         rotation: the eigenbases in use. None until some layer has eigenvectors of both sides, and
@@ -309,10 +308,10 @@ class LayerGroup:
 
 
 def evenly_spaced(parts: Sequence[Tensor]) -> Tensor | None:
-    """Stack tensors of one shape without a copy, or return None if that is impossible.
+    """Stack tensors of the same shape without a copy, or return None if that is impossible.
 
-    It is possible if the tensors are contiguous and begin at equal distances in one storage. The
-    gradients of a model's identical blocks do so at ZeRO-2 and 3.
+    It is possible if the tensors are contiguous and begin at equal distances in one storage, as the
+    gradients of a model's identical blocks do at ZeRO-2 and ZeRO-3.
     """
     first = parts[0]
     starts = [x.storage_offset() for x in parts]

@@ -62,8 +62,8 @@ def orthogonal_factors(
         whitenings: for each direction, a tensor [2, n, I] as ``Rotation.whitening`` returns it, or
             None. With whitening factors s, the direction x is replaced by (the orthogonal factor of
             x diag(s)) diag(s). A column whose s is 0 becomes 0.
-        precision: precision of the products. Instead of TF32, the iteration uses fp16, which rounds
-            like TF32 but is twice as fast.
+        precision: precision of the products. If it is TF32, the iteration uses fp16 instead, which
+            rounds like TF32 but is twice as fast.
 
     Returns for each direction the Frobenius norms [n] that its matrices had before the call,
     without the columns whose s is 0.
@@ -125,7 +125,7 @@ def flops(O: int, I: int, *, half: bool = False) -> int:  # noqa: E741
     if n < GRAM_FROM * m:
         return steps * (4 * m**2 * n + 2 * m**3)
     # A step has four products of m x m matrices: r^2, q p, r p and (r p) p. The first step of each
-    # part lacks q p, the last one lacks r p and (r p) p.
+    # part lacks q p, and the last step lacks r p and (r p) p.
     parts = 2 if half else 1
     return parts * 4 * m**2 * n + (4 * steps - 3 * parts) * 2 * m**3
 

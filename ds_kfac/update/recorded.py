@@ -16,17 +16,16 @@ import torch
 
 T = TypeVar("T")
 Recorder = Callable[[Callable[[], T]], tuple[Callable[[], None], T]]
-"""Maps a function to (replay, result). Each call of ``replay`` repeats the function and overwrites
-the result. Recording does not execute the function, so the result is valid only after the first
-replay."""
+"""Function that records another function and returns (replay, result). Each call of ``replay``
+repeats the function and overwrites the result. Recording does not execute the function, so the
+result is valid only after the first replay."""
 
 STEADY = 2
 """Number of calls with the same key that are executed normally before a call is recorded. These
 calls compile kernels and fill caches."""
 ATTEMPTS = 8
-"""Largest number of recordings of a function. After that the function is never recorded again,
-because its key changes too often. A schedule of betas, for example, changes the key in every
-step."""
+"""Largest number of times that a function is recorded. If its key changes more often, the function
+is then never recorded again. A schedule of betas, for example, changes the key in every step."""
 RECORDED_NUMEL = 1 << 27
 """A rank records its steps only if its layers have at most this many elements in total. With more
 elements, kernels run longer than their launches take, and a graph would keep more than a GiB."""
@@ -45,7 +44,7 @@ def cuda_graph(function: Callable[[], T]) -> tuple[Callable[[], None], T]:
             result = function()
     finally:
         # If the end of a capture raises an error, torch stays in the capture's stream. Training
-        # would continue in that stream, without being ordered with DeepSpeed's work in the default
+        # would continue in that stream, and would not wait for DeepSpeed's work in the default
         # stream.
         torch.cuda.set_stream(stream)
     return graph.replay, result

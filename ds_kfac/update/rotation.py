@@ -1,8 +1,8 @@
-"""Rotate the matrices of layers of one shape into their eigenbases and back, in one batch of
-products for all layers.
+"""Rotate the matrices of several layers into their eigenbases and back. Layers of the same shape
+are rotated by one batch of products.
 
-Shape suffixes: n is the number of matrices, which have one shape and may belong to one layer. O and
-I are their sides. nOI stands for [n, O, I].
+Shape suffixes: n is the number of matrices. They have the same shape, and several of them may
+belong to one layer. O and I are their sides. nOI stands for [n, O, I].
 """
 
 from collections.abc import Sequence
@@ -16,22 +16,21 @@ from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis, Precision, 
 from ds_kfac.ops.functional import block_product
 
 AT_ONCE = 1 << 22
-"""Number of elements of a single large matrix that are processed at a time when it is rotated or
-averaged into moments (16 MiB). On a CPU it is also the largest number of elements whose directions
-are in memory at the same time, see :func:`chunk_budget`."""
+"""A large matrix is rotated, or averaged into moments, at most this many elements at a time (16
+MiB). On a CPU this is also the budget that :func:`chunk_budget` returns."""
 BATCHED = 1 << 25
-"""Largest number of elements whose directions a GPU has in memory at the same time, unless a single
-layer has more. They take 128 MiB, which is enough for all layers of one shape in GPT-2 small. A
-layer with more than an eighth of this number is not batched with other layers, because its products
-take longer than their launches."""
+"""Limit on the directions that a GPU has in memory at the same time, in elements. A single layer
+may exceed it. The limit of 128 MiB is enough for all layers of one shape in GPT-2 small. A layer
+with more than an eighth of this number is not batched with other layers, because its products take
+longer than their launches."""
 
 
 def chunk_budget(*, batched: bool, numel: int) -> int:
-    """Return the largest number of elements whose directions may be in memory at the same time. A
-    single layer may have more elements.
+    """Return how many elements all directions that are in memory at the same time may have
+    together. A single layer may have more elements.
 
     Args:
-        batched: whether layers of one shape are processed in one batch, as on GPUs.
+        batched: whether layers of the same shape are processed in one batch, as on GPUs.
         numel: number of elements of the largest layer.
     """
     if not batched:
@@ -72,9 +71,10 @@ class Rotation:
 
     Attributes:
         G, A: eigenvectors Q_G and Q_A, by which matrices are multiplied from the left and from the
-            right. For n matrices with dense sides, each is a tuple of one tensor, [n, O, O] and [n,
-            I, I]. For a single layer they are as in ``Eigenbasis.vectors``, possibly in blocks. The
-            tuple of a side without vectors is empty, because its Q is the identity.
+            right. For n matrices with dense sides, G is a tuple of one tensor [n, O, O], and A is a
+            tuple of one tensor [n, I, I]. For a single layer both are as in ``Eigenbasis.vectors``,
+            possibly in blocks. The tuple of a side without vectors is empty, because its Q is the
+            identity.
         values_G, values_A: eigenvalues, fp32 [n, O] and [n, I].
         precision: precision of the products.
         maps: number of matrices of each layer. It is the number of groups of a grouped convolution,
@@ -176,8 +176,8 @@ class Rotation:
         These are the columns in A's range, and the columns in A's null space that nevertheless
         receive gradients. If no input has a component along a null direction, the gradient's
         component along this direction is only a rounding error, which Adam would scale up to a full
-        step. Nevertheless a null direction may receive gradients, because A does not contain the
-        inputs of batches between its updates, and old inputs fade from it.
+        step. A null direction may nevertheless receive gradients, because A lacks the inputs of the
+        batches between its updates, and old inputs fade from A.
 
         Args:
             second_nOI: running mean of the squared rotated gradients.
@@ -219,9 +219,9 @@ class Rotation:
         """Return left x right.
 
         Args:
-            overwrite: whether x may be overwritten with the result. This is done only for a large
-                matrix x if ``left`` is empty, so that no product mixes its rows. x is then
-                processed a few rows at a time, so that it is not in memory twice.
+            overwrite: whether x may be overwritten with the result. This is done only if x is one
+                large matrix and ``left`` is empty. No product then mixes the rows of x, so x is
+                processed a few rows at a time and is not in memory twice.
         """
         with fp32_products(self.precision.products, x_nOI.device):
             if left or not (overwrite and is_large(x_nOI)):

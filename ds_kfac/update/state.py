@@ -2,7 +2,7 @@
 steps: eigenbases or inverses, and moments of the rotated gradient.
 
 Shape suffixes: O and I are the sides of a layer's matrix. nOI stands for [n, O, I], n matrices of
-one shape.
+the same shape.
 """
 
 from collections.abc import Callable
@@ -98,14 +98,14 @@ class CorrectedEigenvalues(Moments):
             S <- r S + (1 - r) terms rotated^2,   r = min(1 - 1/updates, decay)
 
         As for factors, the averaging window grows with the number of updates, until r has reached
-        ``decay``. Like a batch that enters a factor, a squared gradient that is much larger than
-        the average is scaled down before it enters S, to :data:`ds_kfac.curvature.factor.SPIKE`
-        times the average.
+        ``decay``. A squared gradient that is much larger than the average is scaled down to
+        :data:`ds_kfac.curvature.factor.SPIKE` times the average before it enters S, like a batch
+        before it enters a factor.
 
         Args:
             rotated_nOI: the rotated gradients. A large matrix is overwritten by the quotient.
-            norm_n: norms of the gradients. (Rotation does not change a norm.) S does not change for
-                a matrix for which ``terms_n`` times the squared norm is not finite.
+            norm_n: norms of the gradients. (Rotation does not change a norm.) If ``terms_n`` times
+                the squared norm of a matrix is not finite, the matrix's S does not change.
             terms_n: factors that convert squared gradients to the units of the Fisher.
             damping: number that is added to all eigenvalues.
             layer_mean: function that gets the mean eigenvalue of each matrix, [n], and returns for

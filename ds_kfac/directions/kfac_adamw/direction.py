@@ -9,13 +9,13 @@
     _finish          U <- SIZE sqrt(max(O, I)) X / |X|, rotated back: Q_G U Q_A^T
     optimizer.py     W <- W - lr (Q_G U Q_A^T + weight_decay W)
 
-where alpha are the eigenvalues of A, p = ``adam.whiten`` and c = 0.01. Layers of one shape form a
-group and are processed in one batch. As many groups are processed together as fit into memory, see
-:func:`chunks`.
+where alpha are the eigenvalues of A, p = ``adam.whiten`` and c = 0.01. Layers of the same shape
+form a group and are processed in one batch. As many groups are processed together as fit into
+memory, see :func:`chunks`.
 
 Sources: the second moment is SOAP's (Vyas et al. 2024, arXiv:2409.11321), but the eigenbasis is
-K-FAC's instead of Shampoo's. Taking the orthogonal factor comes from Muon (Jordan et al. 2024),
-which takes the orthogonal factor of plain momentum. S makes the step the steepest descent step
+K-FAC's instead of Shampoo's. The idea of the orthogonal factor comes from Muon (Jordan et al.
+2024), which computes this factor of plain momentum. With S, the step is the steepest descent step
 under the norm |U A^p|. This norm bounds how much the output responds to each input direction, while
 Muon's norm bounds the change of the weight. Mousse (arXiv:2603.09697) whitens momentum on both
 sides.
@@ -23,9 +23,9 @@ sides.
 Note: Layers that stand still. The following layers take no step, do not decay, and keep their
 moments:
 
-- A layer whose averaged gradient is exactly zero, because the step did not use it. In the same way,
-  torch's AdamW skips a parameter whose gradient is None. Each tensor-parallel shard is checked by
-  itself.
+- A layer whose averaged gradient is exactly zero, because the step did not use the layer. In the
+  same way, torch's AdamW skips a parameter whose gradient is None. Each shard of a tensor-parallel
+  layer is checked separately.
 - A layer whose parameters are frozen, or whose learning rate is 0.
 - A layer whose gradient is not finite, or so large that the moments could not hold its square.
   These layers are counted, and a warning names them.
@@ -35,8 +35,8 @@ sqrt(longer side) / sqrt(shorter side), so that a step changes an output by the 
 width (Yang et al. 2023, arXiv:2310.17813). If O is below I, the factor sqrt(O / I) of Yang et al.
 is too small, and so is Muon's factor sqrt(max(1, O / I)); docs/notes/kfacadamw.md has measurements.
 Normalization layers and heads keep Adam's direction. Normalization layers have the learning rate
-adam_lr. A head has the learning rate adam_lr times BASE / I, but at least lr, because Adam's
-direction changes outputs more at larger widths.
+adam_lr. A head has the learning rate adam_lr times BASE / I, because Adam's direction changes
+outputs more at larger widths. The learning rate of a head is at least lr.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -131,7 +131,7 @@ class AdamDirection(Direction):
         """Tell the optimizer to which layer each slice of its parameters belongs. Parameters that
         are frozen now get no slices, so that they do not decay."""
         exchange = self.exchange
-        # layer name -> the layer's index in optimizer.used
+        # dict from layer name to the layer's index in optimizer.used
         indices = range(self.used_slice.start, self.used_slice.stop)
         index_of = dict(zip(self.names_in_plan, indices, strict=True))
         slices: dict[Tensor, list[LayerSlice]] = {}
@@ -203,8 +203,8 @@ class AdamDirection(Direction):
         used = torch.cat([step.used for step in self.steps])
         squared = torch.cat([step.squared for step in self.steps])
         if factor_is_zero is not None:
-            # this step counts like one whose gradients are not finite (in a recorded step the flag
-            # is fp32)
+            # Count this step like a step whose gradients are not finite. In a recorded step the
+            # flag is fp32.
             largest = largest.masked_fill(factor_is_zero.bool(), torch.nan)
         finite = largest < INFINITY
         left_out = finite & (largest >= LARGEST)
@@ -219,8 +219,8 @@ class AdamDirection(Direction):
         )
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        # Loading has replaced the states. This must not be mistaken for a program that removes
-        # them.
+        # Loading has replaced the states. Without this line it would look as if a program had
+        # removed them.
         self.optimizer.marked = frozenset()
 
     def _begin_anew(
@@ -313,8 +313,8 @@ class AdamDirection(Direction):
             indices = [index for index, owner in enumerate(owners) if owner is step]
             if step.blocks:
                 for rows, index in zip(row_blocks(step.x_nOI, step.blocks), indices, strict=True):
-                    # the map of a block whose rows are not contiguous is a copy, so copy the result
-                    # back
+                    # If the rows of a block are not contiguous, the map is a copy, so copy the
+                    # result back.
                     if rows.data_ptr() != maps[index].data_ptr():
                         rows.copy_(maps[index].view(rows.shape))
             for index in indices:

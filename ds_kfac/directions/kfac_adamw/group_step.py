@@ -66,7 +66,7 @@ def adam_factor(options: AdamConfig, layer: LayerSpec, ratio: float) -> float:
     """
     if keeps_direction(options, layer) is None:
         return 1.0
-    # if the layer's type is not the reason, the layer is a head
+    # a layer that keeps Adam's direction is a head, unless its type is the reason
     is_head = layer.keeps_direction is None
     return max(ratio * BASE / layer.whole_shape[-1], 1.0) if is_head else ratio
 
@@ -98,9 +98,9 @@ class GroupStep:
         normalized: whether each map is scaled to the norm ``target``. If False, ``target`` is a
             factor by which the map is multiplied.
         target: fp32 [layers x maps], norm or factor for each map, see ``normalized``.
-        full: fp32 [layers x maps]. 1 if not ``normalized``, else FULL times the square root of a
-            map's number of elements. If the norm of Adam's direction is smaller than the latter,
-            the result shrinks in proportion.
+        full: fp32 [layers x maps]. If ``normalized``, FULL times the square root of a map's number
+            of elements; otherwise 1. A normalized result shrinks in proportion if the norm of
+            Adam's direction is below ``full``.
         block_target, block_full: ``target`` and ``full`` of each of ``blocks``, fp32 [blocks, 1].
         x_nOI: fp32 [n, O, I], intermediate result that becomes the direction.
         columns: fp32 [n, I], 0 for columns of the direction that are only rounding errors, else 1,
@@ -109,8 +109,8 @@ class GroupStep:
         largest: fp32 [layers], largest absolute entry of each layer's gradient.
         used: bool [layers], whether the layer takes a step.
         squared: fp32 [layers], squared norm of each layer's final direction.
-        sizes: norms that the maps had before they were orthogonalized: one tensor [layers x maps],
-            or a tensor [layers] for each of ``blocks``.
+        sizes: norms of the maps before they were orthogonalized. The list has one tensor [layers x
+            maps], or a tensor [layers] for each of ``blocks``.
     """
 
     x_nOI: Tensor

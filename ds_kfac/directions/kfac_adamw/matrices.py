@@ -36,9 +36,9 @@ def other_matrices(model: nn.Module, scan: Scan) -> set[str]:
 def biases_of(matrices: Collection[str], names: Collection[str]) -> set[str]:
     """Return the names of the biases that belong to matrices.
 
-    They are parameters whose names begin with "bias" in the modules of the matrices, such as the
-    biases of a GRU, and parameters whose name is a matrix's name with "_bias" appended. A
-    parametrized weight belongs to the module on which it was registered.
+    There are two kinds: parameters whose own names begin with "bias" in a module of a matrix, such
+    as the biases of a GRU; and parameters whose name is the name of a matrix with "_bias" appended.
+    A parametrized weight belongs to the module on which it was registered.
 
     Args:
         names: names of all parameters of the model.

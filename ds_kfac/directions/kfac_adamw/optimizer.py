@@ -1,5 +1,5 @@
-"""The optimizer that DeepSpeed steps for KFACAdamW. It is AdamW, except for parameters whose
-directions K-FAC has computed.
+"""The optimizer that a DeepSpeed engine uses for KFACAdamW. It is AdamW, except for parameters
+whose directions K-FAC has computed.
 
 DeepSpeed's optimizers see flat slices of parameters, not matrices. So every parameter group is
 split before the engine exists. In groups marked by :data:`FLAG`, the gradient is the finished
@@ -39,9 +39,9 @@ MATRIX = "kfac_matrix"
 """Key that is true in parameter groups of matrices that are in no K-FAC layer, and of their biases.
 AdamW updates them with the learning rate lr."""
 OWN = ("adam_lr", "torch_adam")
-"""Parameters of the optimizer that AdamW does not have. adam_lr: the learning rate of embeddings,
-norms and biases, from which the learning rate of heads is derived (``direction.py``). A schedule
-multiplies lr and adam_lr by the same factor. torch_adam: whether torch's AdamW updates the
+"""Parameters of the optimizer that AdamW does not have. adam_lr is the learning rate of embeddings,
+norms and biases. The learning rate of heads is derived from it (``direction.py``). A schedule
+multiplies lr and adam_lr by the same factor. torch_adam says whether torch's AdamW updates the
 parameters outside of K-FAC layers."""
 ADAM_RATIO = 8.0
 """adam_lr / lr if the user does not set adam_lr."""
@@ -167,8 +167,8 @@ class KFACAdamWStep:
 
     @torch.no_grad()
     def step(self, *arguments: Any, **keywords: Any) -> Any:
-        """Step the groups in ``param_groups``. DeepSpeed may put only one group at a time into this
-        list."""
+        """Update the parameters of the groups in ``param_groups``. DeepSpeed may put only one group
+        at a time into this list."""
         preconditioned = [group for group in self.param_groups if group.get(FLAG)]
         others = [group for group in self.param_groups if not group.get(FLAG)]
         if preconditioned and self.slices is None:
@@ -179,8 +179,8 @@ class KFACAdamWStep:
         return loss
 
     def _step_by_adam(self, groups: list[dict[str, Any]], *arguments: Any, **keywords: Any) -> Any:
-        """Step these groups with the ``step`` of the base class: matrices at lr, all other
-        parameters at adam_lr."""
+        """Update these groups with the ``step`` of the base class. Matrices have the learning rate
+        lr, and all other parameters have adam_lr."""
         presented = self.param_groups
         schedules = [(group["lr"], group["weight_decay"]) for group in groups]
         self.param_groups = groups
@@ -189,8 +189,8 @@ class KFACAdamWStep:
                 ratio = 1.0 if group.get(MATRIX) else self.adam_ratio
                 group["lr"] = rate * ratio
                 # Adam decays by lr * weight_decay. Dividing the decay by the ratio makes all
-                # parameters decay at the same rate. With a learning rate of 0 a parameter does not
-                # decay, either.
+                # parameters decay at the same rate. If the ratio is 0, the learning rate is 0, and
+                # the parameters must not decay either.
                 group["weight_decay"] = decay / ratio if ratio else 0.0
             return without_step_hooks(super().step)(*arguments, **keywords)  # type: ignore[misc]
         finally:
@@ -200,7 +200,7 @@ class KFACAdamWStep:
                 group["weight_decay"] = decay
 
     def _apply(self, group: dict[str, Any]) -> None:
-        """Step a parameter group of K-FAC's layers. Its gradients are finished directions."""
+        """Update a parameter group of K-FAC's layers, whose gradients are finished directions."""
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         for parameter in parameters:
             # this also replaces zeros that DeepSpeed has read from a universal checkpoint
@@ -345,8 +345,8 @@ class KFACCPUAdamW(KFACAdamWStep, DeepSpeedCPUAdam):
 
 
 for _class in (KFACTorchAdamW, KFACFusedAdamW, KFACCPUAdamW):
-    # ZeRO compares the exact class. These classes meet its conditions: they have parameter groups,
-    # step elementwise, and keep their state by parameter.
+    # ZeRO accepts only optimizers whose exact class is in this list. These classes meet its
+    # conditions: they have parameter groups, step elementwise, and keep their state by parameter.
     if _class not in ZERO_SUPPORTED_OPTIMIZERS:
         ZERO_SUPPORTED_OPTIMIZERS.append(_class)
 
@@ -377,7 +377,7 @@ def build(groups: list[dict[str, Any]], params: Mapping[str, Any], *, offload: b
 
 
 def ratio_of(params: Mapping[str, Any]) -> float:
-    """Return adam_lr / lr of an optimizer block's parameters."""
+    """Return adam_lr / lr for the "params" of an optimizer block."""
     if params.get("adam_lr") is None:
         return ADAM_RATIO
     return params["adam_lr"] / params.get("lr", PARAMS["lr"])

@@ -1,5 +1,5 @@
 """The update rule KFACAdamW: Adam in the eigenbasis, with an orthogonalized direction. The rule has
-its own optimizer, which DeepSpeed steps."""
+its own optimizer, whose ``step`` DeepSpeed calls."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -85,9 +85,8 @@ def split_groups(
 def experts_apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the parameter groups as DeepSpeed needs them for a model with experts.
 
-    The parameters of each expert-parallel group of ranks must be in separate parameter groups,
-    which have the name of that group of ranks. If this is already so, the parameter groups are
-    returned unchanged.
+    Each expert-parallel group of ranks needs parameter groups of its own, which are named after it.
+    If this is already so, the parameter groups are returned unchanged.
     """
     mixed = [p for group in groups if not group.get("moe") for p in group["params"]]
     if not any(is_moe_param(p) for p in mixed):
@@ -123,7 +122,7 @@ class Group(dict[str, Any]):
 
     Attributes:
         options: options of the :class:`KFACAdamW` that the group was made for.
-        taken: (the optimizer that DeepSpeed steps, indices of its groups that were split from this
+        taken: (optimizer of the engine, indices of the optimizer's groups that were split from this
             group). ``(None, ())`` as long as no engine uses the group.
     """
 
@@ -207,7 +206,8 @@ for _name in (
 
 
 class KFACAdamW(torch.optim.Optimizer):
-    """K-FAC's Adam for the layers' matrices, and AdamW for all other parameters.
+    """Updates the layers' matrices by Adam in K-FAC's eigenbasis, and all other parameters by
+    AdamW.
 
     Give this optimizer to DeepSpeed: pass it to ``ds_kfac.initialize`` or
     ``deepspeed.initialize``, return it from Lightning's ``configure_optimizers``, pass it to
@@ -219,9 +219,9 @@ class KFACAdamW(torch.optim.Optimizer):
         params: parameters or parameter groups, as for torch's AdamW.
         lr: learning rate of the layers' matrices. AdamW's learning rate is a good first choice.
             Matrices that are in no K-FAC layer also have this learning rate.
-        adam_lr: learning rate of embeddings, norms and biases, from which the learning rate of
-            heads is derived (``direction.py``); None: 8 times lr. A schedule multiplies lr and
-            adam_lr by the same factor.
+        adam_lr: learning rate of embeddings, norms and biases; None: 8 times lr. The learning rate
+            of heads is derived from it (``direction.py``). A schedule multiplies lr and adam_lr by
+            the same factor.
         betas: as for torch's AdamW.
         eps: as for torch's AdamW.
         weight_decay: as for torch's AdamW.
@@ -359,7 +359,7 @@ def _offloaded(ds_config: Mapping[str, Any]) -> bool:
     if ratio < 1:
         raise ValueError(
             f"zero_optimization.offload_optimizer.ratio {ratio}: {NAME} cannot be offloaded in "
-            "part, because DeepSpeed would step the part that is not offloaded with its own AdamW; "
+            "part, because DeepSpeed would use its own AdamW for the part that is not offloaded; "
             "remove ratio"
         )
     return offload.get("device") in ("cpu", "nvme") or bool(zero.get("cpu_offload"))
@@ -384,8 +384,8 @@ def put_into(
     """
     offload = _offloaded(ds_config)
     stage = (ds_config.get("zero_optimization") or {}).get("stage", 0)
-    # DeepSpeed's wrappers for ZeRO and for 16 bits never step a parameter that was frozen when the
-    # wrapper was made, and they fail if a group has only frozen parameters
+    # DeepSpeed's wrappers for ZeRO and for 16 bits never update a parameter that was frozen when
+    # the wrapper was made, and they fail if a group has only frozen parameters
     in_16_bits = [(ds_config.get(key) or {}).get("enabled") for key in ("fp16", "bf16", "bfloat16")]
     keep_frozen = not (stage or any(in_16_bits))
     if params is not None and arguments.get("optimizer") is not None:

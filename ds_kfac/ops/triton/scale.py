@@ -1,4 +1,4 @@
-"""Elementwise kernels for n matrices of one shape: a step of Adam, and the final scale of
+"""Elementwise kernels for n matrices of the same shape: a step of Adam, and the final scale of
 directions.
 
 The helpers at the top serve all Triton kernels. Shape suffixes: n matrices, O and I the sides of
@@ -118,8 +118,8 @@ def adam_step_(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """See ``ops/functional.py``. All tensors must be contiguous, and all but ``usable_n`` fp32.
-    Memory traffic: 24 n O I bytes."""
+    """See ``ops/functional.py``. All tensors must be contiguous, and all but ``usable_n`` must be
+    fp32. Memory traffic: 24 n O I bytes."""
     _check_flat("adam_step_", (direction_nOI, x_nOI, first_nOI, second_nOI), (updates_n,), usable_n)
     if any(isinstance(number, Tensor) for number in (*betas, eps)):
         raise NotMadeFor("adam_step_: expected betas and eps as numbers, got tensors")
@@ -174,8 +174,8 @@ def finish_direction_kernel(
     BLOCK: tl.constexpr,
 ):
     """Scale and store directions, on the grid of :func:`adam_step_kernel`. Each matrix of the
-    result consists of ``parts`` matrices of x, and the matrices of the result begin ``apart``
-    elements from each other."""
+    result consists of ``parts`` matrices of x. ``apart`` is the number of elements from the start
+    of one matrix of the result to the start of the next."""
     element, inside = flat_place(numel, BLOCK)
     matrix = tl.program_id(1).to(tl.int64)
     start = matrix // parts * apart + matrix % parts * numel

@@ -1,8 +1,8 @@
 """Kernel that adds X^T X to a packed fp32 triangle. It computes only tiles of the lower triangle,
 and needs neither a [D, D] matrix nor a second pass to pack it.
 
-``CHOSEN`` has the tile sizes for each kind of device and each side length. Those for sm_90 were the
-fastest in a sweep on an H100. The others were computed, not measured. Tests check that no
+``CHOSEN`` has the tile sizes for each kind of device and each side length. The sizes for sm_90 were
+the fastest in a sweep on an H100. The other sizes were computed, not measured. Tests check that no
 configuration spills registers on its devices, with or without tensor descriptors.
 
 Shape suffixes: N rows, D the side of a factor, P = D(D+1)/2 the length of a packed triangle.
@@ -262,8 +262,8 @@ def add_tile(sum_ptr, tile, first_row, first_column, dim, ATOMIC: tl.constexpr):
 
 @triton.jit
 def rows_kept(kept_ptr, row, stop):
-    """Return which rows count: those before ``stop`` that are kept. ``kept_ptr`` points to bool
-    [N]; None: every row is kept."""
+    """Return which rows count. A row counts if it is before ``stop`` and is kept. ``kept_ptr``
+    points to bool [N]; None: every row is kept."""
     kept = row < stop
     if kept_ptr is not None:
         kept &= tl.load(kept_ptr + row, mask=kept, other=False)
@@ -345,7 +345,8 @@ def syrk_kernel(
             for begin in range(start, stop, CHUNK):
                 left = left_desc.load([begin, first_row])
                 right = right_desc.load([begin, first_column])
-                # the transpose is no copy, because tensor cores can read shared memory transposed
+                # the transpose makes no copy, because tensor cores can read shared memory
+                # transposed
                 tile = dot(tl.trans(left), right, tile)
         else:
             left_column = first_row + tl.arange(0, BLOCK)
@@ -397,8 +398,8 @@ def syrk_accumulate_(
 ) -> Tensor:
     """See ``ops/functional.py``.
 
-    bf16 and fp16 rows are multiplied on tensor cores, fp32 rows in full fp32. Rows are copied if
-    their columns are not contiguous. A row that does not count is not read.
+    bf16 and fp16 rows are multiplied on tensor cores. fp32 rows are multiplied in full fp32. Rows
+    are copied if their columns are not contiguous. A row that does not count is not read.
 
     Cost: N D (D + block) FLOPs, about half of X^T X, and 4 D (D + 1) bytes for the triangle. The
     result is deterministic if torch is set to be deterministic, but a small D then uses fewer
@@ -429,9 +430,11 @@ def accumulate(
     bias: bool = False,
     scale: Scalar = 1.0,
 ) -> None:
-    """Compute :func:`syrk_accumulate_` for checked arguments, in the tiles of ``config``.
+    """Compute :func:`syrk_accumulate_` in the tiles of ``config``. The caller has checked the
+    arguments.
 
-    With ``kept``, rows are loaded without descriptors, because only loads by pointer can be masked.
+    If ``kept`` is given, rows are loaded without descriptors, because only loads by pointer can be
+    masked.
     """
     rows, dim = x_ND.shape
     config = config if kept is None else config.plain()
