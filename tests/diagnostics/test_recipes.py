@@ -57,7 +57,7 @@ def test_the_attach_reports_table_is_the_pages():
         assert table.pop((title, optimizer)) == (lr, decay)
         assert beta2 is None or BETA2[0] <= beta2 <= BETA2[1]
     assert list(table) == [("A ResNet", "KFACAdamW")]
-    assert "KFACAdamW at 2.5e-3" in PAGE and table["A ResNet", "KFACAdamW"][0] == 2.5e-3
+    assert "the learning rate 2.5e-3" in PAGE and table["A ResNet", "KFACAdamW"][0] == 2.5e-3
 
 
 def test_our_own_settings_are_near_a_recipe():
