@@ -40,7 +40,7 @@ class UpdateRule(ABC):
             on them.
         needs_basis: whether the rule needs eigenbases. If True, attaching K-FAC raises an error if
             ``preconditioner.method`` computes no eigenbases.
-        blocks: names of the blocks of the "kfac" config that only this rule reads.
+        blocks: names of the blocks in the "kfac" config that only this rule reads.
         fisher: default of ``factor.fisher`` in the config.
         numbers: number of scalars that the rule sums over all ranks in each step, see
             ``Outcome.numbers``.
@@ -139,8 +139,7 @@ class UpdateRule(ABC):
         layout: ShardLayout,
         other_params: Sequence[nn.Parameter],
     ) -> None:
-        """Raise ValueError if a parameter is in a wrong parameter group, so that its step would be
-        wrong.
+        """Raise ValueError if a parameter is in a parameter group in which its step would be wrong.
 
         Args:
             layout: ``layout.group_index`` returns the index of a parameter's group.

@@ -140,7 +140,7 @@ class Direction:
         moments in place. This implementation processes the layers one by one. If a layer has no
         eigenbasis yet, its result is its gradient. If a layer's gradient or result is not finite,
         its result is 0, its moments do not change, and it counts as replaced. If
-        ``context.factor_is_zero`` is True, this holds for all layers.
+        ``context.factor_is_zero`` is True, all layers are treated in this way.
         """
         outcome = Outcome()
         for group in self.layer_groups:
@@ -176,7 +176,7 @@ class Direction:
     ) -> tuple[Tensor, Any]:
         """Compute the result of one layer that has an eigenbasis.
 
-        This method must not wait for the device, and must avoid two mistakes:
+        This method must not wait for the device. Two cases need care:
 
         - In the null space of A or G, the rotated gradient consists of rounding errors. (A has a
           null space if an input is always 0. The G of a head has a null space, because the

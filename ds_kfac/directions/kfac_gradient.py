@@ -115,8 +115,7 @@ class KFACGradient(Direction):
         terms: Tensor | None = None,
         factor_is_zero: Tensor | None = None,
     ) -> tuple[Tensor, Outcome]:
-        """Compute the results of every group, and pass each to the exchange as soon as it is
-        computed.
+        """Compute the results of every group, and pass them to the exchange group by group.
 
         Args:
             ready: for each layer of this rank, whether it has an eigenbasis or inverses.
@@ -303,8 +302,9 @@ def peak_rates(groups: Sequence[Mapping[str, Any]], before: Mapping[int, Any]) -
     """Return a dict from the index of a parameter group to the group's largest learning rate so
     far.
 
-    kl-clip uses these instead of the current learning rates. With the current learning rates, nu *
-    lr would not depend on lr as long as nu is below 1. This would undo a schedule's decay.
+    kl-clip uses these largest learning rates instead of the current ones. With the current learning
+    rates, nu * lr would not depend on lr as long as nu is below 1. This would undo a schedule's
+    decay.
 
     Args:
         groups: the optimizer's parameter groups.

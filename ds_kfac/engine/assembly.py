@@ -139,7 +139,7 @@ def _engine_view(
 
 
 def _engine_facts(view: EngineView, config: KFACConfig, sequence: int) -> EngineFacts:
-    """Return the facts about the engine that its plan depends on."""
+    """Return the facts about the engine on which its plan depends."""
     layout = view.layout
     return EngineFacts(
         world=layout.world,

@@ -177,7 +177,7 @@ PROBED: dict[str, tuple[torch.dtype, ...]] = {
     **dict.fromkeys(("syrk_accumulate_", "symmetric_pack_into_", "symmetric_unpack_from"), DTYPES),
     **dict.fromkeys(("ema_update_", "adam_step_", "finish_direction_"), DTYPES[:1]),
 }
-"""dict from each op that a backend compiles to the dtypes in which it is checked."""
+"""Ops that a backend compiles, as a dict from op to the dtypes in which it is checked."""
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -270,7 +270,7 @@ def _checked(
 
     def note(now: Mapping[str, str]) -> None:
         if path:
-            # renamed into place, so that no process reads a half-written file
+            # the file is renamed into place, so that no process reads a half-written file
             complete = path.with_suffix(f".{os.getpid()}")
             complete.write_text(json.dumps(now, indent=0))
             os.replace(complete, path)

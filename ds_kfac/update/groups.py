@@ -117,7 +117,7 @@ class LayerGroup:
     new eigenvectors are copied into them. All tensors therefore keep their addresses, as a recorded
     step requires. A layer that is alone in its group has no stacked eigenvectors, unless ``stays``
     is True. Without stacked eigenvectors, decompositions are kept without a copy, so that layers
-    with the same A share its tensors.
+    with the same A share the tensors of A.
 
     Args:
         moments: class of the moments; None: the update rule keeps no moments.

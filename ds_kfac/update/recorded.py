@@ -24,8 +24,9 @@ STEADY = 2
 """Number of calls with the same key that are executed normally before a call is recorded. These
 calls compile kernels and fill caches."""
 ATTEMPTS = 8
-"""Largest number of times that a function is recorded. If its key changes more often, the function
-is then never recorded again. A schedule of betas, for example, changes the key in every step."""
+"""Largest number of times that a function is recorded. After that many recordings its key evidently
+changes too often, and the function is never recorded again. For example, a schedule of betas
+changes the key in every step."""
 RECORDED_NUMEL = 1 << 27
 """A rank records its steps only if its layers have at most this many elements in total. With more
 elements, kernels run longer than their launches take, and a graph would keep more than a GiB."""

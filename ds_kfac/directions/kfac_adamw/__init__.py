@@ -1,1 +1,1 @@
-"""KFACAdamW: Adam in the eigenbasis, with an optimizer that DeepSpeed steps."""
+"""KFACAdamW: Adam in the eigenbasis, with an optimizer of its own."""

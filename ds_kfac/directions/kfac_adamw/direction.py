@@ -15,10 +15,10 @@ memory, see :func:`chunks`.
 
 Sources: the second moment is SOAP's (Vyas et al. 2024, arXiv:2409.11321), but the eigenbasis is
 K-FAC's instead of Shampoo's. The idea of the orthogonal factor comes from Muon (Jordan et al.
-2024), which computes this factor of plain momentum. With S, the step is the steepest descent step
-under the norm |U A^p|. This norm bounds how much the output responds to each input direction, while
-Muon's norm bounds the change of the weight. Mousse (arXiv:2603.09697) whitens momentum on both
-sides.
+2024), which replaces plain momentum by its orthogonal factor. With S, the step is the steepest
+descent step under the norm |U A^p|. This norm bounds how much the output responds to each input
+direction, while Muon's norm bounds the change of the weight. Mousse (arXiv:2603.09697) whitens
+momentum on both sides.
 
 Note: Layers that stand still. The following layers take no step, do not decay, and keep their
 moments:
@@ -182,8 +182,8 @@ class AdamDirection(Direction):
     def _directions(
         self, tensors: StepTensors | RecordedTensors, factor_is_zero: Tensor | None = None
     ) -> Outcome:
-        """Compute the results of every group, and pass each to the exchange as soon as it is
-        computed. The host decides nothing here, because a recording does not run the host's code.
+        """Compute the results of every group, and pass them to the exchange group by group. The
+        host decides nothing here, because a recording does not run the host's code.
 
         Args:
             factor_is_zero: see :class:`StepContext`. If it is True, the gradients are 0, so that

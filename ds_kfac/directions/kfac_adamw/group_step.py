@@ -78,8 +78,8 @@ class GroupStep:
     Note: Maps. A map is a matrix that is orthogonalized separately: a layer's matrix, the matrix of
     one group of a grouped convolution, or a block of a fused weight's rows. There are three cases:
 
-    - All maps of a layer have one shape and are consecutive views of the layer's matrix. ``maps``
-      is their number, and ``blocks`` is empty.
+    - All maps of a layer have the same shape and are consecutive views of the layer's matrix.
+      ``maps`` is their number, and ``blocks`` is empty.
     - The blocks of a fused weight have several shapes, or their rows are not contiguous. ``blocks``
       has the number of rows of each block. The blocks are orthogonalized and scaled one by one.
       Everywhere else the layer counts as one map.

@@ -66,7 +66,7 @@ DETACHED = (
 
 
 class LayerSlice(NamedTuple):
-    """A part of a parameter that belongs to one layer.
+    """The part of a parameter that belongs to one layer.
 
     Attributes:
         start: index of the first element.

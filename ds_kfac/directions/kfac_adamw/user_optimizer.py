@@ -333,7 +333,7 @@ def params_in(ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
     Raises:
         ValueError: the optimizer's name is misspelt (DeepSpeed's error would not suggest the right
-            one), a parameter is unknown, or only a part of the optimizer is offloaded.
+            name), a parameter is unknown, or only a part of the optimizer is offloaded.
     """
     block = ds_config.get("optimizer")
     name = block.get("type") if isinstance(block, Mapping) else None
