@@ -1,8 +1,8 @@
-"""Define and check the keys of the ``"kfac"`` block. Each block inside it has a pydantic model. The
+"""Define and check the keys of the ``"kfac"`` block. Each inner block has a pydantic model. The
 parameters of KFACAdamW are here too, and ``directions/kfac_adamw/optimizer.py`` checks them.
 
-docs/reference/config.md is made of the keys' docstrings. The first paragraph of a docstring becomes
-the key's row in a table, and has 25 words at most. The other paragraphs go below the table."""
+docs/reference/config.md is made from the keys' docstrings. The first paragraph of a docstring has
+25 words at most and becomes the key's row in a table. The other paragraphs go below the table."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from ds_kfac.model.scan import LayerChoice
 
 SHARES = True
-"""Whether layers that get the same input share one factor A, and so do the experts of a stack. A
-test may set it to False."""
+"""Whether layers with the same input share one factor A, as do the experts of a stack. A test may
+set it to False."""
 
 
 class Block(BaseModel):
@@ -40,12 +40,12 @@ class FactorConfig(Block):
     """Weight of earlier batches in a factor's running average. The average is bias-corrected, so
     at first it is nearly a plain mean."""
     fisher: Literal["empirical", "monte_carlo", "activations_only"] | None = None
-    """Which gradients G is computed from. null: ``activations_only`` with the optimizer KFACAdamW,
-    ``empirical`` with any other optimizer.
+    """The gradients from which G is computed. null: ``activations_only`` with the optimizer
+    KFACAdamW, ``empirical`` with any other optimizer.
 
     ``empirical`` uses the training gradients. ``monte_carlo`` (the true Fisher matrix) uses
-    gradients for labels that are drawn from the model's own prediction. This costs one more
-    backward pass in each factor update, and the memory to keep the graph for it.
+    gradients for labels that are drawn from the model's own prediction. This costs an extra
+    backward pass in each factor update, and memory to keep the graph for it.
     ``activations_only`` uses no gradients: G is the identity."""
     sampler: Literal["cross_entropy", "mse", "squared_error"] = "cross_entropy"
     """The loss for which ``monte_carlo`` draws labels.
@@ -63,30 +63,30 @@ class FactorConfig(Block):
     Use ``expand`` for a loss per token and ``reduce`` for a loss per example. ``reduce`` makes the
     statistics cheaper by a factor of the sequence length."""
     loss_mean: Literal["micro_batch", "step"] = "micro_batch"
-    """Over which rows your loss is a mean.
+    """The rows over which your loss is a mean.
 
     ``micro_batch``: the loss of each backward pass is a mean over its own rows. ``step``: your
-    program divides each sum of losses by the number of loss terms of all micro-batches and ranks,
-    as HF Trainer does for causal language models. ``step`` needs ``factor.rows`` ``"all"``. G
-    depends on this key only if micro-batches have different numbers of rows."""
+    program divides each sum of losses by the number of loss terms in all micro-batches on all
+    ranks, as HF Trainer does for causal language models. ``step`` needs ``factor.rows`` ``"all"``.
+    This key affects G only if micro-batches have different numbers of rows."""
     rows: values.Rows | None = None
     """Number of rows that each factor update uses. null: 4 per column of the factor. ``"all"``: all
     rows of all ranks, without sampling.
 
-    If one rank alone has more rows than an update uses, only every k-th of its rows is used.
+    If a single rank has more rows than an update uses, only every k-th of its rows is used.
     Positions of a convolution are sampled on a grid. Every update samples different rows, and the
     samples are unbiased."""
     dense_max: int | None = Field(default=None, ge=2)
-    """Longest side of a weight matrix for which the factor is one dense matrix. null: 4096.
+    """Longest side of a weight matrix whose factor is one dense matrix. null: 4096.
 
-    The factor of a longer side is cut into blocks. They are about as long as the weight's other
-    side, but at least half as long as this value. A side over 16384, such as a head's vocabulary,
-    has a diagonal factor. With ``fisher`` ``activations_only``, only the input sides have factors,
-    and these become diagonal over 65536 instead of 16384."""
+    If a side is longer than this value, its factor is cut into blocks. Blocks are about as long as
+    the weight's other side, but at least half as long as this value. If a side is longer than
+    16384, such as a head's vocabulary, its factor is diagonal. With ``fisher``
+    ``activations_only``, only input sides have factors, and this limit is 65536."""
 
     @property
     def mean_over_step(self) -> bool:
-        """Whether the loss is a mean over the whole step, and not over each micro-batch."""
+        """Whether the loss is a mean over the whole step instead of each micro-batch."""
         return self.loss_mean == "step"
 
 
@@ -122,19 +122,19 @@ class PreconditionerConfig(Block):
 
     precision: Literal["highest", "tf32"] | None = None
     """Precision of the matrix products that rotate into the eigenbasis and back. null: ``tf32`` on
-    GPUs that have it, else ``highest``.
+    GPUs that support it, else ``highest``.
 
     ``highest`` is fp32, even if the process allows TF32. With ``tf32``, GPUs compute products in
     TF32 and orthogonalization in fp16. Other devices compute both in fp32. With the method
-    ``inverse``, this is the precision of the two products with the inverses."""
+    ``inverse``, this key applies to the two products with the inverses."""
     method: Literal["eigen", "inverse"] = "eigen"
     """What is computed from a factor. ``eigen``: its eigenbasis. ``inverse``: its damped inverse by
     Cholesky, with KAISA's pi-damping.
 
     Compared with ``eigen``, ``inverse`` computes half as many products in a step, sends half as
-    many bytes to other workers and refreshes about ten times as fast. Use it for sides of 4096 and
-    up. A change of damping takes effect at the next refresh. ``inverse`` needs ``eigenvalues``
-    ``kronecker``."""
+    many bytes to other gradient workers and refreshes about ten times as fast. Use it for sides of
+    4096 and up. A change of damping takes effect at the next refresh. ``inverse`` needs
+    ``eigenvalues`` ``kronecker``."""
     eigenvalues: Literal["kronecker", "corrected"] | None = None
     """Eigenvalues of the Fisher matrix in the eigenbasis. ``kronecker``: products of the factors'
     eigenvalues (K-FAC). ``corrected``: the rotated gradient's running second moment (EKFAC).
@@ -158,7 +158,7 @@ class BurnInConfig(Block):
     """Shorter intervals at the start of a run, where curvature changes fastest."""
 
     steps: int = Field(default=50, ge=0)
-    """Number of steps at the start in which factors are updated and refreshed more often. 0: none.
+    """Number of steps at the start of a run with more frequent updates and refreshes. 0: none.
 
     In these steps factors are updated twice as often as ``factor.update_interval`` says.
     Eigenbases are refreshed at every second update, or more often if
@@ -170,7 +170,7 @@ class AdamConfig(Block):
 
     rotate: bool = True
     """true: run Adam in the eigenbasis of A. false: run Adam in the weight's own coordinates,
-    without curvature and whitening.
+    without curvature or whitening.
 
     If this key is false, K-FAC collects, keeps and sends no statistics."""
     except_layers: list[values.NameEnd] = [
@@ -184,19 +184,19 @@ class AdamConfig(Block):
         "vocab_projector",
         "qa_outputs",
     ]
-    """Layers whose steps keep Adam's direction, as heads do in runs with Muon. Steps of other
-    layers are orthogonalized. Norms always keep Adam's direction.
+    """Layers whose steps keep Adam's direction, as heads do in Muon runs. Steps of other layers,
+    except norms, are orthogonalized.
 
     Each entry is a regex for the end of a layer's name. The match must start after a dot or at the
-    beginning of the name. ``".*"`` matches all layers. You may leave out what PEFT or torch.compile
-    add to names. The default matches the heads of transformers and timm. Unless you set this key,
-    the last layer also counts as a head if its weight has the shape of an embedding."""
+    beginning of the name. ``".*"`` matches all layers. You may leave out the parts that PEFT or
+    torch.compile add to a name. The default matches the heads of transformers and timm. Unless you
+    set this key, the last layer also counts as a head if its weight is shaped like an embedding."""
     blocks: dict[values.NameEnd, values.BlockRows] = {}
-    """Weights that hold several linear maps, each orthogonalized by itself. The object maps a regex
-    for the end of a weight's name to its blocks.
+    """Weights that hold several linear maps, each orthogonalized separately. The object maps a
+    regex for the end of a weight's name to blocks.
 
-    A number means this many equal blocks. A list gives the number of rows of each block, and is
-    repeated up to the last row. ``{"qkv": 3}`` means queries, keys and values.
+    A number n cuts a weight into n equal blocks. A list gives each block's number of rows,
+    and is repeated until it covers all rows. ``{"qkv": 3}`` means queries, keys and values.
     ``{"qkv": [64, 64, 64]}`` means queries, keys and values of each head of size 64.
     ``{"q_proj": 32}`` treats each of 32 heads by itself, and ``{"q_proj": 1}`` treats all heads as
     one map. This key has precedence over the names that ds_kfac knows
@@ -227,7 +227,7 @@ Kind = Literal[
 
 
 class LayersConfig(Block):
-    """Which layers are preconditioned. Python regexes are searched in module names."""
+    """Which layers are preconditioned. Python regexes may match any part of a module's name."""
 
     include: list[values.Pattern] = []
     """If not empty, precondition only modules whose names match one of these regexes."""
@@ -279,11 +279,11 @@ class CheckpointConfig(Block):
     """What is saved in addition to DeepSpeed's files."""
 
     grams: bool = False
-    """Also write A of every layer to ``<tag>/grams``, as a lower triangle in bf16.
+    """Also write every layer's A to ``<tag>/grams``, as a lower triangle in bf16.
 
     Merging by RegMean and quantization by GPTQ need A. Resuming does not."""
     on_missing: Literal["error", "fresh"] = "error"
-    """What load_checkpoint does if the K-FAC state is missing, damaged or another model's.
+    """What load_checkpoint does if the K-FAC state is missing, damaged or from another model.
     ``error``: raise on every rank. ``fresh``: warn, and start K-FAC afresh.
 
     In both cases DeepSpeed has already loaded the weights and the optimizer. If a checkpoint was
@@ -298,8 +298,8 @@ class OpsConfig(Block):
 
     ``triton`` and ``cuda`` have kernels for some operations. The kernels run on NVIDIA GPUs from
     compute capability 8.0, and are compiled at first use. Other operations run in torch. ``torch``
-    is plain torch. It runs on any device, and records no CUDA graph. All engines of a process use
-    the backend of the engine to which K-FAC was attached last."""
+    is plain torch. It runs on any device, without a CUDA graph. All engines of a process use the
+    backend of the engine to which K-FAC was attached last."""
 
 
 NAME = "KFACAdamW"
@@ -321,11 +321,11 @@ class OptimizerParams(BaseModel):
     """Decay of the two moments, which a layer keeps in its eigenbasis. The measured language
     models use [0.9, 0.95]."""
     eps: float = Field(1e-8, ge=0)
-    """Number that is added to the root of the second moment."""
+    """Number that is added to the square root of the second moment."""
     weight_decay: float = Field(0.01, ge=0)
     """Decoupled weight decay: a step subtracts lr * weight_decay times the parameter.
 
-    All parameters decay by lr, not ``adam_lr``. A layer that a step did not use does not decay in
+    All parameters decay by lr, not ``adam_lr``. A layer that is unused in a step does not decay in
     that step."""
     adam_lr: float | None = Field(None, ge=0)
     """Learning rate of embeddings, of norms, and of biases outside K-FAC layers. null: 8 lr. 0:
@@ -347,7 +347,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 class KFACConfig(Block):
-    """The ``"kfac"`` block. ``null`` or leaving a key out means "choose for me".
+    """The ``"kfac"`` block. A key that is ``null`` or left out means "choose for me".
 
     A key of type :class:`Value` takes a number, ``{"schedule": "linear" | "cosine" | "exponential",
     "start": x, "end": y, "steps": n, "delay": d}`` or ``{"schedule": "piecewise", "values": [...],
@@ -359,9 +359,9 @@ class KFACConfig(Block):
     report: Literal["summary", "full", "none"] = "summary"
     """What rank 0 prints to standard error at attach. ``summary``: at most 12 lines.
 
-    ``full`` adds the values that were chosen, and every layer with the ranks that work on it.
+    ``full`` adds the values chosen for null keys, and every layer with the ranks that work on it.
     ``none`` prints nothing, and keeps K-FAC's numbers out of a framework's logs.
-    ``engine.kfac.report`` always has the full text, but equal layers share a row in it unless the
+    ``engine.kfac.report`` always has the full text, but equal layers share a row in it unless this
     key is ``full``."""
     factor: FactorConfig = FactorConfig()
     eigenbasis: EigenbasisConfig = EigenbasisConfig()
@@ -376,12 +376,12 @@ class KFACConfig(Block):
     ops: OpsConfig = OpsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     adaptive: float | None = Field(default=None, gt=0)
-    """Tolerance of SP-NGD's adaptive statistics, such as 0.1. A factor is similar to an earlier
-    value if their relative difference is below it. null: off.
+    """Tolerance of SP-NGD's adaptive rule, such as 0.1. A factor with a smaller relative change
+    counts as similar to its earlier value. null: off.
 
-    This rule updates and decomposes a factor less often if it barely changes. Each factor has its
-    own interval, in units of ``factor.update_interval``: the interval grows (1, 2, 3, 5, 8, ...)
-    while the factor stays similar, and halves when it does not. The rule starts after the burn-in.
+    A factor that barely changes is updated and decomposed less often. Each factor has its own
+    interval, in units of ``factor.update_interval``. The interval grows (1, 2, 3, 5, 8, ...) while
+    the factor stays similar, and halves when it does not. The rule starts after the burn-in.
     docs/explanation/formulas.md has the formulas."""
     rescale_weights: bool = False
     """After every step, multiply the weight of each linear and convolutional K-FAC layer by min(1,
@@ -427,8 +427,8 @@ def parse(block: Any) -> KFACConfig:
     """Check a ``"kfac"`` block.
 
     Raises:
-        ValueError: one message with every error: unknown keys with the nearest valid one, wrong
-            types and ranges, and keys that contradict each other.
+        ValueError: lists all errors: unknown keys (with the nearest valid key), wrong types, values
+            out of range, and keys that contradict each other.
     """
     if not isinstance(block, Mapping):
         raise ValueError(f'"kfac" must be an object such as {{"enabled": true}}, got {block!r}')

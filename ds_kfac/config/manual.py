@@ -47,7 +47,7 @@ These keys are changed most often:
 
 | key | change it when |
 |---|---|
-| `layers.exclude` | a layer should not be preconditioned, such as a tiny new head |
+| `layers.exclude` | a layer, such as a tiny new head, should not be preconditioned |
 | `factor.update_interval` | statistics cost too much (raise it), or steps are few (lower it) |
 | `eigenbasis.refresh_interval` | decompositions cost too much (raise it) |
 | `damping` | you keep your own optimizer, and the loss is noisy or diverges (raise it) |
@@ -70,7 +70,7 @@ the start of the run.
 
 | schedule | value |
 |---|---|
-| `"linear"`, `"cosine"`, `"exponential"` | after `delay`, from `start` to `end` in `steps` steps |
+| `"linear"`, `"cosine"`, `"exponential"` | `start` until `delay`, then to `end` in `steps` steps |
 | `"piecewise"` | the first of `values` until the first of `steps`, then the second, and so on |
 
 The default of `delay` is 0. `"exponential"` needs `start` and `end` above 0. Intervals are rounded
@@ -92,7 +92,7 @@ step 1000 on:
 
 ## The "kfac" block
 
-In the tables below, the column "why" says what a key does for you, and links to measurements.
+In the tables below, the column "why" says what a key is good for, and links to measurements.
 """
 _TUNE = "[measured](../howto/tune.md#other-keys-of-kfacadamw)"
 _OTHERS = "../howto/tune.md#k-fac-gradient-into-another-optimizer"
@@ -100,8 +100,8 @@ _IMAGES = "../howto/tune.md#convolutional-networks"
 WHY = {
     "enabled": "lets you run without K-FAC from the same config",
     "report": "sets how much is printed",
-    "adaptive": "saves work by SP-NGD's rule: with a tolerance of 0.3, 21 % of the statistics were "
-    "sent ([measured](../explanation/scaling.md#measured))",
+    "adaptive": "saves work by SP-NGD's rule: with a tolerance of 0.3, ranks sent 21 % of the "
+    "statistics ([measured](../explanation/scaling.md#measured))",
     "rescale_weights": "applies SP-NGD's rule for weights that are followed by a norm",
     "factor.update_interval": f"trades cost against loss ({_TUNE})",
     "factor.decay": "0 uses the last batch alone, as SP-NGD does",
@@ -112,8 +112,8 @@ WHY = {
     "factor.loss_mean": "must match your loss",
     "factor.rows": "bounds traffic; use `all` if nodes see different data "
     "([measured](../explanation/scaling.md#batch-sums-come-from-a-few-ranks))",
-    "factor.dense_max": "bounds cost: memory grows with the square of a side, and time with its "
-    "cube; cutting sides into blocks did not raise the loss visibly",
+    "factor.dense_max": "bounds cost, because memory grows with the square of a side, and time "
+    "with its cube; cutting factors into blocks did not raise the loss visibly",
     "eigenbasis.refresh_interval": f"trades cost against loss ({_TUNE})",
     "burn_in.steps": f"trades cost against loss ({_TUNE})",
     "damping.value": f"the best value depends on the task: [CNNs]({_IMAGES}), [a GPT]({_OTHERS})",
@@ -140,7 +140,7 @@ WHY = {
     "checkpoint.grams": "gives A to [other tools](../howto/factors_for_other_tools.md)",
     "checkpoint.on_missing": "lets you continue without K-FAC's part of a checkpoint",
 }
-"""dict from key name to the reason why the key exists. Either some value trains better than the
+"""dict from key name to the reason why the key exists. Either another value trains better than the
 default by more than the spread between seeds, or the key has another purpose. A key without a
 reason should be a constant in the code."""
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
@@ -197,8 +197,8 @@ def table(prefix: str, keys: Mapping[str, Any]) -> Iterator[str]:
 
 
 def details(prefix: str, keys: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a Markdown list with an item for each key. An item has the paragraphs of
-    the key's docstring after the first one.
+    """Yield the lines of a Markdown list with an item for each key. An item has all
+    paragraphs of the key's docstring except the first.
 
     Args:
         prefix: the text before each key's name, such as "factor.".
@@ -243,7 +243,7 @@ def _type(key: Mapping[str, Any]) -> str:
 
 
 class _Schema(GenerateJsonSchema):
-    """Generator of JSON schemas that can encode the defaults of blocks and schedules."""
+    """Generate JSON schemas whose defaults may be blocks or schedules."""
 
     def encode_default(self, default: Any) -> Any:
         if isinstance(default, BaseModel):
@@ -255,8 +255,8 @@ class _Schema(GenerateJsonSchema):
 
 
 def schema(_: object = None) -> str:
-    """Return the JSON schema of a DeepSpeed config. It only describes the ``"kfac"`` block and
-    KFACAdamW's optimizer block."""
+    """Return the JSON schema of a DeepSpeed config. The schema describes only the ``"kfac"`` block
+    and KFACAdamW's optimizer block."""
     block = json_of(KFACConfig)
     definitions = block.pop("$defs")
     top = {

@@ -17,7 +17,7 @@ DAMPING = {"tikhonov": 1e-3, "relative": 1.0}
 """dict from ``damping.kind`` to the default of ``damping.value``."""
 KL_CLIP = 1e-3
 RULES_BLOCKS = ("damping", "preconditioner", "adam")
-"""Blocks whose keys only update rules read. Each update rule reads some of these blocks."""
+"""Blocks whose keys are read by update rules only. Each update rule reads some of them."""
 
 
 def resolve(
@@ -29,8 +29,8 @@ def resolve(
     Args:
         config: the parsed "kfac" block.
         fisher: value that the update rule chooses for ``factor.fisher``.
-        blocks: the blocks of :data:`RULES_BLOCKS` that this update rule reads. Choices in its other
-            blocks get no text.
+        blocks: the blocks of :data:`RULES_BLOCKS` that this update rule reads. Choices in the other
+            blocks of :data:`RULES_BLOCKS` get no text.
         adaptive: whether the optimizer is adaptive, see :func:`adaptive`.
 
     Returns the new config, and a text for each choice: key, value, reason.

@@ -46,7 +46,7 @@ def fits(value: Any) -> Any:
 def _checked(
     annotation: Any, accepts: Callable[[Any], bool], message: str, schema: dict[str, Any]
 ) -> Any:
-    """Return a type for pydantic whose values are checked by a function.
+    """Return a pydantic type whose values are checked by a function.
 
     Args:
         annotation: the type for type checkers.
@@ -149,8 +149,8 @@ class Ramp(_Form, Generic[Number]):
 
 
 class Piecewise(_Form, Generic[Number]):
-    """Schedule of several numbers. ``steps`` are the steps from which the second, third, ... number
-    applies."""
+    """Schedule of several numbers. ``steps`` are the steps at which the second, third, ... number
+    begins to apply."""
 
     schedule: str
     values: list[Number] = Field(min_length=1)
@@ -253,13 +253,13 @@ REMOVED = {
     "checkpoint.eigenbasis": "was removed in 0.2, because eigenbases are now always saved, so that "
     "resuming is exact: leave the key out",
 }
-"""dict from a key, or key=value, of an earlier version to what became of it and what to do."""
+"""dict from a key, or key=value, of an earlier version to why it is gone and what to do instead."""
 AUTO = "auto"
 """Hugging Face's word for "choose for me"; the same as null."""
 KEY = "kfac"
 """Name of our block in a DeepSpeed config."""
 OF_OPTIMIZER = ("lr", "adam_lr", "betas", "eps", "weight_decay", "torch_adam")
-"""Parameters of KFACAdamW, which are not keys of the "kfac" block."""
+"""Names of KFACAdamW's parameters. They are not keys of the "kfac" block."""
 
 
 def without_nulls(values: Mapping[str, Any], model: Model) -> dict[str, Any]:
@@ -278,7 +278,7 @@ def without_nulls(values: Mapping[str, Any], model: Model) -> dict[str, Any]:
 
 
 def explain(detail: Any, block: Mapping[str, Any], model: Model) -> str:
-    """Return one of pydantic's errors as a line of text.
+    """Describe one of pydantic's errors in a line of text.
 
     Args:
         detail: an element of ``ValidationError.errors()``.
@@ -313,8 +313,8 @@ def explain(detail: Any, block: Mapping[str, Any], model: Model) -> str:
 
 
 def _nested(path: str, value: Any, model: Model) -> str | None:
-    """Return the nested form of a key that was written as one name with dots; None if there is no
-    such key."""
+    """Return the nested form of a key that was written as one name with dots; None if the key does
+    not exist."""
     key = path.removeprefix(f"{KEY}.")
     if "." not in path or key not in set(paths(model)):
         return None
@@ -340,11 +340,11 @@ def _such_as(location: tuple[str, ...], got: Any, model: Model) -> str:
 
 
 def _nearest(location: tuple[str, ...], block: Mapping[str, Any], model: Model) -> str:
-    """Return a hint that names the valid key most similar to an unknown key. The keys of the same
-    block are searched first, then the keys of all blocks.
+    """Return a hint that names the valid key most similar to an unknown key. The search covers the
+    keys of the same block first, then the keys of all blocks.
 
     Args:
-        location: the names of the blocks around the unknown key, and then the key itself.
+        location: the names of the blocks around the unknown key, followed by the key itself.
         block: what the user wrote for ``model``.
         model: model of the whole block.
     """
