@@ -45,8 +45,8 @@ def only_for_data() -> Iterator[None]:
 _is_command = (
     sys.argv[0] == "-m" and sys.orig_argv[-len(sys.argv)].removeprefix("-m") == __name__
 ) or os.path.basename(sys.argv[0]) == __name__
-"""Whether this package is being imported for ``python -m ds_kfac`` or the script ``ds_kfac``. Some
-of the commands need neither torch nor DeepSpeed."""
+"""Whether this package is being imported for ``python -m ds_kfac`` or the script ``ds_kfac``. If
+so, torch and DeepSpeed are not imported here, because some commands do not need them."""
 
 if TYPE_CHECKING or not _is_command:
     from ds_kfac.zero.deepspeed_versions import check
@@ -61,8 +61,8 @@ __version__ = "0.2.0"
 if not TYPE_CHECKING:  # a type checker accepts every attribute of a module with __getattr__
 
     def __getattr__(name: str) -> Any:
-        """Return an object of ``public.py`` while a command runs. The command may import a user's
-        model, and the model may use the object."""
+        """Return a public name while a command runs. The command may import a user's model, and the
+        model may use ds_kfac."""
         if _is_command and not name.startswith("__"):
             with only_for_data():
                 public = importlib.import_module("ds_kfac.public")

@@ -1,6 +1,7 @@
-"""``python -m ds_kfac``, or ``ds_kfac``: the commands in :data:`COMMANDS`, and ``run``.
+"""The command line, ``python -m ds_kfac`` or ``ds_kfac``: the commands in :data:`COMMANDS`, and
+``run``.
 
-A command's modules are imported when the command runs. So help, the list of config keys and errors
+A command's modules are imported when the command runs. So help, the list of config keys, and errors
 about missing files appear without importing torch and DeepSpeed.
 """
 
@@ -216,17 +217,17 @@ COMMANDS = {
     "config": "ds_kfac.config.manual:manual",
     "schema": "ds_kfac.config.manual:schema",
 }
-"""dict from command name to the function that runs the command. The function gets the parsed
+"""dict from command name to the function that runs the command. The function takes the parsed
 arguments, and returns a text, or a pair (text, exit status)."""
 FOR_PROGRAMS = ("config", "schema")
-"""Commands whose text is not wrapped, because it goes to files."""
+"""Commands whose output is not wrapped, because users redirect it to files."""
 GONE = {"report": "doctor"}
-"""dict from a command of an earlier version to the command that replaces it."""
+"""dict from the name of a command that an earlier version had to the command that replaces it."""
 
 
 def _misspelt(argv: Sequence[str], commands: Sequence[str]) -> str | None:
-    """Return an error message if the given command does not exist. The message names the most
-    similar command. Return None if the command exists or no command is given."""
+    """Return an error message if the given command does not exist, otherwise None. The message
+    names the most similar command. If no command is given, return None."""
     # a number is the value of --local_rank
     words = (word for word in argv if not word.startswith("-") and not word.isdigit())
     word = next(words, None)
@@ -248,7 +249,7 @@ def must_exist(option: str, path: str | os.PathLike, what: str) -> None:
     Args:
         option: text before the path in the error message.
         path: the path.
-        what: the kind of file that the option takes.
+        what: text for the error message: what kind of file the option takes.
     """
     if not os.path.exists(path):
         raise ValueError(f"{option}{path}: no such file or folder in {os.getcwd()}; give {what}")
@@ -297,8 +298,11 @@ def _check_files(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return its exit status: 0 on success, 1 with a line on stderr for a wrong
-    config or model, 1 if ``doctor`` finds a fault, and 2 for wrong arguments."""
+    """Run a command and return its exit status.
+
+    The status is 0 on success, 1 if ``doctor`` finds a fault, 1 with a message on standard error
+    if the config or the model is wrong, and 2 if the arguments are wrong.
+    """
     script = os.path.basename(sys.argv[0]) == "ds_kfac"
     program = "ds_kfac" if script else "python -m ds_kfac"
     if script and os.getcwd() not in sys.path:
@@ -321,10 +325,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace, rest: list[str], program: str) -> int:
-    """Run a command and print its answer. Return the exit status.
+    """Run a command and print its output. Return the exit status.
 
     Args:
-        rest: arguments after the command, for DeepSpeed's launcher.
+        arguments: the parsed arguments.
+        rest: all arguments after the command. Only ``run`` uses them, for DeepSpeed's launcher.
+        program: how the user called the command line, for help texts.
     """
     if arguments.command == "run":
         if launcher.wants_help(rest):

@@ -1,5 +1,5 @@
-"""All public names of ``import ds_kfac``. The import also replaces ``deepspeed.initialize`` by our
-function, and enables K-FAC if DS_KFAC asks for it."""
+"""All public names of ``import ds_kfac``. The import also replaces ``deepspeed.initialize`` by
+ds_kfac's function, and enables K-FAC if the environment variable DS_KFAC says so."""
 
 import os
 

@@ -1,9 +1,9 @@
 """K-FAC on one page: what ds_kfac computes for nn.Linear layers, on one device, in plain torch.
 
-A layer W [O, I] sees N rows of a batch (examples times tokens): inputs a [I], with a 1 appended for
-the bias, and gradients g [O] of the loss with respect to its outputs. M is the number of rows of
-the layer nearest to the loss, which is the layer whose gradient arrives first. If the loss is a
-mean over M terms, the gradient of one term is M g.
+A layer W [O, I] sees N rows of a batch (examples times tokens). A row has an input a [I], to which
+a 1 is appended for the bias, and the gradient g [O] of the loss with respect to the output. M is
+the number of rows of the layer nearest to the loss, which is the layer whose gradient arrives
+first. If the loss is a mean over M terms, the gradient of one term is M g.
 
     A = mean a a^T                 G = M sum g g^T                running averages over batches
     A = Q_A diag(alpha) Q_A^T      G = Q_G diag(beta) Q_G^T       every refresh_interval steps
@@ -65,14 +65,14 @@ class Layer:
         return torch.cat([g.view(len(g), -1) for g in grads], 1)
 
     def parts(self, W: Tensor) -> zip:
-        """Return the pairs (weight, its part of W [O, I]) and (bias, its part)."""
+        """Return the pairs (weight, the weight's part of W [O, I]) and (bias, the bias's part)."""
         return zip(
             self.module.parameters(), (W[:, : self.module.in_features], W[:, -1]), strict=False
         )
 
     def update_factors(self, batches: int, decay: float, identity_G: bool) -> None:
-        """Fold a batch into the running averages. From the eleventh batch on, a batch is scaled
-        down if its trace exceeds ten times the trace of the average."""
+        """Add a batch to the running averages. From the eleventh batch on, a batch is scaled down
+        if its trace exceeds ten times the trace of the average."""
         A = self.a.T @ self.a / len(self.a)
         G = self.kfac.M * self.g.T @ self.g
         if identity_G:
@@ -86,8 +86,8 @@ class Layer:
         self.factors = new
 
     def refresh(self, iterate: bool) -> None:
-        """Decompose both factors. Adam's first moment is rotated into the new bases, and the second
-        moment stays as it is (SOAP)."""
+        """Decompose both factors. Adam's first moment is rotated into the new bases. The second
+        moment stays as it is, as in SOAP."""
         old = [Q for _, Q in self.bases]
         if old and iterate:
             self.bases = [one_step(C, Q) for C, Q in zip(self.factors, old, strict=True)]
@@ -100,10 +100,9 @@ class Layer:
 
 
 class KFAC:
-    """K-FAC for all nn.Linear layers of a model. ``identity_G``: whether to set G = I, as KFACAdamW
-    does."""
+    """K-FAC for all nn.Linear layers of a model. If ``identity_G``, G is I, as in KFACAdamW."""
 
-    iterates = False  # whether nine of ten refreshes use one_step, as on a GPU
+    iterates = False  # whether nine of ten refreshes use one_step, as ds_kfac does on a GPU
 
     def __init__(
         self, model, update_interval=10, refresh_interval=50, decay=0.95, identity_G=False
@@ -163,8 +162,8 @@ class KFAC:
         ratio=8,
         heads=(),
     ):
-        """Take a step of KFACAdamW. The layers named in ``heads`` keep Adam's direction, at the
-        learning rate lr * max(``ratio`` * 128 / inputs, 1)."""
+        """Take a step of KFACAdamW. The layers named in ``heads`` keep Adam's direction. Their
+        learning rate is lr * max(``ratio`` * 128 / number of inputs, 1)."""
         self.update()
         b1, b2 = betas
         k = self.steps
@@ -191,7 +190,7 @@ def one_step(C: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
     """Return (eigenvalues, eigenvectors) of C after one step of orthogonal iteration, starting from
     the last eigenvectors Q (``curvature/iteration.py``)."""
     sizes = (Q * (C @ Q)).sum(0)
-    # the added term keeps the vectors in place whose eigenvalues are only rounding errors of C
+    # the added term keeps vectors in place if their eigenvalues are only rounding errors of C
     Z = C @ Q / sizes.max() + max(64, len(C)) ** 0.5 * 2**-23 * Q
     Q, R = torch.linalg.qr(Z[:, sizes.argsort(descending=True, stable=True)])
     Q = Q * R.diagonal().sign()
@@ -205,7 +204,7 @@ def orthogonal(U: Tensor, S: Tensor, size: float) -> Tensor:
     X = U @ S / (U @ S).norm()
     for _ in range(5):
         X = 3.4445 * X - 4.7750 * X @ X.T @ X + 2.0315 * X @ X.T @ X @ X.T @ X
-    # scale to the norm size * sqrt(max(O, I)), or to less if the entries of U vanish
+    # scale to the norm size * sqrt(max(O, I)), or to a smaller one if U has tiny entries
     X = X @ S
     return (
         size * max(X.shape) ** 0.5 * X / X.norm() * (U.square().mean().sqrt() / 0.03).clamp(max=1)

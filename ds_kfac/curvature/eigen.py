@@ -1,5 +1,5 @@
-"""Eigenbases of sides and layers, exact decomposition with fallbacks, and the precision of a step's
-products.
+"""Eigenbases of factors and layers, decomposition by eigh with fallbacks, and the precision of a
+step's matrix products.
 
 torch cannot set the precision of a single fp32 matrix product, because its switch for the precision
 applies to the whole process. We set this switch for a few products and restore it afterwards, even
@@ -31,15 +31,15 @@ device busy on its own. According to pytorch issues 174674 and 175585, a batched
 as fast as single calls for 500 matrices [100, 100] in fp32, and 32 to 75 times as fast for widths
 33 to 128 in fp64. We have not measured this."""
 BATCH_NUMEL = 1 << 26
-"""Largest number of elements of the matrices in one call (256 MB in fp32). The solver needs a
+"""Largest total number of elements of all matrices in one call (256 MB in fp32). The solver needs a
 workspace of several times this size."""
 TOLERANCE = 1e-3
 """Largest relative residual with which a GPU's decomposition is accepted. This limit is well above
 fp32 rounding errors, and well below the residual of a wrong decomposition."""
 
 Place = tuple[int, int]
-"""Where the blocks of a call come from: (index of the request, index of a group of equally wide
-blocks in the request's factor)."""
+"""Where some blocks of a call come from: (index of the request, index in ``Side.groups`` of its
+factor)."""
 BlockEigh = tuple[tuple[Tensor, Tensor] | None, int]
 """Result of decomposing n blocks: ((values [n, b], vectors [n, b, b]), number of failed attempts).
 The first entry is None if all attempts failed."""
@@ -112,11 +112,11 @@ class Refreshed:
     """Result of decomposing one factor in a refresh.
 
     Attributes:
-        basis: the new decomposition: an eigenbasis or a damped inverse, depending on the method in
-            ``METHODS``. None if all attempts failed for one of the blocks.
-        how: how it was computed: "eigh", "iteration" (a step from the last eigenbasis), "cholesky"
-            (an inverse), "diagonal" (there was nothing to decompose, because the side is diagonal
-            or the identity), or "failed".
+        basis: the new decomposition, which is an eigenbasis or a damped inverse, depending on the
+            method. None if all attempts failed for one of the blocks.
+        how: how it was computed. The values are "eigh", "iteration" (a step from the last
+            eigenbasis), "cholesky" (an inverse), "diagonal" (there was nothing to decompose,
+            because the side is diagonal or the identity), and "failed".
         retries: number of failed attempts.
     """
 
@@ -127,16 +127,17 @@ class Refreshed:
 
 @dataclass(frozen=True)
 class Request:
-    """A factor to decompose, which must be :func:`~ds_kfac.curvature.factor.usable`.
+    """A factor to decompose.
 
     Attributes:
+        factor: the factor, which must be :func:`~ds_kfac.curvature.factor.usable`.
         partner: the layer's other factor; None if the method does not need it
             (``curvature/methods.py``).
-        last: the factor's last eigenbasis, from which one step of iteration computes the new one
-            (``curvature/iteration.py``). None: the factor is decomposed by eigh.
-        alone: whether the factor must be decomposed in a call of its own. This is so if other ranks
-            decompose copies of the factor, because rounding errors depend on the other matrices in
-            a call.
+        last: the factor's last eigenbasis. One step of iteration computes the new eigenbasis from
+            it (``curvature/iteration.py``). If None, the factor is decomposed by eigh.
+        alone: whether the factor must be decomposed in a call of its own. This is necessary if
+            other ranks decompose copies of the factor, because rounding errors depend on the other
+            matrices in a call.
     """
 
     factor: KroneckerFactor
@@ -154,8 +155,9 @@ class Request:
 def refresh_all(requests: Sequence[Request]) -> list[Refreshed]:
     """Decompose factors by eigh. Synchronises with the device.
 
-    On a CPU each block is decomposed by itself, so that its result does not depend on the other
-    requests. On a GPU small blocks of one width are decomposed together in one call of the solver.
+    On a CPU each factor is decomposed in calls of its own, so that its result does not depend on
+    the other requests. On a GPU small blocks of equal width are decomposed together in one call of
+    the solver.
 
     Returns the results in the order of the requests.
     """
@@ -172,14 +174,14 @@ def calls(
 ) -> Iterator[tuple[list[Place], list[Tensor]]]:
     """Divide the blocks of all requests into calls of a solver.
 
-    The blocks of a call have one width, and at most :data:`BATCH_NUMEL` elements together. A side
-    that is diagonal or the identity needs no call.
+    All blocks of a call have the same width. A call that several factors share has at most
+    :data:`BATCH_NUMEL` elements in total. A side that is diagonal or the identity needs no call.
 
     Args:
-        widest: largest width at which blocks of several factors are solved in one call.
+        widest: largest width of blocks that are solved in one call with blocks of other factors.
 
-    Yields for each call two lists of equal length: the places of the call's groups of blocks, and
-    the blocks [n, b, b] of each group.
+    Yields two lists of equal length for each call: the places of its groups of blocks, and the
+    blocks [n, b, b] of each group.
     """
     all_calls: list[list[Place]] = []
     open_calls: dict[int, list[Place]] = {}  # width -> the call that is not full yet
@@ -210,7 +212,7 @@ def joined(
     """Combine the results of blocks into one result for each request.
 
     Args:
-        solved: dict from the place of blocks to their decomposition.
+        solved: dict from each :data:`Place` to the decomposition of its blocks.
         how: how the blocks were decomposed.
     """
     results: list[Refreshed] = []
@@ -234,8 +236,8 @@ def joined(
 
 
 def _decompose_batch(parts: Sequence[Tensor]) -> list[BlockEigh]:
-    """Decompose parts [n_i, b, b] with blocks of equal width in one call. A part whose result is
-    not valid is decomposed again, in a call of its own."""
+    """Decompose several tensors of blocks, [n_i, b, b] with the same b, in one call of the solver.
+    A tensor whose result is not valid is decomposed again, in a call of its own."""
     blocks = torch.cat(list(parts))
     check = functools.partial(passes_residual_check, blocks)
     try:
@@ -262,17 +264,17 @@ def grouped(device: torch.device) -> bool:
 
 def decomposed(blocks: Tensor) -> BlockEigh:
     """Decompose blocks [n, b, b] by eigh, with the attempts of :func:`with_fallbacks`. The caller
-    must have checked that the blocks are finite, because LAPACK silently returns NaN for NaN, and
-    cuSOLVER may or may not raise an error."""
+    must have checked that the blocks are finite. For NaN, LAPACK silently returns NaN, and cuSOLVER
+    may or may not raise an error."""
     return with_fallbacks(blocks, eigh, functools.partial(passes_residual_check, blocks))
 
 
 def with_fallbacks(
     blocks: Tensor, solve: Callable[[Tensor], tuple[Tensor, ...]], check: Callable[..., Tensor]
 ) -> tuple[Any, int]:
-    """Call ``solve`` for blocks in up to three attempts: in their dtype, in float64, and for a GPU
-    also in float64 on the CPU. The next attempt runs if the last one raised an error or gave an
-    invalid result. Synchronises once per attempt.
+    """Call ``solve`` for blocks in up to three attempts: in the blocks' dtype, in float64, and, if
+    the blocks are on a GPU, in float64 on the CPU. The next attempt runs if the last one raised an
+    error or gave an invalid result. Synchronises once per attempt.
 
     Args:
         blocks: [n, b, b].
@@ -303,9 +305,9 @@ def passed(result: Sequence[Tensor], check: Callable[..., Tensor], device: torch
 
     Args:
         result: tensors [n, ..].
-        check: takes the result's tensors and returns bool [n].
-        device: device of the blocks. If it is a GPU, the residual check also applies to an attempt
-            on the CPU.
+        check: residual check. It takes the result's tensors and returns bool [n].
+        device: device of the blocks. If it is a GPU, the residual check also applies to results
+            that were computed on the CPU.
     """
     largest = [torch.linalg.vector_norm(part.flatten(1), math.inf, dim=1) for part in result]
     finite = torch.isfinite(torch.stack(largest)).all(0)
@@ -313,8 +315,8 @@ def passed(result: Sequence[Tensor], check: Callable[..., Tensor], device: torch
 
 
 def probe(blocks: Tensor) -> Tensor:
-    """Return a fixed vector for residual checks, fp32 [b], without a pattern that a factor could
-    also have."""
+    """Return a fixed vector for residual checks, fp32 [b]. It has no pattern that a factor could
+    have by chance."""
     numbers = torch.arange(blocks.shape[-1], device=blocks.device, dtype=torch.float32)
     return torch.cos(1.0 + numbers**2)
 
@@ -323,9 +325,9 @@ def passes_residual_check(blocks: Tensor, values: Tensor, vectors: Tensor) -> Te
     """Check for each block whether Q Q^T x = x and Q^T C x = diag(values) Q^T x for one vector x
     (Freivalds' check), where C is the block and Q its ``vectors``. Returns bool [n].
 
-    On a GPU, torch.linalg.eigh may return vectors that are not orthogonal, and raise no error
-    (pytorch issue 192483). The check takes O(b^2) elementwise operations. It uses no matrix
-    product, because TF32 could round its operands.
+    On a GPU, torch.linalg.eigh may return vectors that are not orthogonal without raising an error
+    (pytorch issue 192483). The check takes O(b^2) elementwise operations. It does not use matrix
+    products, because TF32 could round their operands.
     """
     x = probe(blocks)
     rotated = (vectors * x.unsqueeze(-1)).sum(-2)
@@ -348,8 +350,8 @@ class Precision:
     Attributes:
         name: "highest" or "tf32".
         products: "ieee" (fp32), or "tf32", which rounds operands to 10 bits.
-        why: text for the report, which explains the precision if the config does not set it, or if
-            the device does not have the requested one.
+        why: text for the report. It explains the precision if the config does not set it, or if the
+            device does not support the precision that the config sets.
     """
 
     name: str = "highest"
@@ -389,8 +391,8 @@ def fp32_products(how: Literal["ieee", "tf32"], device: torch.device) -> Iterato
     """Inside this context, compute products of fp32 operands on a device in "ieee" (fp32) or
     "tf32", whatever the process has set.
 
-    If the process has set one precision for all backends, matrix products keep that precision after
-    the context, but as an explicit setting of their own.
+    If the process has set one precision for all backends, matrix products have that precision again
+    after the context. They then have it as their own setting.
     """
     switch = _switch(device.type)
     if switch.fp32_precision == how or (how == "ieee" and switch.fp32_precision == "none"):
@@ -405,7 +407,7 @@ def fp32_products(how: Literal["ieee", "tf32"], device: torch.device) -> Iterato
 
 
 class _OldSwitch:
-    """Gives the switch of torch before 2.9 the attribute and values of the new switch."""
+    """Gives the precision switch of torch before 2.9 the interface of the new switch."""
 
     NAMES: ClassVar = {"ieee": "highest", "tf32": "high"}
 

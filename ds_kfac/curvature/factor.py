@@ -1,8 +1,8 @@
 """A side of a layer's matrix, and its factor: the running second moment of that side's rows.
 
-Every factor is block-diagonal with blocks of one width: the full side (dense), a part of it
-(blocked), 1 (diagonal) or 0 (identity: nothing is stored). The lower triangles of the blocks follow
-each other in one flat fp32 tensor.
+Every factor is block-diagonal. All blocks of a factor have one width (the last block may be
+smaller): the full side (dense), a part of it (blocked), 1 (diagonal) or 0 (identity: nothing is
+stored). The lower triangles of the blocks follow each other in one flat fp32 tensor.
 
 With adaptive intervals a factor also keeps its last two values, which show how much it changes. A
 factor that barely changes is updated and refreshed less often.
@@ -33,8 +33,8 @@ class Side:
 
     Attributes:
         dim: width D.
-        block: width of the diagonal blocks. ``dim`` means a dense factor, 1 a diagonal one, and 0
-            the identity. The last block may be smaller.
+        block: width of the blocks on the diagonal. The last block may be smaller. ``dim`` means
+            that the factor is dense, 1 that it is diagonal, and 0 that it is the identity.
     """
 
     dim: int
@@ -98,8 +98,8 @@ class Side:
 
     @property
     def basis_numel(self) -> int:
-        """Number of elements of the eigenvectors, which is also the number of multiplications to
-        rotate one vector. 0 for a diagonal or an identity."""
+        """Number of elements of the eigenvectors. To rotate one vector takes as many
+        multiplications. 0 for a diagonal or an identity."""
         return sum(count * width**2 for count, width in self.groups) if self.block > 1 else 0
 
     def accumulate_(
@@ -115,8 +115,8 @@ class Side:
 
         Args:
             x_ND: rows [N, D]; with ``bias`` [N, D - 1], or [N, D - n] for a side repeated n times.
-            kept: bool [N], whether each row counts; None: all rows count. A row that does not count
-                may hold anything, even NaN.
+            kept: bool [N], whether each row is added; None: all rows are added. The other rows may
+                hold anything, even NaN.
             bias: whether a 1 is appended to each row as the input of the bias. For a side repeated
                 n times, a 1 is appended to each of the n parts of a row.
         """
@@ -162,29 +162,30 @@ class Side:
 
 @cache
 def _diagonal(width: int, device: torch.device) -> Tensor:
-    """Return the indices of the diagonal in a packed triangle."""
+    """Return the indices of the diagonal elements in a packed lower triangle."""
     return torch.arange(1, width + 1, device=device).cumsum(0) - 1
 
 
 SPIKE = 10.0
 """Largest ratio of a batch's trace to the trace of the running average. A batch with a larger ratio
-is scaled down to this ratio. In ordinary training the ratio is at most 7, once the average has
-:data:`SETTLED` batches."""
+is scaled down to this ratio. In ordinary training the ratio is at most 7, once the average consists
+of :data:`SETTLED` batches."""
 SETTLED = 10
-"""Number of batches that an average needs before it is used to judge a batch's size."""
+"""Number of batches that an average must contain before batches are compared with it."""
 PIECE = 1 << 18
-"""Largest number of elements for which one torch norm is computed. With so many elements, the sum
-of their squares in fp32 has a relative error of 2e-6."""
+"""Largest number of elements in one call of torch's norm. With this number of elements, the sum of
+squares in fp32 has a relative error of 2e-6."""
 
 
 @dataclass(frozen=True)
 class History:
-    """A factor's last two values, with which its next value is compared. The tensors change in
+    """A factor's last two values. The next value is compared with them. The tensors change in
     place.
 
     Attributes:
-        last, before: fp32 [P], the factor's last value and the value before it, on the device of
-            the factor's average. They are zero until the factor has had these values.
+        last: fp32 [P], the factor's last value, on the device of the factor's average. Zero until
+            the factor has a value.
+        before: fp32 [P], the value before ``last``. Zero until the factor has had two values.
     """
 
     side: Side
@@ -214,11 +215,11 @@ class KroneckerFactor:
 
     Attributes:
         side: the factor's width and blocks.
-        packed_P: fp32 [P], the running average; on the device, or in CPU memory if factors are
+        packed_P: fp32 [P], the running average, on the device, or in CPU memory if factors are
             offloaded.
         updates: fp32 scalar on the device, number of averaged batches. It is a tensor, because only
             the device knows whether a batch had rows.
-        history: the factor's last two values, for adaptive intervals; None if these are off.
+        history: the factor's last two values; None without adaptive intervals.
     """
 
     side: Side
@@ -228,8 +229,8 @@ class KroneckerFactor:
 
     @classmethod
     def empty(cls, side: Side, device: torch.device | str = "cpu") -> "KroneckerFactor":
-        """Return a factor that has no batch yet. It is zero, and not the identity, because an
-        identity would take hundreds of updates to fade."""
+        """Return a factor that has no batch yet. It starts at zero, because an identity would take
+        hundreds of updates to fade."""
         return cls(
             side,
             torch.zeros(side.numel, device=device, dtype=torch.float32),
@@ -246,7 +247,7 @@ def usable(factors: Sequence[KroneckerFactor]) -> Tensor:
     """Check for each factor whether it can be decomposed. Returns bool [n].
 
     A factor cannot be decomposed if it has no data, is zero, or is not finite. G is zero as long as
-    the layers above pass no gradient. The inverse of a zero factor does not exist, because relative
+    the layers above pass no gradient. A factor of zero has no damped inverse, because relative
     damping would also be zero.
 
     Args:
@@ -281,17 +282,19 @@ def update_(
     Each operation is one call for all factors.
 
     Args:
-        sums_P, counts, decays: see :func:`average_`. The tensors are on ``device``.
+        sums_P: see :func:`average_`. The tensors are on ``device``.
+        counts: see :func:`average_`, on ``device``.
+        decays: see :func:`average_`.
         device: the device that computes. If an average is on another device, it is copied to this
             device and back.
-        tolerance: see :func:`compare_`. It is not needed if no factor has a history.
+        tolerance: see :func:`compare_`. None: no factor is compared with its history.
 
     Returns two results, both on the device:
 
     - a dict from the index of a factor with a history to bool [2]: whether the new average is
       similar to the factor's last value, and whether it is similar to the value before that;
-    - bool [2, n]: whether each factor's batch was scaled down, and whether it was ignored because
-      it had no rows or had a value that is not finite.
+    - bool [2, n]: row 0 says whether each factor's batch was scaled down. Row 1 says whether it was
+      ignored, because it had no rows or had a value that is not finite.
     """
     if not factors:
         return {}, torch.zeros(2, 0, dtype=torch.bool, device=device)
@@ -321,23 +324,23 @@ def average_(
 
         factor <- r factor + (1 - r) sum / count,   r = min(1 - 1/updates, decay)
 
-    The growing r is the bias correction: as long as 1 - 1/updates is below the decay, the average
+    The growing r is the bias correction. As long as 1 - 1/updates is below the decay, the average
     is the plain mean of all batches. A batch without rows, or with a value that is not finite, does
     not change its factor. The device checks this, so the host does not wait.
 
-    Note: Spikes. In G, a gradient a thousand times too large would add a million times the average,
-    and G would need sixty updates to recover. So a batch is scaled down to at most :data:`SPIKE`
-    times the average's trace. If a factor has really grown so much, the average still follows: it
-    grows by a factor of 1 + (1 - r) (SPIKE - 1) in each update.
+    Note: Spikes. If a gradient is a thousand times too large, its batch would add a million times
+    the average to G, and G would need sixty updates to recover. So a batch is scaled down until its
+    trace is at most :data:`SPIKE` times that of the average. If a factor has really grown so much,
+    the average still follows. It grows by a factor of 1 + (1 - r) (SPIKE - 1) in each update.
 
     Args:
         factors: at least one.
         sums_P: fp32 [P] for each factor, packed sums of outer products over the global batch.
-        counts: fp32 [n], numbers of rows in each sum.
-        decays: largest weight of the old average for each factor, in [0, 1).
+        counts: fp32 [n], the number of rows in each sum.
+        decays: for each factor the largest weight of the old average, in [0, 1).
 
-    Returns two values: fp32 [n], the factor by which each batch was scaled down, usually 1; and
-    bool [n], whether each batch was used.
+    Returns two tensors: fp32 [n], by how much each batch was divided to scale it down, usually 1;
+    and bool [n], whether each batch was used.
     """
     averages_P = [factor.packed_P for factor in factors]
     updates = [factor.updates for factor in factors]
@@ -354,11 +357,11 @@ def average_(
 
 
 def excess(new: Tensor, usual: Tensor, updates: Tensor) -> Tensor:
-    """Return the factor >= 1 by which a batch's size exceeds :data:`SPIKE` times the usual size.
+    """Return the ratio, at least 1, of a batch's size to :data:`SPIKE` times the usual size.
 
-    The factor is 1 if the size is NaN, if the average is zero, or if it has fewer than
-    :data:`SETTLED` batches. The factor is infinite if the size or the factor itself is larger than
-    fp32 can hold. The batch then has no weight.
+    The ratio is 1 if the size is NaN, or if the average is zero or has fewer than :data:`SETTLED`
+    batches. The ratio is infinite if the size or the ratio itself is larger than fp32 can hold. The
+    batch then has no weight.
 
     Args:
         new: fp32 [..], size of the batch. It is infinite if the batch has infinite values, or if
@@ -402,7 +405,7 @@ def compare_(
 def _similar(
     new_P: Sequence[Tensor], old_P: Sequence[Tensor], sides: Sequence[Side], tolerance: float
 ) -> Tensor:
-    """Return which new values are similar to the old ones, bool [n], see :func:`compare_`."""
+    """Return bool [n], whether each new value is similar to the old one, see :func:`compare_`."""
     changes = frobenius(torch._foreach_sub(list(new_P), list(old_P)), sides)
     norms = frobenius(old_P, sides)
     return (changes < tolerance * norms) & norms.isfinite()
@@ -416,7 +419,7 @@ def frobenius(packed_P: Sequence[Tensor], sides: Sequence[Side]) -> Tensor:
 
 
 def _squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of squares of each tensor, fp32 [n]. The norms are computed for pieces,
+    """Return the sum of squares of each tensor, fp32 [n]. It is computed from the norms of pieces,
     because torch's norm over millions of elements loses digits on a CPU."""
     pieces_of = [tensor.split(PIECE) for tensor in tensors]
     norms = torch._foreach_norm([piece for pieces in pieces_of for piece in pieces])

@@ -2,9 +2,9 @@
 
     V = (G + sqrt(lambda) / pi I)^-1 dW (A + pi sqrt(lambda) I)^-1,   pi = sqrt(mean(A) / mean(G))
 
-A step needs two products instead of four, and a refresh needs a Cholesky decomposition instead of
-an eigendecomposition. The damping is part of the inverted matrix, so a new value of the damping
-takes effect at the next refresh.
+A step needs two matrix products instead of four, and a refresh needs a Cholesky decomposition
+instead of an eigendecomposition. The damping is part of the inverted matrix, so a new damping takes
+effect at the next refresh.
 
 Sources: Martens & Grosse 2015 (arXiv:1503.05671), sec. 6.3; Pauloski et al. 2021 (KAISA,
     arXiv:2107.01739).
@@ -52,8 +52,8 @@ class DampedInverse:
         blocks: fp32 [n, b, b] for each group of equal blocks, exactly symmetric; empty for a
             diagonal or an identity.
         diagonal: fp32 [D] for a diagonal side, else None. An identity has neither blocks nor a
-            diagonal. Its damped inverse is one number, by which the inverse of the layer's other
-            factor is multiplied.
+            diagonal. Its damped inverse is a single number, and the inverse of the layer's other
+            factor is multiplied by it.
     """
 
     blocks: tuple[Tensor, ...] = ()
@@ -123,8 +123,8 @@ class LayerInverse:
 
         Args:
             gradient_OI: fp32 [O, I], or [groups, O, I] for a layer in groups.
-            damping: the step's damping. It is only read if both sides are identities. In all other
-                cases the inverses already include the damping.
+            damping: the step's damping. It is used only if both sides are identities. Otherwise the
+                inverses already include the damping.
         """
         if not (self.G._parts or self.A._parts):
             V = gradient_OI / (1 + damping**0.5) ** 2
@@ -137,14 +137,14 @@ class LayerInverse:
 def refresh_inverse(
     factor: KroneckerFactor, partner: KroneckerFactor | None, *, damping: float, damping_kind: str
 ) -> Refreshed:
-    """Invert a :func:`~ds_kfac.curvature.factor.usable` factor. Synchronises with the device once
-    for each attempt at each group of blocks.
+    """Invert a factor. Synchronises with the device for each group of blocks, once per attempt.
 
     Args:
-        factor: a factor whose side is dense, blocked or diagonal.
-        partner: the layer's other factor; None if it is on another rank. Only "relative" damping
-            allows None. If the partner is an identity, its damped inverse is a number, by which
-            this inverse is multiplied.
+        factor: a :func:`~ds_kfac.curvature.factor.usable` factor whose side is dense, blocked or
+            diagonal.
+        partner: the layer's other factor. It may be None with "relative" damping, unless it is an
+            identity. The damped inverse of an identity is a number, and this inverse is multiplied
+            by it.
     """
     side = factor.side
     mean = _mean(factor)
@@ -180,9 +180,8 @@ def cholesky_inverse(matrix: Tensor, *, added: Scalar, scale: Scalar = 1.0) -> T
 
     If the Cholesky decomposition of a matrix fails, the matrix's result is NaN. The caller checks
     for NaN anyway, and a check here would wait for the device. A pivot as small as rounding errors
-    also counts as a failure, because the decomposition reports such pivots on some processors only.
-    The damping is added in the dtype of the matrices, because fp32 may round it away next to a
-    large diagonal.
+    also counts as a failure, because only some processors report such a pivot as one. The damping
+    is added in the dtype of the matrices. In fp32 it may be lost next to a large diagonal.
 
     Args:
         matrix: positive definite [n, b, b].
@@ -205,7 +204,7 @@ def passes_residual_check(
     blocks: Tensor, inverse: Tensor, *, added: Scalar, scale: Scalar = 1.0
 ) -> Tensor:
     """Check for each block C whether (C + added I) inverse x = scale x for one vector x. Returns
-    bool [n]. Like the check of an eigenbasis, this check uses no matrix product."""
+    bool [n]. Like the check of an eigenbasis, it does not use matrix products."""
     x = probe(blocks)
     y = (inverse * x).sum(-1)
     residual = (blocks * y.unsqueeze(-2)).sum(-1) + added * y - scale * x

@@ -10,15 +10,15 @@ average changes little, so one step tracks its eigenvectors closely enough for p
 Clusters of eigenvalues are harmless, because no step divides by a difference of eigenvalues.
 Source: SOAP, Vyas et al. 2024 (arXiv:2409.11321); orthogonal iteration: Golub & Van Loan, 8.2.4.
 
-Only GPUs use this step. It was tested on an H100 (docs/gpu.md). Q' needs products, a Cholesky
-factor and a triangular solve, which are batched over all sides of one width, whereas eigh leaves
-the device idle. On a CPU, LAPACK's QR takes as long as eigh up to width 2,048
-(docs/notes/kernels.md), so CPUs use eigh.
+Only GPUs use this step. It was tested on an H100 (docs/gpu.md). eigh would leave much of a GPU
+idle. Q' only needs products, a Cholesky factor and a triangular solve, each batched over all sides
+of one width. On a CPU, LAPACK's QR takes as long as eigh up to width 2,048 (docs/notes/kernels.md),
+so CPUs use eigh.
 
 Cholesky-QR squares the condition number of Z, so three measures are needed. Columns of Q along
-which C is smaller than rounding errors are not iterated, and stay as they are. The columns of Z are
-scaled to norm one, which does not change Q'. Cholesky-QR runs twice, the first time with a shift
-(Fukaya et al. 2020, arXiv:1809.11085). If a step fails its checks, eigh is used instead.
+which C is smaller than its rounding errors stay as they are. The columns of Z are scaled to norm
+one, which does not change Q'. Cholesky-QR runs twice, the first time with a shift (Fukaya et al.
+2020, arXiv:1809.11085). If a step fails its checks, eigh is used instead.
 
 Shape suffixes: n blocks of width b.
 """
@@ -47,8 +47,7 @@ FLOPS = 4 + 2 * (2 + 1 / 3 + 1)
 """FLOPs of a step, divided by b^3. A step computes C Q and C Q', and twice computes Z^T Z, its
 Cholesky factor and a triangular solve."""
 OFF = 0.5
-"""A step is accepted only if |off-diagonal of Q'^T C Q'| / |C|, in Frobenius norms, is at most this
-large."""
+"""Limit on |off-diagonal of Q'^T C Q'| / |C| in Frobenius norms. A step above it is rejected."""
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -57,8 +56,8 @@ def refresh_from_last(requests: Sequence[Request]) -> list[Refreshed]:
 
     A factor on a GPU whose request has a last basis takes a step of the iteration. If the step
     fails its checks, the factor is decomposed by eigh, which counts as a retry. All other factors
-    are decomposed by eigh directly. Synchronises with the device once more than
-    :func:`ds_kfac.curvature.eigen.refresh_all`.
+    are decomposed by eigh directly. Synchronises with the device once, in addition to the calls of
+    eigh (:func:`ds_kfac.curvature.eigen.refresh_all`).
     """
     suited = [
         index
@@ -78,20 +77,21 @@ def orthogonal_iteration(C_nbb: Tensor, Q_nbb: Tensor) -> tuple[Tensor, Tensor, 
     """Take one step of the iteration that the file's docstring describes. Does not synchronise.
 
     Args:
-        C_nbb: fp32, symmetric, finite; positive semidefinite up to rounding errors.
-        Q_nbb: fp32, the last eigenvectors in columns; orthogonal up to rounding errors, possibly of
-            a 16-bit dtype.
+        C_nbb: fp32, the blocks. They are symmetric, finite, and positive semidefinite up to
+            rounding errors.
+        Q_nbb: fp32, the last eigenvectors in columns. They are orthogonal up to rounding errors,
+            which may be those of a 16-bit dtype.
 
-    Returns values [n, b], ascending, at least 0; vectors [n, b, b]; and bool [n], whether the step
-    passed its checks.
+    Returns three tensors: the eigenvalues [n, b], ascending and at least 0; the eigenvectors
+    [n, b, b]; and bool [n], whether the step passed its checks for each block.
     """
     with fp32_products("ieee", C_nbb.device):
         Z_nbb = C_nbb @ Q_nbb
         sizes_nb = (Q_nbb * Z_nbb).sum(-2)
         top = sizes_nb.amax(-1)[:, None, None]
         top = torch.where(top > 0, top, 1)
-        # Below the level of the added term, a direction of C is only rounding error (as in
-        # update/rotation.py). There Z is dominated by Q, so the column stays.
+        # If C along a column of Q is smaller than the added term, it is only rounding error (as in
+        # update/rotation.py). The added term then dominates in Z, so the column stays as it is.
         Z_nbb = Z_nbb / top + max(8.0, C_nbb.shape[-1] ** 0.5) * EPS * Q_nbb
         Z_nbb = _columns(Z_nbb, sizes_nb.argsort(dim=-1, descending=True, stable=True))
         Z_nbb = Z_nbb / torch.linalg.vector_norm(Z_nbb, dim=-2, keepdim=True)
@@ -116,7 +116,7 @@ def orthogonal_iteration(C_nbb: Tensor, Q_nbb: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _shift(width: int) -> float:
-    """Return a shift just above the rounding error of the Gram matrix of columns with norm one."""
+    """Return a shift just above the rounding error of Z^T Z, where Z has columns of norm one."""
     return 4 * width**0.5 * EPS
 
 
@@ -134,10 +134,10 @@ def _has_last_basis(request: Request) -> bool:
 
 
 def _iterated(requests: Sequence[Request]) -> list[Refreshed]:
-    """Take one step of the iteration for each request, which must have a last basis.
+    """Take one step of the iteration for each request. All requests must have a last basis.
 
-    Returns the results in the order of the requests. A result has no basis if any of the factor's
-    blocks failed a check.
+    Returns the results in the order of the requests. A result has no basis if a block of its factor
+    failed a check.
     """
     places: list[Place] = []
     pairs: list[tuple[Tensor, Tensor]] = []

@@ -59,18 +59,18 @@ class Method:
         words: name of the decompositions in reports, in the plural.
         solver: name of the solver in reports.
         solver_flops: FLOPs to decompose a dense side of width D, divided by D^3.
-        solver_seconds: name of the table in the cost model that has the solver's times in seconds.
-        step_flops: FLOPs of one iteration step from the last decomposition, divided by D^3. If 0,
-            every refresh uses the solver. Otherwise, on a GPU, only the burn-in and one refresh in
-            ``exact_every`` use the solver.
+        solver_seconds: name of the cost model's attribute that has the solver's times in seconds.
+        step_flops: FLOPs of one iteration step from the last decomposition, divided by D^3. 0 for a
+            method that does not iterate. A method that iterates uses the solver only in the burn-in
+            and in one of ``exact_every`` refreshes.
         product_flops: FLOPs to precondition a gradient [O, I], divided by O I (O + I).
-        passes: number of times that preconditioning a gradient reads or writes a tensor of the
-            gradient's size.
+        passes: how many tensors of the gradient's size are read or written to precondition a
+            gradient.
         calls: number of kernels that are launched to precondition a gradient.
         parts: the tensors of a decomposition.
         rotates: whether gradients are rotated into an eigenbasis, in which moments can be kept.
-        damps_identity: whether a decomposition includes the damping. If so, and if the layer's
-            other factor is the identity, the decomposition also includes the identity's damped
+        damps_identity: whether a decomposition includes the damping. If so, and the layer's other
+            factor is the identity, the decomposition is also multiplied by the identity's damped
             inverse.
     """
 
@@ -97,7 +97,7 @@ class Method:
         return sum(part.numel(side) for part in self.parts)
 
     def paired(self, damping_kind: str) -> bool:
-        """Return whether a decomposition needs the layer's other factor on the same rank."""
+        """Return whether decomposing a factor needs the layer's other factor on the same rank."""
         return False
 
     def identity(self, side: Side, device: torch.device) -> Any:
@@ -115,14 +115,14 @@ class Method:
         raise NotImplementedError
 
     def joined(self, side: Side, *flats: Any) -> Any:
-        """Return a decomposition made of the flat tensors of ``parts``. Pass None for a tensor
-        without elements."""
+        """Return the decomposition that these flat tensors make up. ``flats`` has a tensor for each
+        of ``parts``, or None in place of a tensor without elements."""
         raise NotImplementedError
 
     def of_layer(self, G: Any, A: Any) -> Any:
-        """Combine the decompositions of a layer's two factors into the layer's preconditioner. This
-        is a :class:`LayerBasis`, into which gradients are rotated, or an object that has a method
-        ``precondition`` like :class:`LayerInverse`."""
+        """Combine the decompositions of a layer's two factors into the layer's preconditioner. If
+        :attr:`rotates`, it is a :class:`LayerBasis`. Otherwise it is an object with a method
+        ``precondition``, such as :class:`LayerInverse`."""
         raise NotImplementedError
 
 
@@ -139,7 +139,7 @@ class _Eigen(Method):
     solver_seconds = "eigh_seconds"
     parts = (
         DecompositionPart("eigenvectors", lambda side: side.basis_numel, _flat, True),
-        # always sent in fp32, because their range is too wide for 16 bits
+        # always sent in fp32, because eigenvalues span too wide a range for 16 bits
         DecompositionPart("eigenvalues", lambda side: side.dim, attrgetter("values"), False),
     )
     rotates = True
@@ -161,8 +161,8 @@ class _Eigen(Method):
 
 
 class _Iterated(_Eigen):
-    """Method "eigen" on a GPU, for an update rule that keeps moments in the eigenbasis and rotates
-    them into each new eigenbasis."""
+    """Method "eigen" on a GPU, with an update rule that keeps moments in the eigenbasis and rotates
+    them when the eigenbasis changes."""
 
     solver = f"orthogonal iteration, but eigh in the burn-in and every {EXACT_EVERY}th time"
     step_flops = STEP_FLOPS
@@ -204,4 +204,4 @@ class _Inverse(Method):
 EIGEN, ITERATED = _Eigen(), _Iterated()
 METHODS: dict[str, Method] = {"eigen": EIGEN, "inverse": _Inverse()}
 """Dict from the value of ``preconditioner.method`` to the method. ``ITERATED`` is not in the dict.
-The plan uses it instead of "eigen" where it is faster."""
+The plan replaces "eigen" by it where it is faster."""

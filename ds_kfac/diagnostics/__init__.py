@@ -1,2 +1,2 @@
-"""What K-FAC tells its user: whether an environment and a config will work, what was attached, and
-what state each layer is in, and why."""
+"""What K-FAC tells its user: whether an environment and a config will work, what was attached, what
+state each layer is in, and why."""

@@ -1,6 +1,6 @@
 """``python -m ds_kfac doctor``: check whether this environment will work, and say how to fix it.
 
-It prints a verdict and twelve lines of facts, which every bug report should contain.
+It prints a verdict and twelve lines of facts. Every bug report should contain them.
 """
 
 import os
@@ -87,7 +87,8 @@ def _package(name: str) -> Answer:
 
 
 def _with_range(name: str, installed: str) -> str:
-    """Return the name and version of a package, and whether the version is in the tested range."""
+    """Return a text with a package's name and version, and whether the version is in the tested
+    range."""
     oldest, newest = TESTED_RANGES[name]
     release = Version(installed).release
     is_inside = Version(oldest).release <= release <= Version(newest).release
@@ -186,10 +187,10 @@ def _names(paths: Sequence[Path]) -> str:
 
 
 def _is_held(lock: Path) -> bool:
-    """Return whether a process holds a lock file that torch 2.14 or newer has made.
+    """Return whether a process holds a lock whose file torch 2.14 or newer has made.
 
-    The lock's file stays after the build. The system frees the lock when the process ends, even if
-    it is killed.
+    The file stays after the build. The system frees the lock when the process that holds it ends,
+    even if the process is killed.
     """
     from filelock import FileLock, Timeout  # a torch that makes such locks depends on it
 
@@ -203,7 +204,7 @@ def _is_held(lock: Path) -> bool:
 
 
 def _shm() -> Answer:
-    """Answer whether the op that DeepSpeed's process group needs on a CPU is compiled."""
+    """Answer whether :data:`COMPILED`, which DeepSpeed needs on a CPU, is compiled."""
     if not needs_compiled():
         return Answer("not needed")
     if is_compiled(COMPILED):
@@ -253,4 +254,4 @@ QUESTIONS: dict[str, Callable[[], Answer]] = {
     "launcher": _launcher,
     "switched on": _enabled,
 }
-"""Name of a line -> the function that answers it."""
+"""Name of a line of the output -> the function that finds the line's answer."""

@@ -1,8 +1,8 @@
 """Describe the current state of a layer in words: the text of ``engine.kfac.explain()``.
 
-The text is made from the plan, the timetable and what this rank keeps. Scalars are read from the
-device only when ``explain`` is called, so no step waits for them. No collective is called. If only
-another rank knows a fact, the text names that rank.
+The text is made from the plan, the timetable and the state on this rank. Scalars are read from the
+device only when ``explain`` is called, so steps do not wait for them. There is no communication. If
+only another rank knows a fact, the text names that rank.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ COLUMNS = ("layer", "state", "next update", "next refresh", "decomposed on", "st
 
 
 def explain(job: Job, scan: Scan, name: str | None = None) -> str:
-    """Return the text that describes a layer. If the name is None, return a table of all K-FAC
+    """Return the text that describes a layer. If ``name`` is None, return a table of all K-FAC
     layers in this rank's part of the model.
 
     Local. Call it between steps.
@@ -62,10 +62,10 @@ class LayerExplanation:
 
     Attributes:
         kfac: the preconditioner of the layer. Experts and dense layers may have different ones.
-        factors: "A" or "G" -> specification of the layer's factor; empty if the config gives the
-            layer no factors.
-        state: what this rank keeps of the layer; None if this rank is not one of the layer's
-            gradient workers.
+        factors: "A" or "G" -> specification of the layer's factor. Empty if the layer has no
+            factors according to the config.
+        state: the layer's state on this rank; None if this rank is not one of the layer's gradient
+            workers.
         basis: "basis" or "inverse", the word for the matrices that precondition the layer.
     """
 
@@ -94,7 +94,7 @@ class LayerExplanation:
         )
 
     def text(self) -> str:
-        """Return the full description, with one fact in each line."""
+        """Return the full description, one fact per line."""
         kfac = self.kfac
         layer = self.layer
         schedule = self.kfac.plan.schedule
@@ -124,7 +124,7 @@ class LayerExplanation:
     # ranks
 
     def _ranks(self, in_group: Sequence[int]) -> str:
-        """Convert ranks of the group that shares this layer's work to ranks of the whole job, and
+        """Convert ranks from numbers in this layer's process group to numbers in the whole job, and
         join them by commas."""
         in_job = torch.distributed.get_process_group_ranks(self.kfac.channel.group)
         return ", ".join(str(in_job[rank]) for rank in in_group)
@@ -142,9 +142,8 @@ class LayerExplanation:
     def _next_due(self) -> tuple[int, int]:
         """Return the step of the layer's next factor update, and the step of its next refresh.
 
-        A layer without a basis is refreshed at its next update. If the proof that a layer's rows
-        make up its gradient has failed, the next update repeats the proof, and the layer is
-        refreshed at the update after that.
+        A layer without a basis is refreshed at its next update. A layer that failed the last proof
+        is refreshed one update later, because the next update only repeats the proof.
         """
         timetable = self.curvature.timetable
         steps = self.kfac.steps
@@ -160,9 +159,9 @@ class LayerExplanation:
         return update, min(refresh for _, refresh in ordinary)
 
     def _displacement(self) -> str:
-        """Say by how many steps the layer's factors are staggered, and which of them skip ordinary
-        updates. The text begins with a separator. It is empty if no factor is staggered or
-        skips updates."""
+        """Say by how many steps the layer's factors are staggered, and which of them skip scheduled
+        updates. The text begins with a separator. It is empty if none of the factors is staggered
+        or skips updates."""
         texts = [""]
         offsets = self.kfac.plan.offsets
         if offsets:
@@ -196,7 +195,7 @@ class LayerExplanation:
         if hook_error:
             texts.append(
                 f"{NO_ROWS.format(hook_error)}; after the next check of rows, the layer will be "
-                "stepped without curvature"
+                "updated without curvature"
             )
         for side, factor in self.factors.items():
             step, outcome = self.curvature.log.tried.get(factor.key, (0, FRESH))
@@ -209,7 +208,7 @@ class LayerExplanation:
         return "; ".join(texts)
 
     def _kept_elsewhere(self) -> str:
-        """Say which rank keeps the layer's basis, if this rank keeps no part of it."""
+        """Say which rank keeps the layer's basis. Only called if this rank does not keep it."""
         curvature = self.curvature
         rank = f"rank {self._gradient_workers()}"
         is_known = curvature.travels and all(
@@ -242,8 +241,8 @@ class LayerExplanation:
             if hook_error:
                 return NO_ROWS.format(hook_error)
             return (
-                f"not proven, its rows do not make up its gradient: {kfac.proving.unfit[name]}; "
-                "the next update repeats the proof"
+                "not proven, because its rows do not make up its gradient: "
+                f"{kfac.proving.unfit[name]}; the next update repeats the proof"
             )
         state = self.state
         decomposed = {"A": state and state.A, "G": state and state.G}

@@ -1,7 +1,7 @@
-"""Check what ``deepspeed.initialize`` is given before DeepSpeed builds an engine.
+"""Check the arguments of ``deepspeed.initialize`` before DeepSpeed builds an engine.
 
-The errors here give reasons where DeepSpeed's own errors give none. A process that no launcher has
-started becomes a job of one rank.
+The errors here state reasons, unlike DeepSpeed's own errors. A process that was started without a
+launcher becomes a job of one rank.
 """
 
 import os
@@ -67,10 +67,10 @@ def alone() -> bool:
 
 
 def start_alone() -> None:
-    """Make this process the only rank of a job if it is :func:`alone`, and say so.
+    """Make this process the only rank of a job if it is :func:`alone`, and print a message.
 
-    This sets the environment variables that a launcher sets, with a free port. One rank sends
-    nothing, so DeepSpeed need not compile :data:`COMPILED` for it.
+    This sets the environment variables that a launcher sets, with a free port. A single rank sends
+    nothing, so DeepSpeed need not compile :data:`COMPILED`.
     """
     if not alone():
         return
@@ -94,7 +94,7 @@ def start_alone() -> None:
 
 
 def builds_folder() -> Path:
-    """Return the folder in which this torch builds extensions. Each op has a folder inside it.
+    """Return the folder in which this torch builds extensions. It has a subfolder for each op.
 
     If TORCH_EXTENSIONS_DIR is not set, the folder depends on the versions of Python and of torch's
     CUDA, as in ~/.cache/torch_extensions/py311_cpu.
@@ -136,7 +136,7 @@ OFFLOAD_OPS = {
     "lion": "cpu_lion",
     "adagrad": "cpu_adagrad",
 }
-"""Lower-case name of an optimizer -> the op that does its step if the optimizer is offloaded."""
+"""Lower-case name of an optimizer -> the op that runs its step if it is offloaded."""
 
 
 def needs_compiled() -> bool:
@@ -146,8 +146,8 @@ def needs_compiled() -> bool:
 
 
 def op_of_optimizer(ds_config: Mapping[str, Any]) -> str | None:
-    """Return the op that DeepSpeed compiles on a CPU for the optimizer that a config names; None if
-    it compiles none."""
+    """Return the op that DeepSpeed compiles on a CPU for the optimizer that the config names. None
+    if it compiles no op for this optimizer."""
     optimizer = block(ds_config, "optimizer")
     if get_accelerator().device_name() != "cpu" or block(optimizer, "params").get("torch_adam"):
         return None
@@ -165,7 +165,7 @@ WITHOUT = {
 }
 """Op -> what a program can set so that DeepSpeed does not compile the op."""
 _announced: set[str] = set()
-"""Ops of which :func:`warn_of_compilation` has warned."""
+"""Ops about which :func:`warn_of_compilation` has already warned."""
 
 
 def warn_of_compilation(ds_config: Mapping[str, Any] | None = None) -> None:
@@ -174,12 +174,12 @@ def warn_of_compilation(ds_config: Mapping[str, Any] | None = None) -> None:
     While it compiles, DeepSpeed prints nothing for minutes. A run that is killed during this time
     leaves a lock that blocks all later runs.
 
-    Launchers are not warned: they import ds_kfac if ``DS_KFAC`` is set, but do not start DeepSpeed
-    themselves. A program that sets the variables of a rank only after ``enable`` is warned at
-    ``initialize``.
+    A launcher imports ds_kfac if ``DS_KFAC`` is set, but gets no warning, because it does not start
+    DeepSpeed itself. A program that sets the variables of a rank only after ``enable`` gets the
+    warning at ``initialize``.
 
     Args:
-        ds_config: the config that ``initialize`` was given; None before ``initialize``.
+        ds_config: the config that was passed to ``initialize``; None before ``initialize``.
     """
     ops = []
     if not alone() and needs_compiled() and not deepspeed.comm.is_initialized():
@@ -203,7 +203,7 @@ def check_tensors(model: Any, arguments: dict[str, Any]) -> None:
     """Check that DeepSpeed can broadcast the model's weights, and that every parameter in the
     arguments belongs to the model.
 
-    DeepSpeed's own error names neither the weight nor a reason.
+    DeepSpeed's own error tells neither which weight is wrong nor why.
 
     Args:
         arguments: arguments of ``deepspeed.initialize``.
@@ -245,7 +245,7 @@ def _check_membership(named: Mapping[str, nn.Parameter], arguments: dict[str, An
                 f"ds_kfac: the optimizer was given a parameter of shape {list(tensor.shape)} that "
                 "the model does not have; it may belong to a copy of the model, or to a loss with "
                 "learned weights. Register the parameter in the model that is given to "
-                "initialize, or step it with another optimizer"
+                "initialize, or update it with another optimizer"
             )
 
 
@@ -253,14 +253,14 @@ def check_objects(arguments: dict[str, Any], source: Mapping[str, Any], rule: Up
     """Check that no KFACAdamW object was made for parameters that another optimizer will train.
 
     Args:
-        arguments: arguments of ``deepspeed.initialize``. Iterators among them become lists, so that
-            both this function and DeepSpeed can read them.
+        arguments: arguments of ``deepspeed.initialize``. Iterators of parameters are replaced by
+            lists, so that both this function and DeepSpeed can read them.
         source: the DeepSpeed config.
         rule: the engine's update rule.
 
     Raises:
         ValueError: there is such an object, and the config does not name KFACAdamW. If the config
-            names it, there is only a warning.
+            names KFACAdamW, this function only warns.
     """
     optimizer = arguments.get("optimizer")
     config_makes_it = optimizer is None and "optimizer" in source
@@ -287,7 +287,8 @@ def check_objects(arguments: dict[str, Any], source: Mapping[str, Any], rule: Up
 
 
 def _as_lists(arguments: dict[str, Any]) -> Any:
-    """Return ``model_parameters`` of the arguments, after iterators in it have become lists."""
+    """Return ``model_parameters`` of the arguments, with every iterator in it converted to a
+    list. The arguments are changed in place."""
     given = arguments.get("model_parameters")
     if isinstance(given, Iterator):
         given = arguments["model_parameters"] = list(given)
@@ -298,7 +299,7 @@ def _as_lists(arguments: dict[str, Any]) -> Any:
 
 
 def trains_nothing(model: Any) -> bool:
-    """Return whether the whole model is frozen. False for a pipeline, whose other stages may
+    """Return whether the whole model is frozen. False for a pipeline, because its other stages may
     train."""
     if not isinstance(model, nn.Module) or isinstance(model, deepspeed.pipe.PipelineModule):
         return False
@@ -307,12 +308,12 @@ def trains_nothing(model: Any) -> bool:
 
 @contextmanager
 def saying_how_to_launch() -> Iterator[None]:
-    """Explain how to launch if making the process group fails inside this context.
+    """If creating the process group fails inside this context, explain how to launch the script.
 
-    DeepSpeed asks MPI if no launcher has set a rank's variables.
+    If no launcher has set a rank's variables, DeepSpeed gets them from MPI.
 
     Raises:
-        RuntimeError: DeepSpeed asked MPI, and mpi4py is not installed.
+        RuntimeError: DeepSpeed needs MPI, and mpi4py is not installed.
     """
     try:
         yield

@@ -1,9 +1,9 @@
 """Compare a run's learning rate, weight decay and second beta with the recipes of
 docs/howto/recipes.md.
 
-At attach it is not known what a model is trained for: a decoder may be pretrained or fine-tuned,
-with or without masked labels. So a run is compared with the nearest recipe for its type of model,
-and a warning names the values that are far from it.
+At attach it is not known what a model is trained for. For example, a decoder may be pretrained or
+fine-tuned, with or without masked labels. So a run is compared with the nearest recipe for its type
+of model, and a warning names the values that are far from that recipe.
 """
 
 import math
@@ -22,29 +22,33 @@ from ds_kfac.model.scan import ADAPTER
 from ds_kfac.step.preconditioner import KFACPreconditioner
 
 FAR = 10.0
-"""Factor by which a value may differ from a recipe's.
+"""Factor by which a value may differ from the value in a recipe.
 
-Learning rates that work span a factor of four, and depend on the batch (docs/howto/tune.md).
+The largest learning rate that works is about four times the smallest one, and both depend on the
+batch (docs/howto/tune.md).
 """
 MOST_APART = math.log(FAR) + 1e-6
-"""Difference of the logarithms of two values above which they are far apart. A weight decay of 0.1
-instead of 1 is not far."""
+"""Two values are far apart if their logarithms differ by more than this. A weight decay of 0.1 is
+not far from 1."""
 MOST_ABOVE = math.log(FAR) - 1e-6
-"""Difference of the logarithms above which a learning rate is far above a recipe's. Exactly ten
+"""A learning rate is far above a recipe's if their logarithms differ by more than this. Exactly ten
 times a recipe's learning rate is far, because it is probably a typing error."""
 LEAST_DECAY = 0.01
 """A weight decay that has hardly any effect. Smaller values are treated as this value."""
 BETA2 = (0.5, 0.999)
-"""Smallest and largest second beta that do not count as far from a recipe. The default is 0.999."""
+"""Smallest and largest second beta that are not far from a recipe. The default is 0.999."""
 RECIPES_BETA2 = 0.95
 
 
 class Recipe(NamedTuple):
-    """A section of docs/howto/recipes.md: its heading, and values of its config.
+    """A section of docs/howto/recipes.md.
 
     Attributes:
-        models: types of models that may follow the recipe, see :func:`model_type`.
+        title: heading of the section.
+        models: types of models for which the recipe is, see :func:`model_type`.
         optimizer: class of the innermost optimizer.
+        lr: learning rate in the recipe's config.
+        weight_decay: weight decay in the recipe's config.
     """
 
     title: str
@@ -73,7 +77,7 @@ RECIPES = (
 
 def far_from_recipes(kfac: KFACPreconditioner) -> list[str]:
     """Return a list with a warning for the attach report if the run is far from every recipe for
-    its type of model; else an empty list."""
+    its type of model. Otherwise return an empty list."""
     groups = kfac.layout.optimizer.param_groups
     rates = planned_rates(groups, kfac.layout.engine.lr_scheduler)
     indices = {kfac.layout.group_index(parameter) for parameter in kfac.layout.params}
@@ -90,8 +94,8 @@ def far_from_recipes(kfac: KFACPreconditioner) -> list[str]:
 
 
 def planned_rates(groups: Sequence[Mapping[str, Any]], scheduler: Any) -> list[float]:
-    """Return the largest learning rate that each parameter group will have, as far as the
-    scheduler's attributes tell."""
+    """Return for each parameter group the largest learning rate that it will have, as far as the
+    scheduler's attributes show it."""
     schedules = [getattr(scheduler, name, None) for name in ("max_lrs", "org_lrs", "base_lrs")]
     largest = []
     for index, group in enumerate(groups):
@@ -109,12 +113,15 @@ def config_far_from_recipes(
     layers: Sequence[LayerSpec],
     model: nn.Module,
 ) -> list[str]:
-    """Return the warning of :func:`far_from_recipes` for a config without an engine.
+    """Return the same warning as :func:`far_from_recipes`, for a config without an engine.
 
-    If a value is "auto", there is no warning, because a framework fills it in later.
+    If a value is "auto", there is no warning, because a framework will replace the value later.
 
     Args:
-        defaults: parameter of the optimizer -> its value if the config leaves it out.
+        ds_config: the DeepSpeed config.
+        defaults: name of a parameter of the optimizer -> its value if the config does not set it.
+        layers: the layers of the model.
+        model: the model.
     """
     optimizer = block(ds_config, "optimizer")
     params = {**defaults, **block(optimizer, "params")}
@@ -134,9 +141,10 @@ def config_far_from_recipes(
 
 
 def _peak_rate(optimizer: str, lr: float, schedule: Mapping[str, Any]) -> float | None:
-    """Return the largest learning rate of a config's "scheduler" block; None if it cannot be known.
+    """Return the largest learning rate that a config's "scheduler" block will set; None if it is
+    not known.
 
-    To compute it, the scheduler is built with an optimizer of a single one-element tensor.
+    To compute it, the scheduler is built for an optimizer with a single one-element tensor.
     """
     element = torch.zeros(1, dtype=torch.float32, device="cpu")
     stand_in: Any = torch.optim.SGD if optimizer == "SGD" else torch.optim.AdamW
@@ -155,11 +163,8 @@ def _peak_rate(optimizer: str, lr: float, schedule: Mapping[str, Any]) -> float 
 
 
 def model_type(layers: Sequence[LayerSpec], model: nn.Module) -> str | None:
-    """Return the type of a model, as far as its layers and modules show it.
-
-    None means that there is no recipe for such a model, or that its type is not known, as for a
-    stage of a pipeline.
-    """
+    """Return the type of a model, as its layers and modules show it. Return None if there is no
+    recipe for such a model, or if its type cannot be seen, as in a stage of a pipeline."""
     if any(ADAPTER.search(layer.module) for layer in layers):
         return ADAPTERS
     in_convolutions = sum(layer.numel for layer in layers if layer.kind in ("Conv2d", "Conv3d"))
@@ -184,7 +189,10 @@ def recipe_warnings(
 
     Args:
         model: see :func:`model_type`.
-        lr: learning rate of the matrices; if the schedule is known, its largest learning rate.
+        optimizer: class of the innermost optimizer.
+        lr: learning rate of the matrices. If the schedule is known, its largest learning rate.
+        weight_decay: weight decay of the run.
+        beta2: second beta of the optimizer; None if it has none.
     """
     recipes = [
         recipe for recipe in RECIPES if model in recipe.models and recipe.optimizer == optimizer
@@ -218,8 +226,9 @@ def _decay_apart(recipe: Recipe, weight_decay: float) -> float:
 
 
 def _distance(recipe: Recipe, lr: float, weight_decay: float) -> tuple[int, float]:
-    """Return two values: how many of the two settings, learning rate and weight decay, are far from
-    the recipe; and the absolute difference of the learning rates' logarithms."""
+    """Return how far a run is from a recipe, as two values. The first is how many of its learning
+    rate and weight decay are far from the recipe's. The second is the absolute difference of the
+    learning rates' logarithms."""
     rate_apart = abs(math.log(lr / recipe.lr))
     decay_apart = _decay_apart(recipe, weight_decay)
     return sum(apart > MOST_APART for apart in (rate_apart, decay_apart)), rate_apart

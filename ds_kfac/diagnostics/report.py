@@ -1,4 +1,5 @@
-"""The attach report: a summary, which ``check`` prints too, and what was chosen for each layer."""
+"""The attach report. It has a summary, which the command ``check`` also prints, and shows what was
+chosen for each layer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,9 +33,10 @@ from ds_kfac.zero.registry import shard_layout
 LINES = 12
 """Largest number of lines of a summary."""
 LOW_SHARE = 0.8
-"""Fraction of the trained matrix parameters below which the summary names what is left out."""
+"""If K-FAC updates less than this fraction of the trained matrix parameters, the summary names what
+is left out."""
 MEMORY_SHARE = 0.1
-"""Fraction of a device's free memory. If K-FAC needs more than this, the report has a warning."""
+"""If K-FAC needs more than this fraction of a device's free memory, the report has a warning."""
 BATCH_NORM: Any = nn.modules.batchnorm._BatchNorm
 
 PIPELINE_SCALES = (
@@ -49,7 +51,7 @@ ZERO_NORMS = (
     "(docs/howto/tune.md)"
 )
 LOCAL_STATISTICS = (
-    "BatchNorm's running statistics differ between ranks, and a checkpoint has those of rank 0; "
+    "BatchNorm's running statistics differ between ranks, and a checkpoint has only rank 0's; "
     "average them over ranks before you evaluate or save, as examples/job.py does"
 )
 MIXED_BATCH_NORM = (
@@ -63,13 +65,15 @@ SILENT_SKIPS = (
 
 
 def report(kfacs: Sequence[KFACPreconditioner], scan: Scan, given: KFACConfig) -> str:
-    """Return the text of ``engine.kfac.report``, and print what the key ``report`` asks for.
+    """Return the text of ``engine.kfac.report``. Print all of it, the summary, or nothing, as the
+    config key ``report`` says.
 
     The first rank of the job prints, and so does the first rank of each pipeline stage.
 
     Args:
-        kfacs: this rank's preconditioners. There is one for the dense layers, and another one for
-            experts if they are distributed over another group of ranks.
+        kfacs: this rank's preconditioners. There is one for the dense layers. If experts are
+            distributed over another group of ranks, there is a second one for them.
+        scan: result of scanning the model.
         given: the config as the user gave it.
     """
     first = kfacs[0]
@@ -110,12 +114,16 @@ def summary(
     warnings: Sequence[str],
     ratio: float,
 ) -> list[str]:
-    """Describe a run in :data:`LINES` lines at most, from its plans and not from measurements.
+    """Describe a run in at most :data:`LINES` lines. The numbers are from its plans, not measured.
 
     Args:
+        model: the model.
+        scan: result of scanning the model.
         plans: plans of this rank's preconditioners, see :func:`report`.
+        facts: facts about the update rule.
         optimizer: class or type of the innermost optimizer.
         mode: the engine's mode, in words.
+        warnings: the report's warnings. The last ones are left out if there are too many.
         ratio: learning rate of the parameters outside of K-FAC layers, divided by the optimizer's
             learning rate.
     """
@@ -164,8 +172,8 @@ def summary(
 
 
 def _details(kfac: KFACPreconditioner) -> list[str]:
-    """Return the lines of one preconditioner: what was configured or chosen, and a table of its
-    layers."""
+    """Return the lines about one preconditioner: what was configured or chosen for it, and a table
+    of its layers."""
     config = kfac.config
     plan = kfac.plan
     domain = kfac.engine_view.domain.name
@@ -190,12 +198,12 @@ def _details(kfac: KFACPreconditioner) -> list[str]:
 
 
 def _batched(kfac: KFACPreconditioner) -> str:
-    """Say how many of this rank's layers are stepped together."""
+    """Say how many of this rank's layers are updated in batches."""
     groups = [group.layers for group in kfac.direction.layer_groups if len(group.layers) > 1]
     if not groups:
         return "layer by layer"
     return (
-        f"{sum(map(len, groups))} of this rank's {len(kfac.owned)} layers are stepped in "
+        f"{sum(map(len, groups))} of this rank's {len(kfac.owned)} layers are updated in "
         f"{len(groups)} groups of equal shape, which hold {sum(map(basis_bytes, groups)):,} bytes "
         "of eigenvectors"
     )
@@ -219,7 +227,7 @@ def _traffic(kfac: KFACPreconditioner) -> str:
 
 
 def _ranks_of_layers(kfac: KFACPreconditioner) -> dict[str, tuple[str, str]]:
-    """Return layer name -> (gradient workers, ranks that decompose its factors)."""
+    """Return layer name -> (its gradient workers, ranks that decompose its factors), as texts."""
     assignment = kfac.plan.assignment
     ranks = {}
     for layer in kfac.layers:
@@ -233,7 +241,7 @@ def _ranks_of_layers(kfac: KFACPreconditioner) -> dict[str, tuple[str, str]]:
 
 
 def _memory(kfac: KFACPreconditioner) -> str:
-    """Describe the memory that this rank keeps for K-FAC once all factors, eigenbases and moments
+    """Describe the memory that K-FAC keeps on this rank once all factors, eigenbases and moments
     exist."""
     plan = kfac.plan
     state_bytes = plan.assignment.memory[kfac.rank]
@@ -292,7 +300,10 @@ def layer_lines(
     """Return the table of the preconditioned layers.
 
     Args:
-        ranks: layer name -> (gradient workers, ranks that decompose its factors). If None,
+        layers: the layers.
+        config: the "kfac" block.
+        facts: facts about the update rule.
+        ranks: layer name -> (gradient workers, ranks that decompose the layer's factors). If None,
             equal layers share a row. Otherwise each layer has its own row.
     """
     choices = [facts.choice(config, layer) for layer in layers]
@@ -317,10 +328,11 @@ def layer_lines(
 
 
 def skipped_lines(scan: Scan, *, every_module: bool = False) -> list[str]:
-    """Return the table of the modules that are not preconditioned, with the reasons; empty if there
-    are none.
+    """Return the table of the modules that are not preconditioned, with the reasons. It is empty if
+    there are none.
 
     Args:
+        scan: result of scanning the model.
         every_module: whether each module has its own row. If False, equal modules share a row.
     """
     if not scan.skipped:
@@ -373,7 +385,7 @@ def _zero_norms(modules: Mapping[str, Any]) -> list[str]:
 
 
 def _batch_norm_faults(kfac: KFACPreconditioner, modules: Mapping[str, Any]) -> list[str]:
-    """Return the faults of BatchNorm in DeepSpeed, which exist with and without K-FAC."""
+    """Return the faults that BatchNorm has in DeepSpeed, with and without K-FAC."""
     batch_norms = [
         module
         for module in modules.values()
@@ -395,8 +407,9 @@ def _batch_norm_faults(kfac: KFACPreconditioner, modules: Mapping[str, Any]) -> 
 def without_effect(
     rule: UpdateRule, config: KFACConfig, layers: Sequence[LayerSpec], optimizer: str
 ) -> list[str]:
-    """Return a warning that names the keys that were given but have no effect, because they belong
-    to another update rule or match no layer. Empty if there are none."""
+    """Return a list with a warning that names the keys without effect. These are keys that the user
+    gave, but that belong to another update rule or match no layer. Return an empty list if there
+    are none."""
     all_blocks = {block for other in DIRECTIONS for block in other.blocks}
     keys = []
     for block in sorted(all_blocks - set(rule.blocks)):

@@ -26,20 +26,22 @@ class Share:
     """Counts of trained parameters.
 
     Attributes:
-        matrices: elements of all matrices. Tables in which rows are looked up, as in embeddings, do
-            not count, and neither do parameters that are broadcast.
-        stepped: elements of matrices in K-FAC layers.
-        curved: elements of matrices in K-FAC layers with at least one factor that is not diagonal.
+        matrices: number of elements of all matrices. Tables in which rows are looked up, such as
+            embeddings, do not count as matrices. Neither do parameters that are broadcast.
+        stepped: number of elements of the matrices in K-FAC layers.
+        curved: number of elements of the matrices in K-FAC layers that have a dense or blocked
+            factor and have not lost their curvature.
         kinds: one ``(type of layer, number of layers)`` pair for each type of K-FAC layer.
-        others: elements of all parameters outside of K-FAC layers.
-        skipped: ``((type of module, reason), elements)`` pairs that count the matrices outside of
-            K-FAC layers, largest first.
-        tables: one ``(name, elements)`` pair for each parameter that counts as a table because the
-            model's code looks up rows in it, largest first. Weights of embedding modules are left
-            out.
-        unclear: one ``(name, elements)`` pair for each parameter that is in no K-FAC layer, has
-            more elements than a bias can have, and shows neither by its shape nor by its module's
-            code that it is a matrix or a table; largest first.
+        others: number of elements of all parameters outside of K-FAC layers.
+        skipped: ``((type of module, reason), number of elements)`` pairs for the matrices outside
+            of K-FAC layers, largest first.
+        tables: one ``(name, number of elements)`` pair for each parameter that counts as a table
+            because the model's code looks up rows in it, largest first. Weights of embedding
+            modules are left out.
+        unclear: one ``(name, number of elements)`` pair for each large parameter that is in no
+            K-FAC layer, and of which neither the shape nor the module's code shows whether it is a
+            matrix or a table, largest first. Large means that it has more elements than a bias can
+            have.
     """
 
     matrices: int
@@ -58,7 +60,7 @@ class Share:
 
     @property
     def curved_fraction(self) -> float:
-        """Fraction of the matrix elements whose layer has a factor that is not diagonal."""
+        """Fraction of the matrix elements that count in :attr:`curved`."""
         return self.curved / max(1, self.matrices)
 
     @property
@@ -90,12 +92,13 @@ def largest(texts: Sequence[str]) -> str:
 
 
 def named(parameters: Sequence[tuple[str, int]]) -> str:
-    """Name the first :data:`NAMED` of some parameters, given as ``(name, elements)``."""
+    """Name the first :data:`NAMED` parameters of a list of ``(name, number of elements)`` pairs."""
     return largest([f"{name} {count:,}" for name, count in parameters])
 
 
 def share(layers: Sequence[LayerSpec], parameters: int) -> str:
-    """Say how many of a model's parameters are in the layers. ``parameters``: their number."""
+    """Say how many of a model's parameters are in the layers. ``parameters`` is the number of the
+    model's parameters."""
     in_layers = sum(layer.numel for layer in layers)
     kinds = Counter(layer.kind for layer in layers)
     return (

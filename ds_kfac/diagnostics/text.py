@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 WIDTH = 160
-"""Columns if there is no terminal, as in a file or a launcher's log."""
+"""Number of columns if the output is not a terminal, but for example a launcher's log."""
 NARROWEST = 40
 Row = tuple[str, ...]
 
@@ -16,8 +16,8 @@ def fitted(text: str, width: int | None = None) -> str:
     longer than a line is not broken.
 
     Args:
-        width: number of columns; None: the environment variable COLUMNS, else the terminal's width,
-            else :data:`WIDTH`.
+        width: number of columns. If None, it is the value of the environment variable COLUMNS, else
+            the terminal's width, else :data:`WIDTH`.
     """
     if width is None:
         width = max(NARROWEST, shutil.get_terminal_size(fallback=(WIDTH, 24)).columns)
@@ -42,7 +42,7 @@ def columns(rows: Sequence[Row], *, right: bool = False) -> list[str]:
     """Return a table's rows as indented lines.
 
     Args:
-        right: True: align all columns but the first at the right, as is usual for numbers.
+        right: whether to align all columns except the first at the right, as is usual for numbers.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     signs = ["<", *((">" if right else "<") * (len(widths) - 1))]
@@ -77,7 +77,7 @@ def folded(rows: Sequence[Row]) -> list[Row]:
 
 
 def _folded_name(pattern: str, numbers: Sequence[Sequence[int]]) -> str:
-    """Return the pattern with each ``#`` replaced by the range of the rows' numbers."""
+    """Return the pattern with each ``#`` replaced by the range of numbers that rows have there."""
     texts = []
     for place in zip(*numbers, strict=True):
         low = min(place)

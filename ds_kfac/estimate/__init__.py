@@ -1,2 +1,2 @@
-"""Estimates of what K-FAC will cost a run, before the run. They are computed from the same plan
-that the run would use, without building the model."""
+"""Estimate before a run what K-FAC will cost. The estimate uses the plan that the run would use,
+and does not allocate memory for the model."""

@@ -70,17 +70,17 @@ def estimate_kfac_mem_needs_all_live(
             ``model_parameters=model.parameters()``.
         config: DeepSpeed config, a dict or the path of a file.
         world: number of data-parallel ranks.
-        example: arguments of the model's forward. The forward pass is run once to find layers that
-            share their input, and the number of rows that a layer has per token. None: each layer
-            is assumed to have an input of its own, with one row per token.
-        batch_rows: number of tokens (or images) of a rank in a step; None: unknown, so the
-            estimate leaves out captures and the model's own time.
+        example: arguments of the model's forward. The forward pass is run once to find the layers
+            that share an input, and each layer's number of rows per token. If None, each layer is
+            assumed to have an input of its own, with one row per token.
+        batch_rows: number of tokens (or images) of a rank in a step. If None, the estimate leaves
+            out captures and the model's own time.
         device: "cuda" or "cpu", the device whose builtin costs are used.
-        node_size: number of consecutive ranks on a node; None: 1.
+        node_size: number of ranks per node; None: 1. Consecutive ranks share a node.
         stage: ZeRO stage; None: the config's stage.
 
     Returns an :class:`Estimate` or :class:`Refused` for every gradient-worker fraction. If ZeRO
-    partitions gradients, the only strategy is one gradient worker per layer.
+    partitions gradients, each layer has one gradient worker, so there is only one strategy.
 
     Raises:
         ValueError: the config is wrong, or the model has no layer to precondition.
@@ -119,9 +119,8 @@ def estimate_kfac_mem_needs_all_cold(
 
 
 def costs_of(device: str, file: str | None = None) -> CostModel:
-    """Return the cost model of a type of device. It has the values that ``file`` contains, and
-    builtin values for everything else. Raise ValueError if the device is unknown or the file is
-    missing or wrong."""
+    """Return the cost model of a type of device. Values that are not in ``file`` are builtin. Raise
+    ValueError if the device is unknown, or if the file is missing or wrong."""
     if device not in BUILTIN:
         raise ValueError(f"device: got {device!r}; must be one of {', '.join(BUILTIN)}")
     return BUILTIN[device] if file is None else measured(BUILTIN[device], file)
@@ -134,7 +133,7 @@ def described(
 
     Args:
         rows: number of tokens (or images) of a rank in a step; None: unknown.
-        assumed: text to append to the batch size if the batch size is only assumed.
+        assumed: text that follows the batch size if the batch size is only assumed.
 
     Returns the lines of text, and all strategies.
     """
@@ -206,7 +205,8 @@ def factors_lines(subject: Subject, world: int) -> list[str]:
 
 
 def machine_lines(costs: CostModel, method: Method) -> list[str]:
-    """Describe the speeds from which seconds are predicted, and whether each was measured."""
+    """Describe the machine's speeds from which seconds are predicted, and say for each of them
+    whether it was measured."""
     times = ", ".join(
         f"{size}: {_time(seconds)}" for size, seconds in getattr(costs, method.solver_seconds)
     )
@@ -241,7 +241,7 @@ def machine_lines(costs: CostModel, method: Method) -> list[str]:
 def strategy_lines(
     strategies: Sequence[Estimate | Refused], costs: CostModel, chosen: Estimate | None
 ) -> list[str]:
-    """Return the lines of a table with a row for every strategy. The strategy ``chosen``, which the
+    """Return the lines of a table with a row for every strategy. ``chosen``, the strategy that the
     config chooses, is marked."""
     nbytes = (
         "K-FAC state",
@@ -287,7 +287,7 @@ def chosen_lines(chosen: Estimate, assumed: str = "") -> list[str]:
     by tables of memory, bytes on the wire, FLOPs and seconds.
 
     Args:
-        assumed: text to append to the batch size if the batch size is only assumed.
+        assumed: text that follows the batch size if the batch size is only assumed.
     """
     plan = chosen.plan
     memory = chosen.memory
@@ -355,7 +355,7 @@ def run(arguments: argparse.Namespace) -> str:
     """Return the text of the estimate. Raise ValueError if the config, the model or a number is
     wrong."""
     if arguments.node_gbps is not None and arguments.node_size is None:
-        raise ValueError("--node-gbps needs --node-size, the number of ranks of a node")
+        raise ValueError("--node-gbps needs --node-size, the number of ranks per node")
     ds_config = config_of(arguments.config or DEFAULT, arguments.optimizer, arguments.dtype)
     model, example = build(arguments.model, arguments.lora)
     trace = None
@@ -403,8 +403,8 @@ def run(arguments: argparse.Namespace) -> str:
 
 
 def batch_units(ds_config: Mapping[str, Any], world: int, units: int) -> tuple[int, str, bool]:
-    """Return the size of a rank's batch as a triple: the number of tokens or images in a step; how
-    it was computed, in words; and whether the config has a batch size.
+    """Return the size of a rank's batch as a triple: the number of tokens or images in a step, a
+    text that says how it was computed, and whether the config has a batch size.
 
     Args:
         units: number of tokens or images in one example.
@@ -420,8 +420,8 @@ def batch_units(ds_config: Mapping[str, Any], world: int, units: int) -> tuple[i
 
 
 def check(arguments: argparse.Namespace) -> str:
-    """Return the report that attach would print for a config and a model, without a run. Raise
-    ValueError if attach would refuse them."""
+    """Return the report that attach would print for this config and model, without starting a run.
+    Raise ValueError if attach would refuse them."""
     ds_config = config_of(arguments.config, arguments.optimizer, arguments.dtype)
     model, _ = build(arguments.model, arguments.lora)
     subject = Subject(model, ds_config)

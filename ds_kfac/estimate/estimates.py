@@ -1,8 +1,8 @@
 """Estimate what K-FAC costs each rank of a run: bytes that it sends and keeps, FLOPs and seconds.
 
 Bytes are exact, because they come from the layouts that the run itself uses. Seconds are
-predictions. An array [W] has one number for each rank. An array [W, W] has, in row i and column j,
-the bytes that rank i sends to rank j.
+predictions. An array [W] has one number for each rank. In an array [W, W], row i and column j
+contain the bytes that rank i sends to rank j.
 """
 
 from collections import Counter
@@ -32,8 +32,8 @@ from ds_kfac.zero.exchange import ExchangePlan
 
 Keys = frozenset[str]
 Message = Sequence[tuple[str, np.ndarray]]
-"""(kind of data, bytes [W, W]) for each part of a collective, in the order of the parts. Batch sums
-have two parts, counts and elements."""
+"""A collective, as a pair (kind of data, bytes [W, W]) for each of its parts. A collective that
+reduces batch sums has two parts, the counts and the sums."""
 
 PARTS = tuple(dict.fromkeys(part.kind for method in METHODS.values() for part in method.parts))
 KINDS = ("factors", "gradients", *PARTS, "results", "numbers")
@@ -41,31 +41,31 @@ KINDS = ("factors", "gradients", *PARTS, "results", "numbers")
 STATE = ("factors", "history", "eigenbases", "moments")
 """Kinds of memory that is kept between steps. Inverses are counted as eigenbases."""
 TRANSIENT = ("sums", "messages", "gradients", "workspace", "results")
-"""Kinds of memory that a step needs in addition if it captures all factors. Not all of them are
-needed at the same time:
+"""Kinds of memory that a step needs in addition if it captures all factors. They are not all needed
+at the same time.
 
 - sums: batch sums that this rank makes or averages.
 - messages: buffers of messages in flight.
 - gradients: gathered gradients, and the message that brings them.
-- workspace: while layers are stepped, the gradients of later layers, the results of earlier layers,
-  and the temporaries of the layers that are stepped at the moment.
+- workspace: memory while layers are preconditioned one batch after the other. It has the gradients
+  of later layers, the results of earlier layers, and the temporaries of the current layers.
 - results: results that wait to be sent, and the message that sends them.
 """
 BESIDE = "beside"
-"""Kind of memory: the peak of temporary memory over all steps, including the first one. It includes
-gradients and results of this rank's layers."""
+"""Kind of memory: the peak of temporary memory over all steps, including the first one. The
+gradients and results of this rank's layers are part of it."""
 FP32 = 4
 """Bytes of an fp32 number."""
 
 
 def steps_of(plan: planning.Plan) -> tuple[list[FactorsDue], list[FactorsDue]]:
-    """Return the factors that are due in each step of two ranges of steps.
+    """Return the factors that are due in each step, as one list for each of two ranges of steps.
 
-    The first list is for the burn-in: from step 1 to the step by which all factors have been
-    refreshed twice, or to the end of the burn-in if that is earlier. It is empty without a burn-in.
-    The second list is for one period of the intervals, once no interval changes any more.
+    The first range is in the burn-in. It begins with step 1 and ends when all factors have been
+    refreshed twice, or with the burn-in if that ends earlier. Without a burn-in the list is empty.
+    The second range is one period of the intervals, after the last change of an interval.
 
-    The adaptive rule is ignored, because it only leaves work out.
+    The adaptive rule is ignored, because it can only skip work.
     """
     schedule = plan.schedule
     timetable = replace(plan, adaptive=None).timetable()
@@ -90,15 +90,15 @@ def turned_bytes(layer: LayerSpec) -> int:
 
 
 def same_block(world: int, width: int) -> np.ndarray:
-    """Return bool [W, W]: whether two ranks are in the same block of ``width`` consecutive ranks. A
-    node is such a block."""
+    """Return bool [W, W]: whether two ranks are in the same block of ``width`` consecutive ranks.
+    For example, the ranks of a node are a block."""
     block = np.arange(world) // width
     return block[:, None] == block[None, :]
 
 
 def travel(costs: rates.CostModel, payload: np.ndarray, collectives: float) -> np.ndarray:
-    """Return the seconds [W] to send and receive ``payload``, bytes [W, W]. This is the longer of a
-    rank's times to send and to receive, plus a latency for each collective."""
+    """Return the seconds [W] to send and receive ``payload``, bytes [W, W]. A rank sends and
+    receives at the same time, so the longer time counts, plus a latency for each collective."""
     near = same_block(len(payload), costs.node_size)
     seconds = np.full(len(payload), collectives * costs.link_seconds)
     for where, rate in ((~near, costs.link_bytes), (near, costs.node_bytes or costs.link_bytes)):
@@ -120,8 +120,8 @@ class StepTraffic:
     calls: np.ndarray
 
     def sent(self, kind: str | None = None, *, axis: int = 1) -> np.ndarray:
-        """Return the bytes [W] that each rank sends, or receives if ``axis`` is 0. ``kind`` None:
-        the sum of all kinds."""
+        """Return the bytes [W] that each rank sends, or receives if ``axis`` is 0. If ``kind`` is
+        None, all kinds are summed."""
         return (self.payload.sum(axis=0) if kind is None else self.payload[KINDS.index(kind)]).sum(
             axis=axis
         )
@@ -131,21 +131,22 @@ class Estimate:
     """The costs of one strategy. Raises ValueError if K-FAC cannot make a plan for it.
 
     Args:
-        rows: number of tokens (or images) of a rank in a step. None: unknown, so captures and the
-            model's time are left out.
+        rows: number of tokens (or images) of a rank in a step. If None, the estimate leaves out
+            captures and the model's time.
 
     Attributes:
         plan: the plan that the run would make.
         plain: traffic of a step that only preconditions.
         update: traffic of a step that also captures every factor.
         refresh: traffic of a step that captures every factor and refreshes every eigenbasis.
-        mean: mean traffic over one period of the intervals, once no interval changes any more.
-        stages: name of a stage -> seconds of its slowest rank in the mean step. Ranks wait for each
-            other in a collective between any two stages, so the sum over all stages is the time of
-            the step.
-        seconds, worst: seconds of the mean step, and of the longest step.
-        model: seconds of the model's forward and backward passes; None: unknown.
-        overhead: seconds of the mean step divided by those of the model; None: unknown.
+        mean: mean traffic over one period of the intervals, after the last change of an interval.
+        stages: name of a stage -> seconds that its slowest rank needs in the mean step. Ranks wait
+            for each other in a collective between any two stages, so the time of the step is the
+            sum over all stages.
+        seconds: seconds of the mean step.
+        worst: seconds of the longest step.
+        model: seconds of the model's forward and backward passes; None if unknown.
+        overhead: ``seconds`` divided by ``model``; None if unknown.
     """
 
     def __init__(
@@ -205,8 +206,8 @@ class Estimate:
     # bytes on the wire
 
     def _traffic(self, captured: Keys, arriving: Keys) -> StepTraffic:
-        """Return the traffic of a step that captures the factors ``captured`` and delivers new
-        eigenbases of the factors ``arriving``."""
+        """Return the traffic of a step that captures the factors in ``captured`` and delivers new
+        eigenbases of the factors in ``arriving``."""
         payload = np.zeros((len(KINDS), self.world, self.world), np.int64)
         calls = np.zeros(len(KINDS), np.int64)
         delivered = (message for message, _ in self._delivered(captured, arriving))
@@ -237,8 +238,8 @@ class Estimate:
         """Return the messages that bring new eigenbases or inverses to gradient workers. The first
         message also contains the scalars that ranks exchange.
 
-        Each message is paired with the bytes [W] that its content takes on each rank once it is
-        unpacked.
+        Each message is paired with the bytes [W] that each rank needs for what it has unpacked from
+        the message.
         """
         delivery = self.delivery
         messages: list[tuple[Message, np.ndarray]] = []
@@ -264,9 +265,9 @@ class Estimate:
 
     @cached_property
     def _scatter(self) -> Message:
-        """The message from gradient workers. It contains results and the scalars that are summed
-        over a row of ranks: scalars of the update rule and of the metrics, and a flag per layer if
-        the update rule needs flags."""
+        """The message from gradient workers. It contains the results, and the scalars that are
+        summed over a row of ranks. These are the scalars of the update rule and of the metrics, and
+        a flag per layer if the update rule needs flags."""
         flags = len(self.plan.layers) if self.rule.flags(self.plan.config) else 0
         count = self.rule.numbers + len(SUMMARY) + flags
         results = self.exchange.scatter
@@ -282,7 +283,7 @@ class Estimate:
         )
 
     def _matrix(self, of_pairs: Mapping[tuple[int, int], int]) -> np.ndarray:
-        """Return the bytes [W, W] of a mapping (source, target) -> bytes."""
+        """Return the mapping (sending rank, receiving rank) -> bytes as an array [W, W]."""
         matrix = np.zeros((self.world, self.world), dtype=np.int64)
         for pair, nbytes in of_pairs.items():
             matrix[pair] = nbytes
@@ -310,8 +311,8 @@ class Estimate:
         groups = self._layer_groups
         nbytes_of = plan.assignment.work.bytes_of(self.workers, self.homes)
         memory = {kind: np.array(nbytes_of[kind]) for kind in STATE if kind in nbytes_of}
-        # Layers that are stepped in one batch have copies of their eigenvectors in stacks. Each
-        # layer has its own copy of a shared A.
+        # Layers that are preconditioned in one batch have copies of their eigenvectors in stacks. A
+        # shared A has a copy for each layer.
         stacked = [[group for group in of_rank if len(group) > 1] for of_rank in groups]
         inside = [{layer.name for group in of_rank for layer in group} for of_rank in stacked]
         copied = self._in_stacks(self.every, inside)
@@ -353,12 +354,12 @@ class Estimate:
         return {kind: nbytes.astype(np.int64) for kind, nbytes in memory.items()}
 
     def _in_stacks(self, keys: Keys, inside: Sequence[Set[str]]) -> np.ndarray:
-        """Return the bytes [W] of the eigenbases that each rank keeps only in stacks. These are the
-        eigenbases that the rank uses only for layers that are stepped in batches.
+        """Return the bytes [W] of the eigenbases that each rank keeps only in stacks. The rank uses
+        these eigenbases only for layers that are preconditioned in batches.
 
         Args:
-            keys: the factors whose eigenbases count.
-            inside: for each rank, names of the layers that are stepped in batches.
+            keys: keys of the factors whose eigenbases count.
+            inside: for each rank, names of the layers that are preconditioned in batches.
         """
         total = np.zeros(self.world)
         for factor in (factor for factor in self.factors if factor.key in keys):
@@ -369,8 +370,8 @@ class Estimate:
         return total
 
     def _refreshed(self, due: FactorsDue) -> np.ndarray:
-        """Return the peak of the bytes [W] that a step holds, from its decompositions until the new
-        eigenbases are in use."""
+        """Return the peak of the bytes [W] that a step needs from its first decomposition until the
+        new eigenbases are in use."""
         plan = self.plan
         keys = due.refresh
         held = self._on_homes(lambda factor: self._basis[factor.key], keys)
@@ -379,7 +380,7 @@ class Estimate:
             sent, both = self._buffers(message)
             peaks += [held + both, held + both - sent + brought]
             held = held + brought
-        # the decompositions are rounded to the dtype in which they were sent, one after the other
+        # a rank rounds its own decompositions to the dtype of the messages, one after the other
         rounded_at_home = keys & self.delivery.rounded_at_home
         rounded = [(self.homes[key], self._basis[key]) for key in rounded_at_home]
         copied, turning = np.zeros((2, self.world))
@@ -393,9 +394,9 @@ class Estimate:
         return np.max([*peaks, held + copied, held + turning], axis=0)
 
     def _reduced(self, keys: Keys, reduction: ReductionPlan) -> tuple[np.ndarray, np.ndarray]:
-        """Return two arrays of bytes [W]. The first has the factors' batch sums, on the ranks that
-        make or average them. The second has the buffers of the messages with these sums: the
-        largest total of messages that are in flight at the same time."""
+        """Return two arrays of bytes [W]. The first is for the factors' batch sums, on the ranks
+        that make or average them. The second is for the buffers of the messages with these sums. It
+        is the largest total over messages that are in flight at the same time."""
         sums = (
             ({slot.owner, *slot.contributors}, FP32 * slot.numel)
             for slot in reduction.of(keys, 0)[0]
@@ -416,7 +417,7 @@ class Estimate:
 
     @cached_property
     def _layer_groups(self) -> list[tuple[tuple[LayerSpec, ...], ...]]:
-        """The layers of each rank, in the groups in which they are stepped."""
+        """The layers of each rank, in the groups in which they are preconditioned."""
         key = (lambda layer: layer.copies) if self.plan.batched else None
         owned = [
             [x for x in self.plan.layers if rank in self.workers[x.name]]
@@ -428,9 +429,9 @@ class Estimate:
         """Return bytes [3, W] in three rows:
 
         1. gathered gradients;
-        2. the peak while layers are stepped. It includes the remaining gradients, the results that
-           wait to be sent, and the workspace of a chunk of layers;
-        3. all results that wait to be sent, with their copies in the message.
+        2. the peak while layers are preconditioned. It includes the remaining gradients, the
+           results that wait to be sent, and the workspace of a chunk of layers;
+        3. all results that wait to be sent, and the send buffer of their message.
         """
         plan = self.plan
         arriving, leaving = plan.gradient_dtypes
@@ -449,7 +450,7 @@ class Estimate:
         memory = np.zeros((3, self.world))
         for rank, groups in enumerate(self._layer_groups):
             layers = [layer for group in groups for layer in group]
-            # If the layer consists of one parameter and its complete gradient is on this rank, the
+            # If the layer consists of one parameter, and this rank has its complete gradient, the
             # gradient is read in place and not gathered.
             held = {
                 name
@@ -462,8 +463,8 @@ class Estimate:
                 if layer.name not in held
             }
             memory[0, rank] = left = sum(missing.values())
-            # At stage 0 DeepSpeed has finished gradients in fp32. If a layer is stepped alone, its
-            # gradient is not copied.
+            # If DeepSpeed keeps averaged gradients in fp32 at stage 0, the gradient of a layer that
+            # is preconditioned alone is not copied.
             finished = self.subject.replicated and self.subject.gradients is torch.float32
             if finished:
                 alone = {group[0].name for group in groups if len(group) == 1} & held
@@ -494,8 +495,8 @@ class Estimate:
     # FLOPs and seconds
 
     def _mean_step(self) -> None:
-        """Compute the traffic and seconds of the mean step, and the seconds of the longest step,
-        over one period of the intervals, once no interval changes any more."""
+        """Compute the traffic and seconds of the mean step, and the seconds of the longest step.
+        Both are over one period of the intervals, after the last change of an interval."""
         (_, steps), seconds = steps_of(self.plan), dict[FactorsDue, dict[str, float]]()
         costs = self.costs
         method = self.plan.method
@@ -534,8 +535,9 @@ class Estimate:
         self.overhead = self.seconds / self.model if self.model else None
 
     def _precondition(self, layer: LayerSpec) -> float:
-        """Return the seconds of a step for one layer. On a GPU the update rule's own products run
-        in 16 bits at the model's rate, unless ``kfac.preconditioner.precision`` is "highest"."""
+        """Return the seconds to precondition one layer in a step. On a GPU the update rule's own
+        matrix products run in 16 bits at the model's rate, unless
+        ``kfac.preconditioner.precision`` is "highest"."""
         costs = self.costs
         rate = max(costs.rate(rates.mean_width(layer)), costs.model_flops if self._half else 0.0)
         passes = costs.elementwise(FP32 * self.rule.facts.passes * layer.numel)
@@ -548,8 +550,8 @@ class Estimate:
 
     @property
     def flops(self) -> Mapping[str, np.ndarray]:
-        """Name of a stage -> FLOPs [W] that the stage needs to capture every factor once, to
-        decompose every factor once, or to precondition all layers once."""
+        """Name of a stage -> FLOPs [W] to run the stage once for all factors ("capture" and
+        "refresh"), or once for all layers ("precondition")."""
         method = self.plan.method
         config = self.plan.config
         facts = self.rule.facts
@@ -563,7 +565,7 @@ class Estimate:
         }
 
     def _captures(self, keys: Keys) -> np.ndarray:
-        """Return the FLOPs [W] to capture the factors ``keys`` in one step."""
+        """Return the FLOPs [W] to capture the factors in ``keys`` in one step."""
         plan = self.plan
         layers = {layer.name: layer for layer in self.plan.layers}
 
@@ -586,8 +588,8 @@ class Estimate:
         return self._at((ranks, flops(factor)) for factor, ranks in contributors)
 
     def _at(self, amounts: Iterable[tuple[Iterable[int], float]]) -> np.ndarray:
-        """Return the sum of all amounts as an array [W]. Each amount is added on each of its
-        ranks."""
+        """Return an array [W] with the sum of the amounts of each rank. An amount counts for every
+        rank in its list."""
         total = np.zeros(self.world)
         for ranks, amount in amounts:
             total[list(ranks)] += amount
@@ -596,13 +598,13 @@ class Estimate:
     def _on_homes(
         self, amount: Callable[[rates.FactorSpec], float], keys: Keys | set[str] | None = None
     ) -> np.ndarray:
-        """Return an array [W]. Each rank's entry is the sum of ``amount`` over the factors whose
-        eigen worker the rank is. ``keys`` restricts the sum to these factors; None: all factors."""
+        """Return an array [W] with the sum of ``amount`` over the factors of each eigen worker.
+        Only factors in ``keys`` count. If it is None, all factors count."""
         return self._at(
             ([self.homes[f.key]], amount(f)) for f in self.factors if keys is None or f.key in keys
         )
 
     def _on_workers(self, amount: Callable[[LayerSpec], float]) -> np.ndarray:
-        """Return an array [W]. Each rank's entry is the sum of ``amount`` over the layers whose
-        gradient worker the rank is."""
+        """Return an array [W] with the sum of ``amount`` over the layers of each gradient
+        worker."""
         return self._at((self.workers[layer.name], amount(layer)) for layer in self.plan.layers)

@@ -13,15 +13,15 @@ own config may allow a million tokens."""
 
 
 def build(name: str, lora: int | None = None) -> tuple[nn.Module, tuple[Any, ...] | None]:
-    """Return a model on the meta device and example arguments of its forward. The arguments are
+    """Return a model on the meta device, and example arguments of its forward. The arguments are
     None if they are unknown.
 
     Args:
-        name: one of three forms:
+        name: one of three forms.
             "module:factory" names a function that returns a model, or (model, example arguments).
             "timm:NAME" names a model of timm. The example is an image of the size on which the
             model was trained.
-            "hf:PATH" is the path of a config.json of transformers, or of its folder.
+            "hf:PATH" has the path of a config.json of transformers, or of its folder.
         lora: rank of the adapters that peft adds to all linear layers except the head, while
             everything else is frozen; None: no adapters.
 
@@ -72,8 +72,8 @@ def build(name: str, lora: int | None = None) -> tuple[nn.Module, tuple[Any, ...
 
 
 def _of_transformers(transformers: Any, path: str) -> Any:
-    """Return a model, or (model, example arguments). The model's class is the one that its config
-    names, otherwise a causal language model."""
+    """Return a model, or (model, example arguments). If the config does not name the model's class,
+    the model is a causal language model."""
     if not os.path.exists(path):
         raise ValueError(
             f"model hf:{path}: no such file or folder; give the path of a model's config.json, "

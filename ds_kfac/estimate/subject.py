@@ -27,7 +27,7 @@ from ds_kfac.plan.plan import EngineFacts, Observations, Plan, make_plan, sharin
 from ds_kfac.zero.shards import ShardMap, held_by_layer, planned_shards
 
 DTYPES = ("fp16", "bf16")
-"""Blocks of a DeepSpeed config that choose the dtype of parameters. Without either, the dtype is
+"""Blocks of a DeepSpeed config that set the dtype of parameters. Without them, the dtype is
 fp32."""
 
 
@@ -81,20 +81,20 @@ class Subject:
         stage: ZeRO stage that replaces the one in the config; None: the config's stage.
 
     Attributes:
-        user_config: the "kfac" block as it was written.
-        config, answers: the block with a value in place of each null, and texts that say how these
-            values were chosen.
+        user_config: the "kfac" block as the user wrote it.
+        config: the "kfac" block with a value in place of each null.
+        answers: texts that say how these values were chosen.
         rule: the optimizer's update rule.
         context: the facts of the engine that DeepSpeed would build.
         replicated: whether every rank has every averaged gradient.
         gradients: dtype of the gradients that K-FAC reads.
-        scan, layers: the result of scanning the model, and the layers in it. Large layers are
-            divided.
+        scan: the result of scanning the model, with large layers divided into parts.
+        layers: the layers in ``scan``.
         groups: parameter groups of the optimizer, in its order. A group is a list of (name, number
             of elements) of its trained parameters.
         shared: groups of layers that have the same input.
         forward: number of multiplications per unit (token or image) in the forward pass. It is 0 if
-            the number is unknown for a stack of matrices.
+            the number is unknown, because the trace lacks a stack of matrices.
 
     Raises ValueError if the config is wrong, if the model has no layers, or if K-FAC or the
     estimator does not support the engine.
@@ -164,8 +164,8 @@ class Subject:
 
     @property
     def assumed(self) -> str:
-        """Text to append to the parameters' dtype if the dtype is only assumed, because the config
-        has "auto" instead of a value."""
+        """Text that follows the parameters' dtype in reports if the dtype is only assumed, because
+        the config has "auto" instead of a value. Empty otherwise."""
         unknown = [
             f'"{key}"' for key in DTYPES if block(self.ds_config, key).get("enabled") == AUTO
         ]
@@ -177,8 +177,8 @@ class Subject:
         )
 
     def strategy(self, workers: int, world: int) -> str:
-        """Return the name of a strategy, as in KAISA. ZeRO's owner scheme corresponds to KAISA's
-        MEM-OPT.
+        """Return KAISA's name of a strategy. If ZeRO partitions gradients, the name is "owners",
+        which corresponds to KAISA's MEM-OPT.
 
         Args:
             workers: number of gradient workers of a layer.

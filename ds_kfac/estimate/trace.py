@@ -25,16 +25,16 @@ features as their last dimension."""
 class Trace:
     """What one forward pass without gradients shows about layers.
 
-    A trace knows only shapes. Shapes do not show which rows go to which matrix of a stack. An empty
-    trace stands for a model that has not been run.
+    A trace contains only shapes. Shapes do not show which matrix of a stack multiplies which rows.
+    An empty trace stands for a model that has not been run.
 
     Attributes:
-        units: number of units in the example.
+        units: number of units (tokens or images) in the example.
         inputs: module name -> numbers that identify the module's inputs. Modules with equal numbers
             share their inputs.
-        rows: module name -> number of rows per unit. A missing module has one row per unit.
-        stacked: dict from the name of a parameter that is a stack of matrices, such as experts, to
-            the number of rows per unit that one matrix multiplies, averaged over the matrices.
+        rows: module name -> number of rows per unit. A module that is missing has one row per unit.
+        stacked: for each parameter that is a stack of matrices, such as experts: parameter name ->
+            number of rows per unit that one matrix multiplies, averaged over the matrices.
     """
 
     units: int = 0
@@ -82,16 +82,15 @@ class Trace:
         return trace
 
     def rows_of(self, layer: LayerSpec) -> float:
-        """Return the number of rows per unit of a layer, or 1 if the trace has not seen the
-        layer."""
+        """Return a layer's number of rows per unit, or 1 if the layer is not in the trace."""
         return self.stacked.get(layer.weight, self.rows.get(layer.module, 1.0))
 
     def multiplications(self, model: nn.Module) -> float:
-        """Return the number of multiplications per unit in the forward pass: parameter elements
-        times rows per unit.
+        """Return the number of multiplications per unit in the forward pass. It is the sum over
+        parameters of their elements times their rows per unit.
 
-        The look-up of an embedding costs nothing. A head that shares the embedding's weight is
-        counted.
+        Looking up rows of an embedding costs nothing. A head that shares the embedding's weight
+        does count.
         """
         total = 0.0
         counted = set[nn.Parameter]()
@@ -116,7 +115,7 @@ class Trace:
         named: Mapping[str, Any],
         output: Any,
     ) -> None:
-        """Record the input and the rows of a module's call. A forward hook."""
+        """Forward hook that records the input and the number of rows of a module's call."""
         x = inputs[0] if inputs else next(iter(named.values()), None)
         if isinstance(x, Tensor):
             self.inputs[name] = (*self.inputs.get(name, ()), shared.number(name, x))
@@ -143,7 +142,7 @@ class _Stack(NamedTuple):
 
 
 class _StackedProducts(TorchFunctionMode):
-    """Records in a trace how many rows are multiplied by stacks of matrices."""
+    """Records in a trace how many rows each stack of matrices multiplies."""
 
     def __init__(self, modules: Mapping[str, nn.Module], trace: Trace) -> None:
         super().__init__()
@@ -180,8 +179,8 @@ class _StackedProducts(TorchFunctionMode):
             self.trace.stacked[stack.name] = self.trace.stacked.get(stack.name, 0.0) + rows
 
     def _stack_of(self, x: Any) -> _Stack | None:
-        """Return the stack to which x belongs, as the parameter itself, a view or a copy. None: x
-        belongs to no stack."""
+        """Return the stack if x is a parameter that is a stack, a view of it or a copy of it.
+        Otherwise return None."""
         if not isinstance(x, Tensor):
             return None
         return self.stacks.get(x if x._base is None else x._base)

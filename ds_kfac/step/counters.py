@@ -1,8 +1,8 @@
 """Numbers for logs. DeepSpeed's monitor gets all counters. The logs of a training framework get a
 few of them, under the same names.
 
-All functions that return numbers of a step read scalars from the device and wait for it, so call
-them only in steps that are logged.
+Functions that return a step's numbers read scalars from the device and wait for it. So call them
+only in steps that are logged.
 """
 
 from collections.abc import Iterable
@@ -37,15 +37,15 @@ COUNTS = (
 )
 """Names in ``Metrics.counts``."""
 KINDS = ("factors", "gradients", "results", "numbers", "proof")
-"""Kinds of messages between ranks, in addition to the messages with decompositions."""
+"""Kinds of messages between ranks, except those that contain decompositions."""
 
 
 def counters(job: Job) -> dict[str, float]:
     """Return counter name -> total since attach. A total counts what this rank did, unless noted
     otherwise.
 
-    Counters of a domain of experts have names that begin with "<domain>/". Counters of messages
-    between all domains have names that begin with "job/".
+    Names of counters of a domain of experts begin with "<domain>/". If there are several domains,
+    names of counters of the messages between them begin with "job/".
 
     In addition to the numbers of :class:`~ds_kfac.metrics.Metrics` there are:
 
@@ -53,12 +53,13 @@ def counters(job: Job) -> dict[str, float]:
     - "sent_bytes_<kind>", "received_bytes_<kind>": payload to and from other ranks, in bytes,
       including the payload of skipped steps. Kinds: factors, gradients, eigenvectors, eigenvalues,
       inverses, results, numbers, proof.
-    - "captures": number of times that statistics for a factor were collected, over the factors of
-      all ranks. "captures_skipped": number of times that the adaptive rule skipped this.
+    - "captures": number of times that statistics for a factor were collected, summed over the
+      factors of all ranks. "captures_skipped": number of times that the adaptive rule skipped the
+      collection.
     - "statistics_fraction": number of factor elements for which statistics were collected, divided
-      by the number that would result if every step collected statistics for every factor.
+      by the number if every step collected statistics for every factor.
 
-    All of these exist from attach on and are zero before the first step.
+    All these counters exist from attach on and are zero before the first step.
     """
     values = _of_domain(job.preconditioners[0])
     for kfac in job.preconditioners[1:]:
@@ -72,9 +73,9 @@ def counters(job: Job) -> dict[str, float]:
 
 
 def selected(job: Job) -> dict[str, float]:
-    """Return this rank's numbers for a line of a training framework's logs: the numbers of
-    :func:`health`, the numbers of kl-clip if it is on, and the counters in :data:`FAILURES` that
-    are not zero."""
+    """Return this rank's numbers for one log line of a training framework. These are the numbers of
+    :func:`health`, "nu" and "kl" if kl-clip is on, and the counters in :data:`FAILURES` that are
+    not zero."""
     values = counters(job)
     clipped = {name: value for name, value in values.items() if name in ("nu", "kl")}
     failures = {
@@ -87,7 +88,7 @@ def selected(job: Job) -> dict[str, float]:
 
 def constants(job: Job) -> dict[str, float]:
     """Return numbers that do not change during a run. "lr_<kind>" is the learning rate of a kind of
-    parameters relative to the optimizer's learning rate, if the two differ."""
+    parameters, divided by the optimizer's learning rate. It is missing if the two are equal."""
     kfac = job.preconditioners[0]
     rates = kfac.rule.facts.rates(kfac.plan, getattr(kfac.engine_view.inner, "adam_ratio", 1.0))
     return {f"lr_{kind}": float(times) for kind, times in rates.items() if times != 1}
@@ -98,9 +99,9 @@ def health(job: Job) -> dict[str, float]:
 
     - "step_to_weight": root mean square of KFACAdamW's last step over the layers of all ranks,
       divided by the root mean square of the layers' weights on this rank.
-    - "eigenvalue_spread": the largest eigenvalue of A divided by the mean eigenvalue of A, as the
-      median over this rank's dense layers. A value of 1 means that inputs are equally large in
-      every direction, so that A contains no information about curvature.
+    - "eigenvalue_spread": the largest eigenvalue of A divided by its mean eigenvalue. The number is
+      the median over the layers of this rank whose A is dense or blocked. A value of 1 means that
+      inputs are equally large in every direction, so A contains no information about curvature.
     """
     values = {}
     kfac = job.preconditioners[0]
@@ -134,8 +135,8 @@ def _of_domain(kfac: KFACPreconditioner) -> dict[str, float]:
 
 
 def _of_channel(channel: Channel, kinds: Iterable[str]) -> dict[str, float]:
-    """Return the counters of a channel's messages, with zeros for each of ``kinds`` of which no
-    message was sent."""
+    """Return the counters of a channel's messages. Kinds in ``kinds`` that were never sent have
+    zeros."""
     values: dict[str, float] = {}
     for name, counter in (
         ("calls", channel.calls),
@@ -149,8 +150,8 @@ def _of_channel(channel: Channel, kinds: Iterable[str]) -> dict[str, float]:
 
 
 def held(parameter: Any, rank: int) -> Tensor:
-    """Return the part of a parameter that a rank holds. This is the whole parameter, or at ZeRO-3
-    the rank's flat chunk without the uninitialised padding."""
+    """Return the part of a parameter that a rank holds. At ZeRO-3 this is the rank's flat chunk
+    without the uninitialised padding, otherwise the whole parameter."""
     chunk = getattr(parameter, "ds_tensor", None)
     if chunk is None:
         return parameter.detach()

@@ -4,8 +4,8 @@ workers.
 A factor's eigen worker is the rank that averages and decomposes the factor. A layer's gradient
 workers are the ranks that precondition the layer's gradient. The timetable is the same on every
 rank, but only the eigen worker knows whether a factor could be decomposed. If eigenbases are sent
-to other ranks, the eigen worker sends this information to all ranks, because all ranks must agree
-on the factors that the next step handles.
+to other ranks, all ranks must agree on the factors that the next step handles. The eigen worker
+therefore tells all ranks whether it could decompose the factor.
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -53,9 +53,9 @@ class LastBatch(NamedTuple):
     Attributes:
         step: the step of the batch.
         column: the factor's column in ``numbers_4n``.
-        numbers_4n: fp32 [4, n] on the device, with a column for each of the step's n batches. The
-            four numbers of a column are: 1 if the batch was scaled down, otherwise 0; 1 if the
-            factor did not use the batch, otherwise 0; the batch's number of rows; and the last step
+        numbers_4n: fp32 [4, n] on the device, with a column for each of the step's n batches. Row 0
+            is 1 if the batch was scaled down, otherwise 0. Row 1 is 1 if the factor did not use the
+            batch, otherwise 0. Row 2 is the number of rows in the batch. Row 3 is the last step
             whose batch changed the factor, or -1 if no batch has changed it.
     """
 
@@ -81,7 +81,8 @@ class FactorLog:
 
     Attributes:
         batches: factor key -> last batch on this rank.
-        tried: factor key -> step of the last refresh, and its outcome: FAILED, UNUSABLE or FRESH.
+        tried: factor key -> (step of the last refresh, its outcome). The outcome is FAILED,
+            UNUSABLE or FRESH.
         fresh: factor key -> step of the last refresh that produced a decomposition.
     """
 
@@ -97,24 +98,26 @@ class FactorStep:
 
     Attributes:
         due: keys of the factors for which this step collects statistics, and keys of the factors
-            that it decomposes, both by the timetable. Keys of factors that were replaced by a
-            shared factor are left out.
+            that it decomposes, according to the timetable. Keys of factors that a shared factor has
+            replaced are left out.
         travels: whether decompositions are ever sent to other ranks.
         terms: layer name -> number of loss terms in the step's batch.
         similar: factor key -> fp32 scalar on the device. If the factor did not use the batch, the
-            scalar is :data:`NO_BATCH`. Otherwise it is the sum of :data:`SIMILAR_TO_LAST`, if the
-            new average is similar to the factor's last average, and :data:`SIMILAR_TO_BEFORE`, if
-            it is similar to the average before the last (:func:`ds_kfac.curvature.factor.update_`).
+            scalar is :data:`NO_BATCH`. Otherwise it starts at 0. :data:`SIMILAR_TO_LAST` is added
+            if the new average is similar to the factor's last average, and
+            :data:`SIMILAR_TO_BEFORE` if it is similar to the average before the last
+            (:func:`ds_kfac.curvature.factor.update_`).
         unusual: for each kind in :data:`ds_kfac.step.messages.UNUSUAL`, the number of this rank's
             batches of that kind.
-        missed: this rank's factors to which not all ranks contributed.
+        missed: this rank's factors to which only some of the ranks contributed.
         arriving: keys of the factors that are decomposed in this step, on any rank.
         outcomes: factor key -> FAILED, UNUSABLE or FRESH, for the factors of this rank. If
-            :attr:`travels`, :meth:`FactorUpdates.deliver` adds the factors of all other ranks.
+            :attr:`travels` is True, :meth:`FactorUpdates.deliver` adds the factors of all other
+            ranks.
         bases: factor key -> decomposition, for the factors that this rank has decomposed.
             :meth:`FactorUpdates.deliver` adds the decompositions that this rank needs from other
             ranks.
-        scalars: name -> scalar, for the scalars of all ranks. Empty before
+        scalars: name -> scalar, for the scalars that any rank has sent. Empty before
             :meth:`FactorUpdates.deliver`.
     """
 
@@ -135,8 +138,8 @@ class FactorUpdates:
 
     Args:
         plan: assigns tasks to ranks, and defines intervals, methods and dtypes.
-        averaged_over: number of ranks whose backward passes are averaged in a gradient, including
-            ranks of other domains.
+        averaged_over: number of ranks over which DeepSpeed averages gradients, including ranks of
+            other domains.
 
     Attributes:
         reducer: sends batch sums to the eigen workers.
@@ -144,12 +147,12 @@ class FactorUpdates:
         ready: keys of the factors that have been decomposed. If decompositions are sent to other
             ranks, these are factors of all ranks, otherwise only factors of this rank.
         log: what happened to factors, see :class:`FactorLog`.
-        specs: factor key -> description of the factor, for the factors of all ranks.
+        specs: factor key -> :class:`FactorSpec`, for the factors of all ranks.
         layer_of: factor key -> first of the layers that have this factor.
         of_layer: layer name -> {"A": spec, "G": spec}, see :func:`factors_by_layer`.
         home: device on which averages are kept between steps.
-        paired: whether the decomposition of a factor needs the other factor of the factor's layer.
-            If so, both factors are on the same rank.
+        paired: whether the decomposition of a factor needs the layer's other factor. If so, both
+            factors are on the same rank.
         counted: factor key -> names of the layers whose number of loss terms is read from this
             factor's batches.
     """
@@ -238,8 +241,8 @@ class FactorUpdates:
     def factor(
         self, side: Side, packed_P: Tensor, updates: Tensor, *values: Tensor | None
     ) -> KroneckerFactor:
-        """Return a factor made of these tensors. If factors have a history, the factor's history is
-        made of ``values``."""
+        """Return a factor made of these tensors. ``values`` are the last two values in its history.
+        They are ignored if factors have no history."""
         history = History.of(side, *values).to(self.home) if self.plan.adaptive else None
         # The counter `updates` stays on the device even if averages are offloaded, because GPU
         # kernels read it at every update. The average is copied from the device to the host, which
@@ -249,7 +252,7 @@ class FactorUpdates:
         )
 
     def of_none_but(self, layers: Collection[str]) -> frozenset[str]:
-        """Return the keys of the factors whose layers are all in ``layers``."""
+        """Return the keys of the factors that belong only to layers in ``layers``."""
         return frozenset(
             key for key, spec in self.specs.items() if all(name in layers for name in spec.layers)
         )
@@ -274,8 +277,8 @@ class FactorUpdates:
 
         Args:
             step: number of applied steps before this one.
-            due: keys of the factors to update, and keys of the factors to refresh. If layers share
-                a factor, the keys of the factors that the shared factor replaces are ignored.
+            due: keys of the factors to update, and keys of the factors to refresh. Keys of factors
+                that a shared factor has replaced are ignored.
         """
         update = FactorStep(
             FactorsDue(due.capture & self.specs.keys(), due.refresh & self.specs.keys()),
@@ -323,8 +326,8 @@ class FactorUpdates:
         return update
 
     def _terms(self, batches: Mapping[str, BatchSum]) -> dict[str, Tensor]:
-        """Return layer name -> number of loss terms on all ranks. A rank that did not contribute is
-        assumed to have had as many loss terms as a contributor."""
+        """Return layer name -> number of loss terms on all ranks. It is assumed that a rank that
+        did not contribute had as many loss terms as a rank that did."""
         terms: dict[str, Tensor] = {}
         for key, batch in batches.items():
             ratio = self.averaged_over / batch.ranks
@@ -351,8 +354,8 @@ class FactorUpdates:
         ``model/capture.py``. The sum is over the contributors, the ranks whose rows are in it.
 
         g is a rank's part of an average over ``averaged_over`` ranks. K is the number of backward
-        passes on all of these ranks, and M is the number of loss terms on all of them. A rank that
-        did not contribute is assumed to have had the same sums as a contributor.
+        passes on all of these ranks, and M is the number of loss terms on all of them. It is
+        assumed that a rank that did not contribute had the same sums as a contributor.
         """
         others = self.channel.world / batch.ranks
         K_or_M = batch.counts[TERMS if self.config.factor.mean_over_step else PASSES]
@@ -370,9 +373,9 @@ class FactorUpdates:
         for their first decomposition.
 
         Args:
-            last: returns the last decomposition of a factor, or None if this rank has none. Methods
-                that iterate start from that decomposition. If ``last`` is None, every factor is
-                decomposed from scratch.
+            last: function that returns the last decomposition of a factor, or None if this rank has
+                none. Iterative methods start from that decomposition. If ``last`` is None, every
+                factor is decomposed from scratch.
             unproven: keys of factors whose layers failed the last proof of their rows. These
                 factors are not decomposed.
         """
@@ -414,7 +417,7 @@ class FactorUpdates:
     def _decomposed(
         self, keys: Sequence[str], step: int, last: Callable[[FactorSpec], Any] | None
     ) -> list[Refreshed]:
-        """Return the decompositions of these factors, in this order."""
+        """Return the decompositions of these factors, in the order of ``keys``."""
         method = self.plan.method
         requests = []
         for key in keys:
@@ -436,8 +439,9 @@ class FactorUpdates:
         return method.decompose(requests, **options)
 
     def _partner(self, key: str) -> KroneckerFactor | None:
-        """Return the other factor of a factor's layer, or None if the decomposition does not need
-        it. A damped inverse needs it, because the damping depends on both factors."""
+        """Return the other factor of this factor's layer, or None if the decomposition does not
+        need it. A damped inverse needs it if the damping depends on both factors, or if the other
+        factor is the identity."""
         layer = self.layer_of[key]
         side = layer.G if self.specs[key].is_A else layer.A
         if side.block == 0 and (self.plan.method.damps_identity or self.paired):
@@ -450,7 +454,7 @@ class FactorUpdates:
         """Return the keys of this rank's factors that can be decomposed.
 
         A factor is left out if the other factor of its layer is on this rank and cannot be
-        decomposed. An A that several layers share is left out only if this is true of each of these
+        decomposed. An A that several layers share is left out only if this applies to all of these
         layers, because some of the layers may have no data. Copies flags to the host once.
         """
         layers = {
@@ -474,9 +478,9 @@ class FactorUpdates:
     # exchange between ranks
 
     def deliver(self, step: int, update: FactorStep) -> None:
-        """Send new eigenbases or inverses to the gradient workers, in as many messages as
-        necessary. The first message also contains the scalars. Collective. Waits for the device if
-        eigenbases are sent to other ranks."""
+        """Send new eigenbases or inverses to the gradient workers, in one or more messages. The
+        first message also contains the scalars. Collective. Waits for the device if eigenbases are
+        sent to other ranks."""
         names = scalar_names(
             self.plan, captured=update.due.capture, arriving=update.arriving, travels=self.travels
         )
@@ -488,14 +492,13 @@ class FactorUpdates:
         update.scalars = table.read(arrivals.pop())
         bases = self.delivery.received(arrivals)
         for parts in others:
-            del arrivals  # these are views, which would keep the last message in memory
+            del arrivals  # views of the last message, which would keep it in memory
             arrivals = deliver(parts, self.channel, self.device)
             bases |= self.delivery.received(arrivals)
         self._receive(step, update, bases)
 
     def _own_scalars(self, update: FactorStep) -> dict[Hashable, Tensor | float]:
-        """Return name -> scalar for all scalars that this rank sends. The mapping may also contain
-        scalars that are not sent."""
+        """Return name -> scalar, for at least the scalars that this rank sends."""
         values: dict[Hashable, Tensor | float] = {
             ("terms", name): terms for name, terms in update.terms.items()
         }
@@ -521,8 +524,8 @@ class FactorUpdates:
         self.ready |= fresh
         self.log.tried |= {key: (step, outcome) for key, outcome in update.outcomes.items()}
         self.log.fresh |= dict.fromkeys(fresh, step)
-        # This rank's copies are rounded in the same way as the copies that were sent, so that all
-        # workers of a layer have the same bits.
+        # Decompositions of this rank are rounded like those that were sent to other ranks, so that
+        # all workers of a layer have the same bits.
         for key in update.bases.keys() & self.delivery.rounded_at_home:
             update.bases[key] = update.bases[key].rounded(self.delivery.wire)
         update.bases |= {key: basis for key, basis in bases.items() if key in fresh}

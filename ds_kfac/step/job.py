@@ -1,5 +1,5 @@
-"""K-FAC on one rank. There is a preconditioner for each of the rank's domains (its dense layers,
-its experts; see ``zero/registry.py``), and all preconditioners step together."""
+"""K-FAC on one rank. The rank has one preconditioner for each domain, for example one for its dense
+layers and one for its experts (``zero/registry.py``). All preconditioners run in the same step."""
 
 from collections.abc import Sequence
 
@@ -31,7 +31,7 @@ class Job:
             self.channel = Channel(torch.distributed.group.WORLD)
         else:
             self.channel = self.preconditioners[0].channel
-        # Several ranks have the same layer. Each adds a fraction of the layer's elements, so that
+        # Several ranks have the same layer. Each rank adds a fraction of the layer's elements, so
         # the sum over all ranks counts the layer once.
         numel = sum(
             layer.numel / layer.copies / kfac.layout.world
@@ -47,7 +47,7 @@ class Job:
 
     @property
     def active(self) -> bool:
-        """Whether the hooks of any domain collect statistics in this step."""
+        """Whether this step collects statistics in any domain."""
         return any(kfac.capture.active for kfac in self.preconditioners)
 
     def begin(self) -> None:
@@ -57,15 +57,17 @@ class Job:
             kfac.layout.begin()
 
     def step(self) -> None:
-        """Replace all gradients by K-FAC's results. Collective. The update rule's numbers are
-        summed over all domains by one small all-reduce. If the step raises an error, some of
-        K-FAC's state may already have changed, as with a torch optimizer whose step raises an
-        error."""
+        """Replace all gradients by K-FAC's results. Collective.
+
+        With several domains, a small all-reduce sums the scalars that the update rule needs (for
+        example for clipping) over all domains. If the step raises an error, some of K-FAC's state
+        may already have changed, as in a torch optimizer.
+        """
         running = [(kfac, kfac.precondition()) for kfac in self.preconditioners]
         sums = None
         if self.everywhere and self.preconditioners[0].rule.numbers:
-            # each gradient worker of a layer has added the layer's numbers, so divide by the number
-            # of gradient workers
+            # each gradient worker of a layer has counted the layer in its numbers, so divide by the
+            # number of gradient workers
             parts = [
                 torch.stack([*now.outcome.numbers]) / kfac.plan.workers for kfac, now in running
             ]

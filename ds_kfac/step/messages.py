@@ -1,10 +1,10 @@
 """Messages between ranks that contain neither gradients nor batch sums.
 
-Eigenbases, or damped inverses, are sent from eigen workers (the ranks that decompose factors) to
-gradient workers (the ranks that precondition layers), in messages of bounded size. Scalars about
-factors are in the first of these messages, and every rank derives the names of the scalars from the
-plan. After the first batch whose statistics were collected ("captured"), all ranks agree on which
-layers share one A, and on how many rows each layer has.
+Eigen workers (the ranks that decompose factors) send eigenbases or damped inverses to gradient
+workers (the ranks that precondition layers), in messages of bounded size. The first of these
+messages also contains scalars about factors. The scalars are sent without their names, because
+every rank can derive the names from the plan. After the first batch whose statistics were collected
+("captured"), all ranks agree on which layers share one A, and on how many rows each layer has.
 """
 
 from collections import Counter
@@ -34,19 +34,19 @@ class Delivery:
         workers: layer name -> ranks that precondition the layer's gradient.
         wire: dtype in which eigenvectors are sent.
         method: defines the parts of a decomposition.
-        nbytes: largest number of bytes that a rank sends, or receives, in one message. A larger
-            decomposition has a message of its own.
-        copied: names of layers of which other tensor-parallel ranks have copies. Each of these
-            ranks has a plan of its own.
+        nbytes: largest number of bytes that a rank sends, or receives, in one message. A
+            decomposition that is larger has a message of its own.
+        copied: names of the layers that exist as copies on several tensor-parallel ranks. Each of
+            these ranks has a plan of its own.
 
     Attributes:
         receivers: factor key -> gradient workers other than the factor's eigen worker.
         rounded_at_home: keys of factors whose eigen worker also rounds its own decomposition to the
-            wire's dtype. If a decomposition is sent, this gives all workers the same bits. The
-            decomposition of a copied layer is always rounded, because another rank, with its own
-            plan, may send the decomposition of its copy.
+            dtype in which it is sent, so that all workers have the same bits. For a copied layer
+            the eigen worker always does so, because a rank with another copy may send its
+            decomposition.
         travels: whether any decomposition is ever sent to another rank.
-        kinds: for each part of a decomposition, the kind under which counters count its messages.
+        kinds: for each part of a decomposition, the kind of message that counters report for it.
         dtypes: for each part of a decomposition, the dtype in which it is sent.
     """
 
@@ -86,7 +86,7 @@ class Delivery:
         """Return the messages that are sent when the factors in ``keys`` have been refreshed.
 
         Each message is a list of pairs (index of a factor in :attr:`factors`, receiver). A pair is
-        in the first message that has room for it.
+        put into the first message that has room for it.
         """
         messages: list[list[tuple[int, int]]] = []
         # for each message: ("from", rank) or ("to", rank) -> bytes
@@ -112,8 +112,8 @@ class Delivery:
         ends: Sequence[tuple[str, int]],
         nbytes: int,
     ) -> int:
-        """Return the index of the first load in which each of ``ends`` has room for another
-        ``nbytes``. If no load has room, return the number of loads."""
+        """Return the index of the first message in which both ``ends``, the sender and the
+        receiver, have room for ``nbytes`` more. If there is none, return the number of messages."""
         for index, load in enumerate(loads):
             if all(not load[end] or load[end] + nbytes <= self.nbytes for end in ends):
                 return index
@@ -121,8 +121,11 @@ class Delivery:
 
     def plans(self, pairs: Sequence[tuple[int, int]]) -> tuple[RelayoutPlan, ...]:
         """Return the plans of one message, one for each part of a decomposition. A plan says which
-        elements the message moves, and between which ranks. ``pairs`` is one of the results of
-        :meth:`messages`."""
+        elements the message moves, and between which ranks.
+
+        Args:
+            pairs: one of the messages that :meth:`messages` returns.
+        """
         of_pairs = [(place, self.factors[place], rank) for place, rank in pairs]
         moves = [
             [
@@ -138,9 +141,9 @@ class Delivery:
     def parts(
         self, keys: Collection[str], bases: Mapping[str, Decomposition], device: torch.device
     ) -> list[tuple[MessagePart, ...]]:
-        """Return the parts of each message that delivers the factors in ``keys``. A factor without
-        an entry in ``bases`` could not be decomposed. Zeros are sent instead of its decomposition,
-        because its receivers expect that many elements."""
+        """Return the parts of each message that delivers decompositions of the factors in ``keys``.
+        A factor without an entry in ``bases`` could not be decomposed. Zeros are sent in place of
+        its decomposition, because the receivers expect the same number of elements."""
 
         def piece(flat: Callable[[Any], Tensor], move: Move) -> Tensor:
             basis = bases.get(self.factors[move.param].key)
@@ -159,11 +162,11 @@ class Delivery:
         ]
 
     def received(self, arrivals: Sequence[Arrivals]) -> dict[str, Decomposition]:
-        """Return factor key -> decomposition for the decompositions that one message contained.
-        They are copies, not views of the message.
+        """Return factor key -> decomposition, for the decompositions in one message. They are
+        copies, not views of the message.
 
         Args:
-            arrivals: one list of arrivals for each message part.
+            arrivals: what has arrived for each part of the message.
         """
         flats = [{move.param: piece for move, piece in part} for part in arrivals]
         delivered: dict[str, Decomposition] = {}
@@ -182,8 +185,8 @@ FRESH: there is a new decomposition."""
 
 
 def counting(sides: Mapping[str, FactorSpec]) -> str:
-    """Return the key of the factor from whose batches a layer's number of loss terms is read. It is
-    the key of G or, if G is the identity, the key of A."""
+    """Return the key of the factor whose batches contain a layer's number of loss terms. This is G,
+    or A if G is the identity."""
     return (sides.get("G") or sides["A"]).key
 
 
@@ -193,14 +196,14 @@ UNUSUAL = ("limited", "empty", "missed")
 - limited: the batch was scaled down, because its trace was far above the trace of the average.
 - empty: the factor was not changed, because the batch had no row, or contained a value that is not
   finite.
-- missed: the batch had no row, but not all ranks contributed. Another rank may have had rows.
+- missed: the batch had no row, but only some ranks contributed. Another rank may have had rows.
 """
 NONE_UNUSUAL: Sequence[Tensor | float] = (0.0,) * len(UNUSUAL)
 
 
 def unusual(scalars: Mapping[Hashable, Tensor]) -> Tensor | float:
-    """Return the number of batches of each kind of :data:`UNUSUAL` in this step on all ranks, fp32
-    [3]. 0.0 if the ranks have not sent these numbers."""
+    """Return how many of this step's batches on all ranks are of each kind in :data:`UNUSUAL`, as
+    fp32 [3]. Return 0.0 if the ranks have not sent these numbers."""
     numbers = [
         [scalars[name] for name in scalars if isinstance(name, tuple) and name[0] == kind]
         for kind in UNUSUAL
@@ -222,8 +225,8 @@ def scalar_names(
     """
     names: list[list[Hashable]] = [[] for _ in range(plan.assignment.world)]
     where = plan.assignment.eigen_workers
-    # If eigenbases are never sent, the gradient workers are the eigen workers, and Totals sends the
-    # same numbers with the results.
+    # If eigenbases are never sent, the gradient workers are the eigen workers. Totals then sends
+    # these numbers with the results.
     if travels:
         for rank in sorted({where[key] for key in captured}):
             names[rank] += [(kind, rank) for kind in UNUSUAL]
@@ -255,7 +258,7 @@ def rows_in(measured: Mapping[str, int | Tensor]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class MissedBatches:
-    """The factors of a rank to which not all ranks contributed in a step.
+    """A rank's factors to which only some of the ranks contributed in a step.
 
     Attributes:
         keys: factor keys.
@@ -276,14 +279,13 @@ class MissedBatches:
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """Data of a captured step. The ranks compare the data later, to find batches of the kind
-    "missed".
+    """Data of a captured step, which the ranks compare later to find "missed" batches.
 
     Attributes:
         step: number of the step.
         plan: the plan of the step.
         missed_count: number of "missed" batches on all ranks, see :data:`UNUSUAL`.
-        missed: this rank's factors to which not all ranks contributed.
+        missed: this rank's factors to which only some of the ranks contributed.
         seen: names of the layers that had an input on this rank in the step.
     """
 
@@ -325,8 +327,8 @@ class Sharing:
         if not self.inputs.searching and (observations.rows is not None or not plan.measures):
             return None
         rows = rows_in(measured)
-        # Once layers share an A, ranks may begin to send eigenbases. Then all ranks must know which
-        # factors are ready.
+        # Layers that begin to share an A may make it necessary to send eigenbases. All ranks must
+        # then know which factors are ready.
         everyone = gathered((self.inputs.inputs_seen(), rows, ready), self.channel.group)
         ready.update(key for *_, keys in everyone for key in keys)
         groups = observations.groups
@@ -344,12 +346,13 @@ class Sharing:
         )
 
     def settled(self, captured: CapturedStep, observations: Observations) -> Observations | None:
-        """Check an applied step for "missed" batches, whose count has usually reached the host by
+        """Check an applied step for "missed" batches. Their count has usually reached the host by
         now.
 
         If the ranks that contribute to a factor had no row, but another rank used one of the
         factor's layers, return observations with which twice as many ranks contribute. Otherwise
-        return None. Collective if there were "missed" batches; all ranks know the same count.
+        return None. The call is collective if there were "missed" batches. Every rank knows whether
+        there were any, because the count is a sum over all ranks.
         """
         if not captured.missed_count.tolist()[0]:
             return None

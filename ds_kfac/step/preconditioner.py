@@ -1,5 +1,4 @@
-"""The data flow of one K-FAC step, in the order in which it happens. It is the same in every engine
-mode.
+"""The data flow of one K-FAC step. It has two stages, which are the same in every engine mode.
 
 precondition    Factors are updated and decomposed. Gradients and new eigenbases are sent to the
                 gradient workers (the ranks that precondition a layer), which compute the results.
@@ -50,15 +49,16 @@ class KFACPreconditioner:
         due: keys of the factors for which the next step collects statistics, and keys of the
             factors that it decomposes.
         curvature: the factors of this rank.
-        direction: computes the update rule's results, and has the state of this rank's layers.
+        direction: computes the update rule's results, and keeps the state of this rank's layers.
         observations: what captured batches have shown, see :class:`Observations`.
-        moments: class of the moments that the update rule keeps; None: it keeps no moments.
+        moments: class of the moments that the update rule keeps; None if it keeps no moments.
         names: layer name -> the layer's name in checkpoints.
-        left_out: fp32 [layers on this rank], number of steps in which each layer's gradient was not
-            used, because it was too large for the moments. 0.0 if the update rule uses every
-            gradient.
+        left_out: fp32 [layers on this rank], for each layer the number of steps in which its
+            gradient was not used, because it was too large for the moments. 0.0 if the update rule
+            uses every gradient.
         saved: names of the layers that this domain writes to checkpoints.
-        judged: whether the last step has compared captured rows with gradients.
+        judged: whether the last step has run the proof, which compares captured rows with
+            gradients.
     """
 
     def __init__(self, engine_view: EngineView, plan: Plan) -> None:
@@ -70,8 +70,8 @@ class KFACPreconditioner:
         self.layout = engine_view.layout
         self.seam = engine_view.seam
         self.names = {layer.name: engine_view.domain.global_name(layer) for layer in self.layers}
-        # each tensor-parallel rank has a copy of the layers that are not sharded; only the first
-        # rank saves these layers
+        # each tensor-parallel rank has a copy of the layers that are not sharded, but only the
+        # first of these ranks saves them
         saves_copies = engine_view.domain.shard[0] == 0
         self.saved = {layer.name for layer in self.layers if layer.copies == 1 or saves_copies}
         self.device = self.layout.engine.device
@@ -156,8 +156,8 @@ class KFACPreconditioner:
         """Send results to the ranks that hold their shards, and scale them by kl-clip. Collective.
 
         Args:
-            sums: sums of the direction's numbers over the layers of all domains. None: the job has
-                only one domain, and the numbers are sent with the results.
+            sums: the update rule's numbers, summed over the layers of all domains. None if the job
+                has only one domain. The numbers are then sent with the results.
         """
         context = running.context
         outcome = running.outcome
@@ -174,8 +174,8 @@ class KFACPreconditioner:
 
     def _update_factors(self) -> FactorStep:
         """Send this step's batch sums to the eigen workers, which add them to the running averages
-        and decompose the factors whose turn it is. Rotate the layers' state into the new
-        eigenbases. Collective."""
+        and decompose the factors that are due. Rotate the layers' state into the new eigenbases.
+        Collective."""
         self.capture.end_step()
         if self.capture.proof is not None:
             self._numbers = self.proving.numbers(self.capture.proof)
@@ -195,8 +195,8 @@ class KFACPreconditioner:
 
     def _observe_first_batch(self) -> None:
         """Agree with the other ranks on what the first captured batch shows (see :class:`Sharing`).
-        This may replace ``self.curvature``, whose factors are still empty. Collective, unless
-        earlier steps have already shown everything."""
+        This may replace ``self.curvature``, whose factors are still empty. Local if earlier steps
+        have already shown everything, otherwise collective."""
         observations = self.sharing.observed(
             self.observations, self.plan, self.curvature.ready, self.capture.measured or {}
         )
@@ -204,9 +204,9 @@ class KFACPreconditioner:
             self.observe(observations)
 
     def _last_basis(self, factor: FactorSpec) -> Decomposition | None:
-        """Return the decomposition that layers use now for a factor, or None if the factor was
-        never decomposed. This rank must be the factor's eigen worker, which is a gradient worker of
-        one of the factor's layers, but not always of the first layer."""
+        """Return the decomposition of a factor that its layers use now, or None if the factor was
+        never decomposed. This rank must be the factor's eigen worker. An eigen worker is a gradient
+        worker of at least one of the factor's layers, but not always of the first one."""
         group, index = next(self.places[name] for name in factor.layers if name in self.places)
         state = group.state(index)
         return state.A if factor.is_A else state.G
@@ -303,8 +303,8 @@ class KFACPreconditioner:
         Args:
             after_error: whether a step or a backward pass has raised an error. If so, the call is
                 local, otherwise it is collective.
-            pending: whether this rank has gradients of earlier micro-batches, which the next step
-                will apply although their rows are dropped.
+            pending: whether this rank has gradients of earlier micro-batches. The next step will
+                apply these gradients, although their rows are dropped.
         """
         self._numbers = None
         if after_error:
@@ -318,8 +318,8 @@ class KFACPreconditioner:
                 self.due.capture | (still & self.curvature.specs.keys()), self.due.refresh
             )
         if self.due.capture and not after_error:
-            # The step that has just ended is left out, because the host would have to wait for its
-            # counts.
+            # The step that has just ended is not checked yet, because the host would have to wait
+            # for its counts.
             self.settle(before=self.steps - 1)
         if self.due.capture:
             keys = self.curvature.reducer.begin(self.due.capture, self.steps)
@@ -336,20 +336,20 @@ class KFACPreconditioner:
         Collective.
 
         Args:
-            before: only steps before this step are looked at; None: all steps.
+            before: check only steps before this one; None: check all steps.
         """
         while self._unsettled and (before is None or self._unsettled[0].step < before):
             captured = self._unsettled.popleft()
-            # skip the steps of an older plan, because other ranks contributed in them
+            # skip steps that ran with an older plan, because other ranks contributed to them
             if captured.plan is self.plan:
                 observations = self.sharing.settled(captured, self.observations)
                 if observations is not None:
                     self.observe(observations)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of the state that a resumed run needs. For the factors see
-        :meth:`FactorUpdates.state_dict`. The tensors are not copies, so the next step changes
-        them."""
+        """Return this rank's part of the state that a resumed run needs. The entry "factors" is
+        explained in :meth:`FactorUpdates.state_dict`. The tensors are not copies, so the next step
+        changes them."""
         return {
             "steps": self.steps,
             **self.direction.state(),
@@ -360,12 +360,12 @@ class KFACPreconditioner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, decompose: bool = False) -> None:
-        """Continue from the result of :meth:`state_dict`. State that it does not contain starts
+        """Continue from the result of :meth:`state_dict`. Anything missing from that result starts
         empty. Collective.
 
         Args:
-            decompose: whether to decompose all factors now, because the state has no eigenbases, or
-                has the decompositions of another method.
+            decompose: whether to decompose all factors now. This is necessary if the state has no
+                eigenbases, or if it has the decompositions of another method.
         """
         if state.get("observations", self.observations) not in (Observations(), self.observations):
             self.observe(state["observations"])

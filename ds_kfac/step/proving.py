@@ -20,15 +20,15 @@ from ds_kfac.zero.layout import ShardLayout, is_hooked
 
 EVERY = 1000
 """Largest number of captured steps from one proof to the next. The second proof follows the first
-closely, because programs change most at their start. The distance doubles with every proof, up to
-this number."""
+closely, because programs change most at their start. The number of captured steps between two
+proofs doubles with every proof, up to this limit."""
 FIRST = 4
 """After each of the first FIRST proofs, the next step collects statistics again for layers whose
 gradient was zero, see :attr:`Proving.again`. A residual block whose last matrices are initialized
 with zeros needs this many proofs."""
 QUANTIZED = 1.0
-"""Relative accuracy that is assumed for gradients that are sent in 4 bits. With such gradients, a
-layer fails only if all of its rows are missing."""
+"""Relative error that is assumed for gradients that are sent in 4 bits. With such an error, a layer
+fails only if all of its rows are missing."""
 RAISES = False
 """Whether to raise an error if a layer fails. Tests set this."""
 
@@ -46,8 +46,8 @@ class Verdict:
     Attributes:
         checks: layer name -> result of its check.
         unfit: layer name -> reason, for each layer that has no curvature from this step on.
-        open: whether the next captured step must run the proof again, because a layer failed, or
-            because the result of a check was not finite.
+        open: whether the proof must be repeated in the next captured step, because a layer failed
+            or the result of a check was not finite.
     """
 
     checks: Mapping[str, RowCheck]
@@ -60,10 +60,11 @@ class ProofClock:
     """When proofs take place.
 
     Attributes:
-        proofs: number of proofs so far, not counting proofs that were not due.
-        wait: number of captured steps to come before the next proof is due.
-        step: the captured step that began last; -1: none.
-        is_due: whether a proof is due in that step.
+        proofs: number of proofs so far. Extra proofs, such as the one after a checkpoint was
+            loaded, do not count.
+        wait: number of captured steps without a proof before the next proof is due.
+        step: number of the captured step that began last; -1 if there was none.
+        is_due: whether a proof is due in ``step``.
     """
 
     proofs: int = 0
@@ -78,8 +79,8 @@ class Proving:
     Attributes:
         unfit: layer name -> why the layer has no curvature.
         again: keys of factors for which the next step collects statistics even if the timetable
-            does not say so. The layers of these factors had rows, but their gradient was zero, as
-            it is below a head that is initialized with zeros.
+            does not say so. The layers of these factors had rows, but a gradient of zero. This
+            happens to layers below a head that is initialized with zeros.
     """
 
     def __init__(self, layers: Sequence[LayerSpec], layout: ShardLayout, channel: Channel) -> None:
@@ -91,11 +92,12 @@ class Proving:
         self.load({})
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from the result of :meth:`state`; {}: no proof has taken place yet.
+        """Continue from the result of :meth:`state`. An empty dict means that no proof has taken
+        place yet.
 
-        The next captured step runs a proof in any case, because the program may have changed since
-        the save. If this proof is not due, and no layer fails it, it changes nothing, so a resumed
-        run equals an uninterrupted run.
+        The next captured step always runs a proof, because the program may have changed since the
+        save. A proof that is not due changes nothing unless a layer fails it, so a resumed run
+        equals an uninterrupted run.
         """
         self.unfit: Mapping[str, str] = state.get("unfit", {})
         self.again: frozenset[str] = state.get("again", frozenset())
@@ -110,15 +112,15 @@ class Proving:
     def begin(
         self, step: int, key: Callable[[LayerSpec], str], *, lacks_rows: bool = False
     ) -> Proof | None:
-        """Return a proof for this captured step, or None if the step runs no proof. A step that
-        begins again, because DeepSpeed skipped it, is counted only once.
+        """Return a proof for this captured step, or None if the step runs no proof. If DeepSpeed
+        skips a step, the step begins again, but is counted only once.
 
         Args:
             key: see :class:`ds_kfac.model.proof.Proof`.
             lacks_rows: whether gradients may contain rows that the hooks have dropped. If so, no
-                layer can fail in this step. This happens if the last step or backward pass raised
-                an error (at ZeRO-2 even after ``zero_grad``), or if a checkpoint was loaded between
-                two micro-batches.
+                layer can fail in this step. Rows are dropped if the last step or backward pass
+                raised an error, or if a checkpoint was loaded between two micro-batches. At ZeRO-2
+                the gradients may still contain them after ``zero_grad``.
         """
         clock = self._clock
         if step != clock.step:
@@ -146,7 +148,8 @@ class Proving:
         return any(is_hooked(self._parameters[name]) for name in layer.parameters)
 
     def numbers(self, proof: Proof) -> Tensor:
-        """Return the proof's numbers, summed over all ranks. Collective."""
+        """Return the numbers that the proof has computed from the rows, summed over all ranks.
+        Collective."""
         for layer in proof.layers:
             if self.frozen(layer):
                 proof.leave_out(layer)
@@ -169,7 +172,8 @@ class Proving:
             numbers: see :meth:`numbers`.
             gradients: layer name -> gradient [O, I] after DeepSpeed's unscaling and clipping, for
                 this rank's layers.
-            used: maps a layer name to a text on where its weight is used.
+            used: function that takes a layer name and returns a text about where the layer's weight
+                is used.
             applied_factor: factor by which DeepSpeed has multiplied gradients or will multiply
                 them; None: DeepSpeed does not multiply gradients.
         """
@@ -194,7 +198,7 @@ class Proving:
         unfit = {
             name: str(check) for name, check in checks.items() if check.is_finite and not check.fits
         }
-        # a shared A has the rows of a single layer, so all layers of the factor fail together
+        # the rows of a shared A come from only one of its layers, so all these layers fail together
         for factor in plan.assignment.factors:
             wrong = next((name for name in factor.layers if name in unfit and name in checks), None)
             if wrong is not None:
@@ -210,7 +214,8 @@ class Proving:
         return Verdict(checks, unfit, bool(unfit) or not all(x.is_finite for x in checks.values()))
 
     def record(self, verdict: Verdict) -> None:
-        """Store the verdict of an applied step, and decide when the next proof takes place."""
+        """Store the verdict after its step was applied, and decide when the next proof takes
+        place."""
         clock = self._clock
         self.unfit = verdict.unfit
         if not clock.is_due:

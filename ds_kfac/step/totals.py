@@ -1,5 +1,5 @@
-"""Sums over the layers of all ranks: numbers of the update rule, counts, and flags. Each rank sends
-its share in the same message as the results of a step."""
+"""Sum scalars over the layers of all ranks: the update rule's numbers, counts, and flags. Each rank
+sends its part of the sums in the same message as the results of a step."""
 
 from dataclasses import dataclass
 
@@ -36,10 +36,10 @@ class Running:
 
 
 class Totals:
-    """Adds up one fp32 vector from each rank.
+    """Sums one fp32 vector over all ranks.
 
-    The vector has three parts: the rule's numbers; counts in the order of :data:`SUMMARY`; and a
-    flag for each layer of the plan, if the rule asks for flags.
+    The vector has three parts: the rule's numbers, then counts in the order of :data:`SUMMARY`, and
+    finally a flag for each layer of the plan if the rule asks for flags.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Totals:
         update = running.update
         failed = 0
         limited, empty, missed = NONE_UNUSUAL
-        # If eigenbases are sent, deliver() has already sent the counts of refreshes and updates to
-        # all ranks, and read() adds them.
+        # If eigenbases are sent to other ranks, FactorUpdates.deliver() has already sent these four
+        # counts to all ranks, and read() adds them to the sums.
         if update is not None and not update.travels:
             failed = [*update.outcomes.values()].count(FAILED)
             limited, empty, missed = update.unusual
@@ -117,8 +117,7 @@ class Totals:
         update = running.update
         if update is not None and update.travels:
             failed = [*update.outcomes.values()].count(FAILED)  # on all ranks
-            # add_ adds a Python number on the device; a tensor made from the number would be copied
-            # from the host
+            # add_ takes a Python number without a copy from the host, which a tensor would need
             summary[_NAMES.index("refresh_failures")].add_(failed)
             summary[-len(UNUSUAL) :].add_(unusual(update.scalars))
         return numbers, summary, flags > 0 if self.flag_count else None

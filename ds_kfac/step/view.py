@@ -1,4 +1,4 @@
-"""The parts of an engine that a preconditioner uses."""
+"""What a preconditioner uses of an engine."""
 
 from dataclasses import dataclass
 from typing import Any

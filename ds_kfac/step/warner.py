@@ -10,8 +10,9 @@ from ds_kfac.log import logger
 from ds_kfac.ops.host_copy import HostCopy
 
 CAPTURES_BEFORE_WARNING = 5
-"""A layer is reported if it has no eigenbasis at this many consecutive updates of its factors.
-Layers below a head that is initialized with zeros need four updates to get an eigenbasis."""
+"""Number of consecutive updates of a layer's factors after which a warning names the layer if it
+still has no eigenbasis. Layers below a head that is initialized with zeros get an eigenbasis only
+at the fourth update."""
 NAMED = 3
 """Largest number of layers that a warning names."""
 WITHOUT = (
@@ -27,9 +28,9 @@ FROZEN = (
 
 @dataclass
 class LayerWarner:
-    """Warns about layers of this rank that have had no eigenbasis for many updates, whose weights
-    were frozen at many updates, or whose gradients were not used because they were too large for
-    the moments.
+    """Warns about three kinds of layers of this rank: layers that had no eigenbasis at many updates
+    of their factors, layers whose weights were frozen at many updates, and layers whose gradients
+    were not used because they were too large for the moments.
 
     Attributes:
         names: names of the layers, in the order of :attr:`Direction.names`.
@@ -53,14 +54,13 @@ class LayerWarner:
         were updated.
 
         Args:
-            without: names of layers that have no eigenbasis, except those that another warning has
-                reported.
+            without: names of layers that have no eigenbasis, without the layers that fail the
+                proof.
             frozen: names of layers whose weights are frozen.
             captured: names of the layers for which this step collected statistics.
-            left_out: fp32 [layers], number of steps so far in which the gradient of each layer was
-                not used. 0.0 if the update rule uses every gradient. The tensor is copied to the
-                host, and a later call reads the copy, so that the host does not wait for the
-                device.
+            left_out: fp32 [layers], for each layer the number of steps so far in which its gradient
+                was not used. 0.0 if the update rule uses every gradient. The tensor is copied to
+                the host, and a later call reads the copy. So the host does not wait for the device.
         """
         for text, names in ((WITHOUT, without), (FROZEN, frozen)):
             before = self._rows.get(text, {})

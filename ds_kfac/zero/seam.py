@@ -192,8 +192,8 @@ class Seam:
     def _restored_groups(self) -> Iterator[None]:
         """Restore the inner optimizers' parameter groups if an outer step raises an error.
 
-        While DeepSpeed steps one group, it removes all other groups from the inner optimizer. After
-        an error it does not add them again, so every later step would fail.
+        While DeepSpeed updates one group, it removes all other groups from the inner optimizer.
+        After an error it does not add them again, so every later step would fail.
         """
         before = [
             (

@@ -85,7 +85,7 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
             factor = 1.0 if layout.seam.factor is None else layout.seam.factor.cpu()
             if len(before) != len(after):
                 problems.append(
-                    f"DeepSpeed stepped {len(before)} tensors without K-FAC, but {len(after)} with "
+                    f"DeepSpeed updated {len(before)} tensors without K-FAC, but {len(after)} with "
                     "K-FAC"
                 )
             for group, (noted, with_exchange) in enumerate(zip(before, after, strict=False)):

@@ -210,7 +210,7 @@ class Stage12(ZeroLayout):
 
     def end(self) -> None:
         """Link parameters to their optimizer states again after the first step. DeepSpeed links
-        them too early, when only the first group has been stepped and the other groups have no
+        them too early, when only the first group has been updated and the other groups have no
         states yet."""
         self._linked = self._linked or deepspeed_versions.link_states(self.optimizer)
 

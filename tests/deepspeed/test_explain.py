@@ -116,7 +116,7 @@ def few_rows(least: int) -> dict:
 
 LEFT = "so the factor did not change; unchanged since step"
 HOOK = "a hook failed (TypeError: no matrix): "
-NOT_PROVEN = "no basis: not proven, its rows do not make up its gradient: "
+NOT_PROVEN = "no basis: not proven, because its rows do not make up its gradient: "
 SAYS = {
     "not proven": (
         {"model": Helped},
