@@ -133,7 +133,7 @@ def _read_layers(
     """Return the states of the layers that this rank preconditions and the save has, in a dict by
     layer name."""
     layers = {}
-    for layer in kfac.owned:
+    for layer in kfac.worker_layers:
         saved_name = kfac.names[layer.name]
         if saved_name in header.layers:
             try:

@@ -374,7 +374,7 @@ def take_adamws(job: Job, values: Values) -> None:
     with failing_together(headline, job.channel.group, CheckpointError):
         if kfac.moments is not AdamMoments:
             return
-        for layer in kfac.owned:
+        for layer in kfac.worker_layers:
             saved: list[Any] = [values(name) for name in layer.parameters]
             is_saved = all(value is not None and SECOND in value for value in saved)
             is_shard = layer.cut != (1, 1)

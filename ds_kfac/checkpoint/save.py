@@ -218,7 +218,7 @@ def _write(kfac: KFACPreconditioner, folder: Path) -> Entries:
             path = folder / files.factor_file(holds)
             payload = _factor_payload(factor).model_dump()
             entries[path.name] = files.write_payload(path, holds, payload)
-    for spec in kfac.owned:
+    for spec in kfac.worker_layers:
         is_first_worker = kfac.plan.assignment.workers[spec.name][0] == kfac.rank
         if spec.name in kfac.saved and is_first_worker:
             holds = names[spec.name]

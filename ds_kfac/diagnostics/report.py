@@ -203,7 +203,7 @@ def _batched(kfac: KFACPreconditioner) -> str:
     if not groups:
         return "layer by layer"
     return (
-        f"{sum(map(len, groups))} of this rank's {len(kfac.owned)} layers are updated in "
+        f"{sum(map(len, groups))} of this rank's {len(kfac.worker_layers)} layers are updated in "
         f"{len(groups)} groups of equal shape, which hold {sum(map(basis_bytes, groups)):,} bytes "
         "of eigenvectors"
     )
@@ -260,7 +260,7 @@ def _memory(kfac: KFACPreconditioner) -> str:
             f"; moments take {moment_bytes:,} bytes in eigenbases and {optimizer_bytes:,} in the "
             "optimizer"
         )
-    kept_bytes = kfac.rule.facts.kept(plan, kfac.owned, kfac.device.type)
+    kept_bytes = kfac.rule.facts.kept(plan, kfac.worker_layers, kfac.device.type)
     if kept_bytes:
         text += (
             f"; the CUDA graph of a step keeps {kept_bytes:,} bytes, and the memory of a step "

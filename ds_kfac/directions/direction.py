@@ -101,7 +101,7 @@ class Direction:
         self.config = plan.config
         self.exchange = exchange
         self.parameter_groups = {
-            layer.name: exchange.group_indices(layer) for layer in exchange.owned
+            layer.name: exchange.group_indices(layer) for layer in exchange.worker_layers
         }
         self.precision = plan.precision
         batch_key = self.batch_key if plan.batched else None
@@ -113,7 +113,7 @@ class Direction:
                 precision=plan.precision,
                 device=exchange.device,
             )
-            for layers in in_order(group_by_shape(exchange.owned, key=batch_key))
+            for layers in in_order(group_by_shape(exchange.worker_layers, key=batch_key))
         ]
         self.layers = [layer for group in self.layer_groups for layer in group.layers]
         self.names = [layer.name for layer in self.layers]

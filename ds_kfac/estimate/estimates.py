@@ -324,7 +324,7 @@ class Estimate:
         )
         device = "cuda" if self.costs.gpu else "cpu"
         layers = [[layer for group in of_rank for layer in group] for of_rank in groups]
-        recorded = np.array([self.rule.facts.kept(plan, owned, device) for owned in layers])
+        recorded = np.array([self.rule.facts.kept(plan, of_rank, device) for of_rank in layers])
 
         gathered, working, results = self._preconditioned()
         if plan.first is None:
@@ -419,11 +419,11 @@ class Estimate:
     def _layer_groups(self) -> list[tuple[tuple[LayerSpec, ...], ...]]:
         """The layers of each rank, in the groups in which they are preconditioned."""
         key = (lambda layer: layer.copies) if self.plan.batched else None
-        owned = [
+        layers_by_rank = [
             [x for x in self.plan.layers if rank in self.workers[x.name]]
             for rank in range(self.world)
         ]
-        return [group_by_shape(layers, key=key) for layers in owned]
+        return [group_by_shape(layers, key=key) for layers in layers_by_rank]
 
     def _preconditioned(self) -> np.ndarray:
         """Return bytes [3, W] in three rows:

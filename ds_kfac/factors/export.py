@@ -93,7 +93,7 @@ def _bases(kfac: KFACPreconditioner, names: dict[str, str], sides: str) -> dict[
         sides: "A", "G" or both.
     """
     tensors: dict[str, Tensor] = {}
-    for layer in kfac.owned:
+    for layer in kfac.worker_layers:
         is_first_worker = kfac.plan.assignment.workers[layer.name][0] == kfac.rank
         if not is_first_worker or layer.name not in kfac.saved:
             continue

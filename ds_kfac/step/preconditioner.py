@@ -84,7 +84,7 @@ class KFACPreconditioner:
         self.exchange = GradientExchange(
             self.layout, self.layers, plan.assignment.workers, plan.gradient_dtypes
         )
-        self.owned = self.exchange.owned
+        self.worker_layers = self.exchange.worker_layers
         self.rule = engine_view.rule
         self.moments = self.rule.moments(self.config)
         self.direction = self.rule.direction(plan, self.exchange, engine_view.inner, self.metrics)

@@ -122,7 +122,7 @@ class GradientExchange:
         dtypes: (dtype of gradients, dtype of results) in messages between ranks.
 
     Attributes:
-        owned: layers for which this rank is a gradient worker.
+        worker_layers: layers for which this rank is a gradient worker.
         params: layer name -> the layer's parameters.
         shards: index of a parameter -> the shards of the parameter on this rank.
         sent: index of a parameter -> spans (first element, number of elements) of the parameter's
@@ -142,7 +142,7 @@ class GradientExchange:
         self.device = layout.engine.device
         self.plan = ExchangePlan(layout.shards, layers, workers)
         gather_dtype, self.scatter_dtype = dtypes
-        self.owned = tuple(layer for layer in layers if layout.rank in workers[layer.name])
+        self.worker_layers = tuple(layer for layer in layers if layout.rank in workers[layer.name])
         self.params = {
             name: [*map(layout.param_of, params)] for name, params in self.plan.of_layer.items()
         }
@@ -185,13 +185,13 @@ class GradientExchange:
         return gradient
 
     def gathered(self, received: Arrivals) -> Gradients:
-        """Return the whole gradients of the layers in :attr:`owned`."""
+        """Return the whole gradients of the layers in :attr:`worker_layers`."""
         arrivals: dict[int, Arrivals] = {}
         for move, values in received:
             arrivals.setdefault(move.param, []).append((move, values))
         matrices = {}
         copies = set()
-        for layer in self.owned:
+        for layer in self.worker_layers:
             params = self.plan.of_layer[layer.name]
             flats = [self._flat(param, arrivals.get(param, [])) for param in params]
             matrices[layer.name] = self._matrix(layer, flats)

@@ -146,7 +146,7 @@ class _Test:
         )
         gradients = exchange.gathered(arrived)
         with replaced(exchange, "scatter_dtype", torch.float32):
-            for layer in exchange.owned:
+            for layer in exchange.worker_layers:
                 matrix = gradients.pop(layer.name)
                 factor = 1.0 if layout.seam.factor is None else layout.seam.factor
                 parts = exchange.plan.of_layer[layer.name]

@@ -108,5 +108,8 @@ def kept(names: list[str]) -> dict[str, tuple[int, int]]:
             runs.train(engine, 1, steps=4)
             kfac = engine.kfac.preconditioner
             places = [*kfac.direction.recorded.tensors.matrices.values()]
-            found[name] = bytes_in(places), kfac.rule.facts.kept(kfac.plan, kfac.owned, "cpu")
+            found[name] = (
+                bytes_in(places),
+                kfac.rule.facts.kept(kfac.plan, kfac.worker_layers, "cpu"),
+            )
     return found

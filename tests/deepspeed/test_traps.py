@@ -220,7 +220,7 @@ def test_a_failed_refresh_keeps_the_last_result_and_is_counted_and_said(method):
         for factor in kfac.curvature.factors.values():
             factor.packed_P.fill_(float("nan"))
         train(engine, 1, steps=2, first=3)
-    owned = len(kfac.owned)
+    owned = len(kfac.worker_layers)
     for name, (A, G) in before.items():
         assert kfac.state[name].A is A and kfac.state[name].G is G
     assert counts["refresh_failures"] == 2 * 3, "factors of all ranks, two of each layer"
@@ -269,7 +269,7 @@ def test_training_survives_a_huge_gradient_with_and_without_clipping(name, clip)
         counters, kfac = engine.kfac.counters(), engine.kfac.preconditioner
         taken = len(SPIKES) - counters.get("skipped_steps", 0)
         assert counters["left_out_gradients"] == taken * len(kfac.layers)
-        for layer in kfac.owned if taken else ():
+        for layer in kfac.worker_layers if taken else ():
             assert sum(f"gradients of {layer.name} were" in text for text in said) == 1, "once"
 
 

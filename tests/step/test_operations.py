@@ -186,7 +186,7 @@ def worker(interval: int) -> tuple[int, float]:
         }
         engine = build(mode, 1, kfac=kfac_block, model=Blocks())
         kfac = engine.kfac.preconditioner
-        assert len(kfac.owned) == 4 * BLOCKS and len(kfac.direction.layer_groups) == 4
+        assert len(kfac.worker_layers) == 4 * BLOCKS and len(kfac.direction.layer_groups) == 4
         with kernels(operations):
             for step in range(STEPS):
                 engine.backward(engine(torch.randn(ROWS, WIDTH)))
@@ -198,7 +198,7 @@ def worker(interval: int) -> tuple[int, float]:
                     for name in ("precondition", "scatter"):
                         setattr(kfac, name, during(operations, getattr(kfac, name)))
                 engine.step()
-    numel = sum(layer.numel for layer in kfac.owned)
+    numel = sum(layer.numel for layer in kfac.worker_layers)
     return operations.count, operations.nbytes / numel
 
 
