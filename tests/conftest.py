@@ -59,7 +59,6 @@ LONGEST = (
     "integrations/test_asked_for.py",
     "deepspeed/test_checkpoint.py",
     "deepspeed/test_estimate.py",
-    "gpu/test_shared.py",
     "examples/test_tutorial.py",
     "deepspeed/test_traps.py",
     "deepspeed/test_gradient_access.py",

@@ -223,7 +223,7 @@ def ended(launch, *given, **named):
     return work
 
 
-def init_deepspeed() -> None:
+def init_deepspeed(backend: str = "") -> None:
     """gloo and no JIT-compiled CPU communication op (a killed build would block every later run);
     NCCL on a GPU.
 
@@ -250,7 +250,7 @@ def init_deepspeed() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     deepspeed.utils.logger.setLevel("ERROR")
     deepspeed.init_distributed(
-        "gloo" if on_cpu else "nccl", init_method=os.environ.pop(STORE, None)
+        backend or ("gloo" if on_cpu else "nccl"), init_method=os.environ.pop(STORE, None)
     )
 
 

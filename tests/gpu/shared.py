@@ -6,46 +6,16 @@ one GPU.
 Collectives that gloo does not have for CUDA tensors in every torch go by way of the CPU.
 """
 
-import os
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial, wraps
+from types import SimpleNamespace
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
+
 from tests import ranks
-
-
-def run_together(target: str, *, world: int, device: str, payload: Any = None) -> list:
-    """Call ``target`` on ``world`` ranks of one device; returns its results by rank."""
-    start = "tests.gpu.shared:work"
-    return ranks.run_apart(target, start, world, device=device, payload=payload, timeout=400)
-
-
-def work(target: str, name: str) -> None:
-    """What :func:`run_together` starts."""
-    ranks.init_deepspeed = start
-    ranks._worker(target, Path(name), {"RANK": os.environ["RANK"]})
-
-
-def start() -> None:
-    """gloo, products in fp32, and what gloo may lack by way of the CPU, before DeepSpeed looks for
-    it."""
-    import torch
-    import torch.distributed as dist
-
-    gpu = os.environ["DS_ACCELERATOR"] == "cuda"
-    dist.init_process_group("gloo")
-    if gpu:
-        torch.cuda.set_device(0)
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-        stage()
-    import deepspeed
-
-    if not gpu:
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.utils.logger.setLevel("ERROR")
-    torch.set_num_threads(1)
-    deepspeed.init_distributed("gloo")
-
 
 STAGED = (
     "all_gather",
@@ -56,51 +26,40 @@ STAGED = (
 )
 
 
-def stage() -> None:
-    """Replace collectives that gloo does not have for CUDA tensors in every torch."""
-    import torch.distributed as dist
+def run_together(target: str, *, world: int, device: str, payload: Any = None) -> list:
+    """Call ``target`` on ``world`` ranks of one device; returns its results by rank."""
+    start = "tests.gpu.shared:work"
+    return ranks.run_apart(target, start, world, device=device, payload=payload, timeout=400)
 
+
+def work(target: str, folder: str) -> None:
+    """What :func:`run_together` starts. gloo is there, and what it may lack, before DeepSpeed looks
+    for it."""
+    dist.init_process_group("gloo")
     for name in STAGED:
         setattr(dist, name, staged(getattr(dist, name)))
+    ranks.init_deepspeed = partial(ranks.init_deepspeed, "gloo")
+    ranks.work_here(target, folder)
 
 
 def staged(collective: Callable[..., Any]) -> Callable[..., Any]:
     """The collective on copies in the CPU's memory, which are copied back: it has ended when it
     returns."""
-    import torch
 
-    class Ended:
-        def wait(self, *_: Any) -> bool:
-            return True
+    @wraps(collective)
+    def run(*given: Any, async_op: bool = False, **named: Any) -> Any:
+        copies = []
 
-        def is_completed(self) -> bool:
-            return True
+        def host(tensor: torch.Tensor) -> torch.Tensor:
+            copies.append((tensor, tensor.detach().cpu().clone()))
+            return copies[-1][1]
 
-    def run(*given: Any, **named: Any) -> Any:
-        originals: list[tuple[Any, Any]] = []
-
-        def host(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                originals.append((value, value.detach().cpu().clone()))
-                return originals[-1][1]
-            return [host(one) for one in value] if isinstance(value, list | tuple) else value
-
-        copies = [host(value) for value in given]
-        options = {key: host(value) for key, value in named.items()}
-        waits = not options.pop("async_op", False)
-        collective(*copies, **options)
+        given, named = tree_map_only(torch.Tensor, host, (given, named))
+        collective(*given, **named)
         with torch.no_grad():
-            for original, copy in originals:
+            for original, copy in reversed(copies):  # outputs last: one may lie in an input
                 original.copy_(copy)
-        return None if waits else Ended()
+        ended = SimpleNamespace(wait=lambda *_: True, is_completed=lambda: True)
+        return ended if async_op else None
 
-    run.__name__ = collective.__name__
     return run
-
-
-def compare_staged(cases: Any) -> Any:
-    """``compare`` with collectives by way of copies, to try that on a CPU."""
-    from tests.deepspeed.runs import compare
-
-    stage()
-    return compare(cases)

@@ -9,7 +9,6 @@ of these runs says what rounding alone may do.
 
 import contextlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from unittest.mock import patch
 
@@ -25,7 +24,7 @@ from tests import oracle
 from tests.deepspeed import runs
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.test_modes import check
-from tests.gpu.modes import PROCESSES, all_cases, dealt
+from tests.gpu.test_modes import at_once, dealt
 from tests.ranks import run_alone
 from tests.spread import FACTOR, FLOOR, OTHERS, PLAIN, Variation, difference
 
@@ -132,16 +131,6 @@ def compare(cases) -> dict:
     return results
 
 
-def test_tf32_is_fp32_with_10_bits_rounded_to_even():
-    step = 2.0**-10
-    given = torch.tensor(
-        [1.0, 1 + step / 2, 1 + 1.5 * step, 1 + 0.51 * step, -1 - 0.49 * step, float("inf"), 0.0]
-    )
-    expected = torch.tensor([1.0, 1.0, 1 + 2 * step, 1 + step, -1.0, float("inf"), 0.0])
-    assert torch.equal(in_tf32(given), expected)
-    assert in_tf32(torch.full((1,), float("nan"))).isnan().all()
-
-
 @pytest.mark.distributed
 def test_fp32_is_within_the_bound_and_the_bound_holds_something():
     """On a CPU, whose default is fp32."""
@@ -154,10 +143,6 @@ def test_fp32_is_within_the_bound_and_the_bound_holds_something():
 @pytest.mark.gpu
 @pytest.mark.distributed
 def test_every_engine_mode_is_within_the_bound_of_the_default_precision():
-    hands = dealt(all_cases(), PROCESSES)
-    results: dict = {}
-    with ThreadPoolExecutor(len(hands)) as pool:
-        for found in pool.map(lambda cases: run_alone(TARGET, device="cuda", payload=cases), hands):
-            results |= found
+    results = at_once(lambda cases: run_alone(TARGET, device="cuda", payload=cases), dealt())
     for case, result in results.items():
         check(case, result)

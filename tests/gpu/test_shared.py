@@ -6,32 +6,22 @@ import pytest
 from tests.deepspeed.test_modes import check
 from tests.gpu.shared import run_together
 
-pytestmark = pytest.mark.distributed
-TARGET = "tests.deepspeed.runs:compare"
-CASES = {
-    "kfac": [("z0", 1), ("z1", 4), ("z2", 1), ("z3", 4), ("z2-bf16", 4)],
-    "adam": [("adam-z1", 4), ("adam-z2-bf16", 4), ("adam-z3", 4)],
-}
+CASES = [("z0", 1), ("z1", 4), ("z2", 1), ("z3", 4), ("z2-bf16", 4)]
+ADAM = [("adam-z1", 4), ("adam-z2-bf16", 4), ("adam-z3", 4)]
+RUNS = [
+    pytest.param("cuda", world, cases, marks=pytest.mark.gpu)
+    for world in (2, 4)
+    for cases in (CASES, ADAM)
+]
 
 
-def held(results: list[dict]) -> None:
-    """Rank 0 has the reference."""
-    for case, result in results[0].items():
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("device", "world", "cases"), [("cpu", 2, [("z2", 1), ("adam-z3", 4)]), *RUNS]
+)
+def test_ranks_that_share_a_device_match_the_reference(device, world, cases):
+    target = "tests.deepspeed.runs:compare"
+    first, *_ = run_together(target, world=world, device=device, payload=cases)
+    assert len(first) == len(cases)
+    for case, result in first.items():  # of rank 0, which has the reference
         check(case, result)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rule", CASES)
-@pytest.mark.parametrize("world", [2, 4])
-def test_ranks_that_share_a_gpu_match_the_reference(rule, world):
-    held(run_together(TARGET, world=world, device="cuda", payload=CASES[rule]))
-
-
-@pytest.mark.parametrize("target", [TARGET, "tests.gpu.shared:compare_staged"])
-def test_the_runner_and_its_way_by_copies_work_on_a_cpu(target):
-    held(run_together(target, world=2, device="cpu", payload=[("z2", 1), ("adam-z3", 4)]))
-
-
-def test_a_rank_that_fails_says_why():
-    with pytest.raises(AssertionError, match="KeyError: 'no such mode'"):
-        run_together(TARGET, world=2, device="cpu", payload=[("no such mode", 1)])
