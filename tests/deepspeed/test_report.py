@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -215,6 +216,10 @@ REFUSED = {
     "no optimizer": {"kfac": {}},
     'did you mean "KFACAdamW"': {"optimizer": {"type": "KfacAdam", "params": {"lr": 0.01}}},
     "rotate false there are no factors": {"optimizer": ours(), "kfac": UNROTATED_WITH_G},
+    'needs one; set the method to "eigen"': {
+        "optimizer": ours(),
+        "kfac": {"preconditioner": {"method": "inverse"}},
+    },
 }
 ZERO_2 = {"zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True}
 HALVES = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
@@ -282,6 +287,7 @@ def check_step_to_weight(engine, step, bound: float = 0.05) -> None:
 
 
 RATES = {"kfac/stepped", "kfac/curved", "kfac/lr_heads", "kfac/lr_others"}
+MESSAGES = {"enabled": True, "prof_all": True, "verbose": False, "debug": False}
 MEASURED = {"nu", "kl", "step_to_weight", "eigenvalue_spread"}
 """Counters that are not there before a step: all others are zero."""
 
@@ -290,6 +296,8 @@ MEASURED = {"nu", "kl", "step_to_weight", "eigenvalue_spread"}
 def test_the_logs_say_how_far_a_step_goes_and_how_spread_curvature_is():
     for name in ("adam-z0", "adam-z2", "adam-z3", "z2"):
         own = {} if name == "z2" else {"optimizer": OPTIMIZER}
+        if name == "adam-z2":
+            own["comms_logger"] = MESSAGES
         engine = build(BY_NAME[name], 1, **own)
         before = engine.kfac.counters()
         of_self_test = ("calls_", "sent_bytes_", "received_bytes_")
@@ -303,6 +311,8 @@ def test_the_logs_say_how_far_a_step_goes_and_how_spread_curvature_is():
             check_step_to_weight(engine, step, 0.5 if name == "adam-z3" else 0.05)
         after = engine.kfac.counters()
         assert before.keys() == after.keys() - MEASURED and after["steps"] == 3, name
+        if name == "adam-z2":
+            deepspeed.comm.log_summary(show_straggler=True)  # sizes that are the same on all ranks
         if name == "z2":  # the KL divergence of a clipped step is half of what the clip allows
             assert after["nu"] < 1
             kl_clip = KFAC["preconditioner"]["kl_clip"]
