@@ -7,14 +7,18 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
-from ds_kfac.directions import step_tensors
+from benchmarks.held import bytes_in
 from ds_kfac.update import recorded
 from ds_kfac.update.recorded import ATTEMPTS, STEADY, Recorded
 from tests.close import exact
+from tests.deepspeed.modes import BY_NAME
+from tests.deepspeed.parallel import shared_folder
+from tests.deepspeed.runs import build, compared, patched, train, weights
 from tests.deepspeed.test_modes import check
-from tests.ranks import run_ranks
-from tests.tape import tape
+from tests.models import Net
+from tests.tape import tape, taped
 
 
 class Doubled:
@@ -78,73 +82,100 @@ def test_after_a_capture_that_fails_at_its_end_the_stream_is_the_one_before():
     assert current == ["default"]
 
 
-@pytest.mark.parametrize("case", ["yes", "device", "alone", "backend", "many", "large", "none"])
-def test_who_is_recorded(case):
-    config = SimpleNamespace(ops=SimpleNamespace(backend="torch" if case == "backend" else None))
-    plan = SimpleNamespace(batched=case != "alone", config=config)
-    each, most = recorded.RECORDED_LAYER, recorded.RECORDED_NUMEL
-    numel = {"large": each + 1, "none": 0}.get(case, each)
-    layers = [SimpleNamespace(numel=numel)] * (
-        1 if case == "large" else most // each + (case == "many")
-    )
-    assert step_tensors.is_recorded(plan, layers, "cpu" if case == "device" else "cuda") == (
-        case == "yes"
-    )
-
-
-CASES = {
-    "adam": "z0-fp16 z0-clipped z1-offload z1-bf16 z2-fp16 z3 z2-relative_damping "
-    "z2-bf16-clipped z2-bf16-accum32 z1-unrotated",
-    "gradient": "z0-noclip z0-groups z1-offload z1-bf16 z2-relative_damping z2-fp16-corrected "
-    "z2-bf16-corrected z3-clipped z3-fp16-corrected z3-bf16-accum32-corrected",
-}
-"""Modes that are recorded, by rule."""
+MODES = """
+adam-z0-fp16 adam-z0-clipped adam-z1-offload adam-z2-bf16-accum32 adam-z3 adam-z2-relative_damping
+adam-z1-unrotated
+z0-noclip z0-groups z1-offload z2-relative_damping z2-fp16-corrected z3-bf16-accum32-corrected
+"""
 REPLAYS = 3
 """Of four steps. The first is launched as it is. New eigenbases are copied to where the last ones
 were."""
+NEVER = 1_000_000
+"""Steps after which a run is steady that is launched as it is."""
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("rule", CASES)
-def test_engines_with_recorded_steps_match_the_reference(rule):
-    prefix = "adam-" if rule == "adam" else ""
-    cases = [(prefix + name, 4) for name in CASES[rule].split()]
-    results = run_ranks("tests.deepspeed.recorded:compare", world=2, payload=cases)[0]
-    assert len(results) == len(cases)
-    for case, result in results.items():
-        check(case, result)
-        assert result["replays"] == REPLAYS, case
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", MODES.split())
+def test_engines_with_recorded_steps_match_the_reference(name):
+    with taped():
+        result = compared(name, 4)
+    check((name, 4), result)
+    assert result["replays"] == REPLAYS
 
 
-@pytest.mark.distributed
+def eventful(name: str, steady: int) -> tuple[dict[str, Tensor], int]:
+    """Weights after a run with events, and how many of its steps were replayed."""
+    mode, folder = BY_NAME[name], shared_folder()
+    with taped(steady) as replays, patched(mode):
+        engine = build(mode)
+        train(engine, 1, steps=12)
+        infinite = float("inf") if "fp16" in name else 1.0
+        for first, times in ((20, infinite), (21, 1.0)):  # a spike: DeepSpeed skips the step
+            train(engine, 1, steps=1, first=first, times=times)
+        assert engine.skipped_steps == ("fp16" in name)
+        engine.save_checkpoint(folder)
+        train(engine, 1, steps=6, first=30)
+        engine.load_checkpoint(folder)
+        for group in engine.optimizer.param_groups:
+            if mode.adam:
+                group["betas"] = (0.8, group["betas"][1])
+            else:
+                group["lr"] *= 0.5
+        train(engine, 1, steps=6, first=40)
+        before = weights(engine)["first.bias"].clone()
+        # its column of the direction is not zero
+        engine.module.first.bias.requires_grad_(False)
+        train(engine, 1, steps=4, first=50)
+        found = weights(engine)
+        if mode.adam:  # SGD's momentum goes on
+            assert torch.equal(found["first.bias"], before)
+        return found, replays[0]
+
+
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("name", ["adam-z1-fp16", "adam-z2", "z1", "z2-fp16-corrected"])
 def test_recorded_steps_are_those_of_a_run_without_to_the_bit(name):
     """Refreshes in place, a step that is skipped, betas or rates that change, a checkpoint that is
     loaded, a frozen bias."""
-    results = run_ranks("tests.deepspeed.recorded:eventful", world=1, payload=name)[0]
-    assert results["recorded"] > 20 and results["plain"] == 0
-    for name, (one, other) in results["weights"].items():
-        exact(one, other, what=name)
+    (one, replays), (other, launched) = eventful(name, 1), eventful(name, NEVER)
+    assert replays > 20 and launched == 0
+    exact(one, other)
 
 
-@pytest.mark.distributed
+class Mixed(Net):
+    """Its largest matrix, whose gradient comes first, is in bf16."""
+
+    def __init__(self):
+        super().__init__()
+        self.middle.to(torch.bfloat16)
+        self.middle.register_forward_pre_hook(lambda module, args: (args[0].bfloat16(),))
+        self.middle.register_forward_hook(lambda module, args, output: output.float())
+
+
+@pytest.mark.ranks(1)
 def test_gradients_of_several_dtypes_keep_theirs():
-    weights, replays = run_ranks("tests.deepspeed.recorded:mixed", world=1)[0]
-    assert replays == 5
-    for one, other in weights.values():
-        exact(one, other)
+    found, counts = [], []
+    for steady in (1, NEVER):
+        with taped(steady) as replays:
+            torch.manual_seed(0)
+            engine = build(BY_NAME["adam-z0-noclip"], model=Mixed())
+            if steady > 1:
+                engine.kfac.preconditioner.direction.recorded = None
+            train(engine, 1, steps=6)
+            found.append(weights(engine))
+            counts.append(replays[0])
+    exact(*found)
+    assert counts == [5, 0]
 
 
-@pytest.mark.distributed
-def test_a_load_keeps_moments_where_a_recorded_step_finds_them():
-    assert all(run_ranks("tests.deepspeed.recorded:loaded", world=1)[0])
-
-
-@pytest.mark.distributed
-def test_a_recorded_step_keeps_what_the_report_and_the_estimate_say():
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("name", ["adam-z2", "z2-bf16-corrected"])
+def test_a_recorded_step_keeps_what_the_report_and_the_estimate_say(name):
     """Of corrected eigenvalues there is no second copy: those of a layer with a new eigenbasis
     change in place."""
-    names = ["adam-z2", "z2", "z2-bf16-corrected"]
-    (found,) = run_ranks("tests.deepspeed.recorded:kept", world=1, payload=names)
-    for name, (kept, said) in found.items():
-        assert kept == said > 0, name
+    with taped():
+        engine = build(BY_NAME[name])
+        train(engine, 1, steps=4)
+        kfac = engine.kfac.preconditioner
+        kept = bytes_in([*kfac.direction.recorded.tensors.matrices.values()])
+        assert kept == kfac.rule.facts.kept(kfac.plan, kfac.worker_layers, "cpu") > 0
