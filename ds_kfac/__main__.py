@@ -249,7 +249,7 @@ def must_exist(option: str, path: str | os.PathLike, what: str) -> None:
     Args:
         option: text before the path in the error message.
         path: the path.
-        what: text for the error message: what kind of file the option takes.
+        what: kind of file that the option takes, as text for the error message.
     """
     if not os.path.exists(path):
         raise ValueError(f"{option}{path}: no such file or folder in {os.getcwd()}; give {what}")
@@ -330,7 +330,7 @@ def _run(arguments: argparse.Namespace, rest: list[str], program: str) -> int:
     Args:
         arguments: the parsed arguments.
         rest: all arguments after the command. Only ``run`` uses them, for DeepSpeed's launcher.
-        program: how the user called the command line, for help texts.
+        program: command that the user typed, such as "ds_kfac", for help texts.
     """
     if arguments.command == "run":
         if launcher.wants_help(rest):

@@ -56,7 +56,7 @@ class Slot:
 
     @property
     def senders(self) -> list[int]:
-        """The contributors that send their sum to the owner, which are all but the owner itself."""
+        """The contributors that send their sum to the owner: all contributors except the owner."""
         return [rank for rank in self.contributors if rank != self.owner]
 
 
@@ -83,7 +83,7 @@ def buckets(
 
     Args:
         itemsize: number of bytes of an element on the wire.
-        nbytes: most bytes that a rank sends, or receives, in one message.
+        nbytes: largest number of bytes that a rank sends or receives in one message.
     """
     made: list[Bucket] = []
     pieces: list[SumPiece] = []

@@ -227,7 +227,8 @@ def _traffic(kfac: KFACPreconditioner) -> str:
 
 
 def _ranks_of_layers(kfac: KFACPreconditioner) -> dict[str, tuple[str, str]]:
-    """Return layer name -> (its gradient workers, ranks that decompose its factors), as texts."""
+    """Return a dict from layer name to two texts: the ranks of the layer's gradient workers, and
+    the ranks that decompose its factors."""
     assignment = kfac.plan.assignment
     ranks = {}
     for layer in kfac.layers:

@@ -308,7 +308,7 @@ def peak_rates(groups: Sequence[Mapping[str, Any]], before: Mapping[int, Any]) -
 
     Args:
         groups: the optimizer's parameter groups.
-        before: what the call in the last step returned.
+        before: result of this function in the previous step.
     """
     peaks: dict[int, Any] = {}
     for index, group in enumerate(groups):

@@ -17,16 +17,17 @@ class PolynomialDecay:
         rate(t) = rate_0 (1 - (t - start) / (end - start))^power   from start to end, else constant
         momentum(t) = momentum_0 rate(t) / rate_0                  if "ties_momentum"
 
-    In the papers the velocity v includes the learning rate: v <- m (rate / last rate) v - rate g,
-    then W <- W + v. In torch the buffer b does not: b <- m b + g, then W <- W - rate b. The weights
-    are the same, because v = -rate b.
+    In the papers the velocity v includes the learning rate:
+    v <- m (rate / previous rate) v - rate g, then W <- W + v. In torch the buffer b does not: b <- m b + g, then W <- W - rate b. The
+    weights are the same, because v = -rate b.
 
     Args:
         optimizer: a torch optimizer, or DeepSpeed's wrapper of one.
         start: step at which the learning rate begins to fall.
         end: step at which the learning rate reaches 0. Training may end before this step.
         power: exponent of the decay; 1 is linear.
-        ties_momentum: whether the momentum of groups that have one falls with the learning rate.
+        ties_momentum: whether momentum falls in proportion to the learning rate, in each group that
+            has a momentum.
 
     Attributes:
         steps: number of steps taken.

@@ -110,8 +110,8 @@ class Call:
 
     @property
     def mask(self) -> Tensor | None:
-        """Bool of the rows' leading shape, False for rows that the attention masks leave out; None
-        if no mask fits."""
+        """Bool tensor of the rows' leading shape, False for rows that the attention masks leave
+        out; None if no mask fits."""
         return None if self.select is not None else self.rows.forward.mask(self.rows.leading)
 
     @property

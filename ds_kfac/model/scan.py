@@ -31,8 +31,8 @@ ADAPTER = re.compile(r"(^|\.)lora_[ab](\.|$)", re.IGNORECASE)
 the short side of each matrix gets a factor. The gradient's rank is at most the length of the short
 side, and a factor of the long side would be thousands of times as large as the matrix."""
 LONGEST = 16384
-"""Length of the longest side with a block-diagonal factor. The factor of such a side takes half a
-GB. A longer side, such as a vocabulary, has a diagonal factor."""
+"""Length of the longest side with a block-diagonal factor. A factor of this length takes half a GB.
+A longer side, such as a vocabulary, has a diagonal factor."""
 LONGEST_INPUT = 65536
 """Length of the longest side with a block-diagonal factor if G is the identity. In this case only
 inputs have factors, and no input is as long as a vocabulary. With this limit, the inputs of a large
@@ -428,8 +428,8 @@ class _Scanner:
 
         If the inputs of the stack are tokens, all experts share one A, because tokens have one
         distribution, whichever expert gets them. If each expert has computed its input itself, each
-        expert has its own A, unless this A would be larger than the weight (I > O). A plan may give
-        more experts their own A.
+        expert has its own A, unless this A would be larger than the weight (I > O). The plan may
+        replace a shared A by one A for each expert (:mod:`ds_kfac.plan.common`).
 
         Args:
             stack: the layer of one matrix, except that it has the name of the stack.

@@ -30,8 +30,8 @@ COSTLY_TRAFFIC = 0.02
 """In a 16-bit model, batch sums and eigenvectors travel in bf16 if sending batch sums in fp32 would
 take more than this fraction of K-FAC's seconds per step."""
 BUCKET_BYTES = 1 << 28
-"""Most bytes of batch sums that a rank sends, or receives, in one message. Two messages are in
-flight at a time."""
+"""Limit on the bytes of batch sums that a rank sends in one message, and on the bytes that it
+receives. Two messages are in flight at a time."""
 LONG_REFRESH = 0.05
 """If refreshing all factors in one step takes more than this number of seconds, the refreshes are
 spread over several steps."""
@@ -44,8 +44,8 @@ class Observations:
 
     Attributes:
         groups: groups of layers that share their input; None: not known yet.
-        rows: layer name -> mean number of rows of a rank in a step; None: not known yet. If the
-            layer is one matrix of a stack, only the rows that this matrix multiplies count.
+        rows: layer name -> number of rows per step, averaged over ranks; None: not known yet. If
+            the layer is one matrix of a stack, only the rows that this matrix multiplies count.
             :meth:`Plan.seeking` lowers these numbers.
     """
 
@@ -65,7 +65,8 @@ class Plan:
             Frobenius norm of P - Q is below this number times the norm of Q. None: the adaptive
             rule is off.
         contributors: ranks that capture each factor, and which of their rows count.
-        bucket_bytes: most bytes that a rank sends or receives in one message of batch sums.
+        bucket_bytes: limit on the bytes that a rank sends in one message of batch sums, and on
+            the bytes that it receives.
         wire: dtype of batch sums and eigenvectors in messages.
         gradient_dtypes: dtype of gradients in messages to their workers, and dtype of results in
             messages from the workers.
@@ -388,8 +389,8 @@ def _contributors(
             counts = {factor.key: 1 for factor in alone_here(work.layers, work.factors)}
         need = f"{roles.ROWS_PER_COLUMN} rows per column" if wanted is None else f"{wanted} rows"
         reasons.append(
-            f"a factor update uses {need} (factor.rows), from the smallest number of ranks that "
-            "together had enough rows in the first update"
+            f"a factor update uses {need} (factor.rows); they come from as few ranks as together "
+            "had enough rows in the first update"
         )
     return roles.Contributors(work.world, work.costs.node_size, counts, facts.sequence)
 

@@ -51,7 +51,7 @@ class LastBatch(NamedTuple):
     """The last batch of a factor on this rank.
 
     Attributes:
-        step: the step of the batch.
+        step: number of the step that the batch belongs to.
         column: the factor's column in ``numbers_4n``.
         numbers_4n: fp32 [4, n] on the device, with a column for each of the step's n batches. Row 0
             is 1 if the batch was scaled down, otherwise 0. Row 1 is 1 if the factor did not use the
@@ -104,8 +104,8 @@ class FactorStep:
         terms: layer name -> number of loss terms in the step's batch.
         similar: factor key -> fp32 scalar on the device. If the factor did not use the batch, the
             scalar is :data:`NO_BATCH`. Otherwise it starts at 0. :data:`SIMILAR_TO_LAST` is added
-            if the new average is similar to the factor's last average, and
-            :data:`SIMILAR_TO_BEFORE` if it is similar to the average before the last
+            if the new average is similar to the factor's previous average, and
+            :data:`SIMILAR_TO_BEFORE` if it is similar to the average before that one
             (:func:`ds_kfac.curvature.factor.update_`).
         unusual: for each kind in :data:`ds_kfac.step.messages.UNUSUAL`, the number of this rank's
             batches of that kind.
@@ -373,9 +373,9 @@ class FactorUpdates:
         for their first decomposition.
 
         Args:
-            last: function that returns the last decomposition of a factor, or None if this rank has
-                none. Iterative methods start from that decomposition. If ``last`` is None, every
-                factor is decomposed from scratch.
+            last: function that returns a factor's previous decomposition, or None if this rank does
+                not have one. Iterative methods start from that decomposition. If ``last`` is None,
+                every factor is decomposed from scratch.
             unproven: keys of factors whose layers failed the last proof of their rows. These
                 factors are not decomposed.
         """

@@ -34,8 +34,8 @@ class Delivery:
         workers: layer name -> ranks that precondition the layer's gradient.
         wire: dtype in which eigenvectors are sent.
         method: defines the parts of a decomposition.
-        nbytes: largest number of bytes that a rank sends, or receives, in one message. A
-            decomposition that is larger has a message of its own.
+        nbytes: limit on the bytes that a rank sends in one message, and on the bytes that it
+            receives. A decomposition that is larger has a message of its own.
         copied: names of the layers that exist as copies on several tensor-parallel ranks. Each of
             these ranks has a plan of its own.
 

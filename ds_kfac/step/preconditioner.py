@@ -204,7 +204,7 @@ class KFACPreconditioner:
             self.observe(observations)
 
     def _last_basis(self, factor: FactorSpec) -> Decomposition | None:
-        """Return the decomposition of a factor that its layers use now, or None if the factor was
+        """Return the decomposition that the factor's layers use now, or None if the factor was
         never decomposed. This rank must be the factor's eigen worker. An eigen worker is a gradient
         worker of at least one of the factor's layers, but not always of the first one."""
         group, index = next(self.places[name] for name in factor.layers if name in self.places)

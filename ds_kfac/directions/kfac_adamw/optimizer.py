@@ -263,8 +263,8 @@ class KFACAdamWStep:
 
         Args:
             here: whether this rank writes the warning.
-            groups: all parameter groups. (``param_groups`` has only the group that DeepSpeed steps
-                at the moment.)
+            groups: all parameter groups. (``param_groups`` has only the group that DeepSpeed
+                updates at the moment.)
         """
         if self._has_warned:
             return
@@ -346,7 +346,8 @@ class KFACCPUAdamW(KFACAdamWStep, DeepSpeedCPUAdam):
 
 for _class in (KFACTorchAdamW, KFACFusedAdamW, KFACCPUAdamW):
     # ZeRO accepts only optimizers whose exact class is in this list. These classes meet its
-    # conditions: they have parameter groups, step elementwise, and keep their state by parameter.
+    # conditions: they have parameter groups, update each element separately, and keep their state
+    # by parameter.
     if _class not in ZERO_SUPPORTED_OPTIMIZERS:
         ZERO_SUPPORTED_OPTIMIZERS.append(_class)
 

@@ -25,7 +25,7 @@ DEVICE_TYPE = None if INTERPRET else "cuda"
 """Type of the device on which kernels run; None: any type."""
 WARPS = 8
 MAX_MATRICES = 65535
-"""Most matrices in a launch: CUDA's limit for the second axis of a grid."""
+"""Largest number of matrices in a launch, which is CUDA's limit for the second axis of a grid."""
 FLAT_BLOCK = 2048
 """Number of elements that a program processes, 8 per thread."""
 
