@@ -69,7 +69,7 @@ class Captures(NamedTuple):
 
 class SavedClock(NamedTuple):
     """The adaptive rule's state for one factor: its current and previous interval, and the steps of
-    its last capture and last refresh. A step is -1 if there was none."""
+    its last capture and last refresh. A step is -1 if there was no capture or no refresh yet."""
 
     interval: int
     previous: int

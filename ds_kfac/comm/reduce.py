@@ -30,8 +30,8 @@ PIECES = 4
 """A piece of a sum takes at most 1/PIECES of the maximal size of a message."""
 CACHED = 64
 """Largest number of entries in the cache of :func:`buckets` and in the cache of :func:`plans`.
-Entries are used again, because there are only about as many different choices of contributors as a
-node has ranks."""
+Entries are reused often, because the number of different choices of contributors is only about the
+number of ranks on a node."""
 IN_FLIGHT = 2
 """Number of messages in flight at a time. Each has a send buffer and a receive buffer."""
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -229,8 +229,8 @@ class KroneckerFactor:
 
     @classmethod
     def empty(cls, side: Side, device: torch.device | str = "cpu") -> "KroneckerFactor":
-        """Return a factor that has no batch yet. It starts at zero, because an identity would take
-        hundreds of updates to fade."""
+        """Return a factor that has no batch yet. It starts at zero, because an initial identity
+        would take hundreds of updates to fade."""
         return cls(
             side,
             torch.zeros(side.numel, device=device, dtype=torch.float32),
@@ -330,8 +330,9 @@ def average_(
 
     Note: Spikes. If a gradient is a thousand times too large, its batch would add a million times
     the average to G, and G would need sixty updates to recover. So a batch is scaled down until its
-    trace is at most :data:`SPIKE` times that of the average. If a factor has really grown so much,
-    the average still follows. It grows by a factor of 1 + (1 - r) (SPIKE - 1) in each update.
+    trace is at most :data:`SPIKE` times that of the average. If second moments have really grown so
+    much, the average still follows. Each update multiplies the trace of the average by 1 + (1 - r)
+    (SPIKE - 1).
 
     Args:
         factors: at least one.

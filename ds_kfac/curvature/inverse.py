@@ -53,7 +53,7 @@ class DampedInverse:
             diagonal or an identity.
         diagonal: fp32 [D] for a diagonal side, else None. An identity has neither blocks nor a
             diagonal. Its damped inverse is a single number, and the inverse of the layer's other
-            factor is multiplied by it.
+            factor is multiplied by this number.
     """
 
     blocks: tuple[Tensor, ...] = ()

@@ -89,8 +89,8 @@ def fit(
         mask: function that gets the positional and the keyword arguments of the model's forward,
             and returns the attention masks [N, T]: one mask, several masks or None. If ``mask`` is
             None, the masks are the arguments whose names end in ``attention_mask``.
-        corrected: whether to make a second pass over the data, for EKFAC's eigenvalues. It assumes
-            that each entry of the first dimension of a layer's input is a sequence.
+        corrected: whether to make a second pass over the data, for EKFAC's eigenvalues. The second
+            pass assumes that each entry of the first dimension of a layer's input is a sequence.
         progress: whether rank 0 shows a progress bar.
 
     Raises:
