@@ -158,7 +158,7 @@ class UpdateRule(ABC):
         self, config: KFACConfig, optimizer: str = ""
     ) -> tuple[KFACConfig, tuple[str, ...]]:
         """Replace every null of a config by a value for this rule. Return the new config, and texts
-        with the reasons for the chosen values.
+        that say why these values were chosen.
 
         Args:
             optimizer: class name of the engine's innermost optimizer.

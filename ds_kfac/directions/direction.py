@@ -183,7 +183,7 @@ class Direction:
           gradients of a softmax sum to 0 over the classes.) Taking signs, or dividing as Adam does,
           scales these errors up to a full step. Use :func:`ds_kfac.update.rotation.mask_null_space`
           to set them to 0.
-        - A layer that the step did not use has a gradient of zeros, but its moments may still
+        - If the step did not use a layer, its gradient is zero, but its moments may still
           produce a step. If the layer must not change, multiply the result by
           ``(gradient != 0).any()``.
 

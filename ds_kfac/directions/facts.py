@@ -82,7 +82,7 @@ class RuleFacts:
         preconditioning.
 
         Args:
-            half: whether products that can run in 16 bits do run in 16 bits.
+            half: whether the step uses 16 bits for all products that allow it.
         """
         return 0
 

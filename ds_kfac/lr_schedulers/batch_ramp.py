@@ -43,8 +43,8 @@ class BatchRamp:
     Args:
         engine: a DeepSpeed engine that counts its micro-batches itself and is between two steps.
         largest: largest number of samples in a step, summed over all ranks.
-        at: numbers of samples, counted from the start of the run, after which the batch doubles; in
-            ascending order.
+        at: ascending numbers of samples, counted from the start of the run. The batch doubles after
+            each of them.
 
     Attributes:
         inner: the engine's own learning-rate scheduler; None if it has none.
@@ -120,13 +120,13 @@ class BatchRamp:
         return math.sqrt(self.batch / self.first)
 
     def step(self, *args: Any, **named: Any) -> None:
-        """Step the engine's own scheduler, and double the batch if that is due. DeepSpeed calls
-        this after each optimizer step that it did not skip.
+        """Call ``step`` of the engine's own scheduler, and double the batch if that is due.
+        DeepSpeed calls this method after each optimizer step that it did not skip.
 
         Args:
             args: positional arguments for the engine's own scheduler, such as a number of samples
-                or a metric. If there are any arguments, positional or named, ``step`` of this
-                scheduler is called only once.
+                or a metric. Without any arguments, positional or named, ``step`` of that scheduler
+                is called batch / first times, otherwise once.
             named: named arguments for the engine's own scheduler.
         """
         if caller_sets_boundaries(self.engine):

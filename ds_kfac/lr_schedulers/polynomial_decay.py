@@ -18,8 +18,8 @@ class PolynomialDecay:
         momentum(t) = momentum_0 rate(t) / rate_0                  if "ties_momentum"
 
     In the papers the velocity v includes the learning rate:
-    v <- m (rate / previous rate) v - rate g, then W <- W + v. In torch the buffer b does not: b <- m b + g, then W <- W - rate b. The
-    weights are the same, because v = -rate b.
+    v <- m (rate / previous rate) v - rate g, then W <- W + v. In torch the buffer b does not
+    include it: b <- m b + g, then W <- W - rate b. The weights are the same, because v = -rate b.
 
     Args:
         optimizer: a torch optimizer, or DeepSpeed's wrapper of one.

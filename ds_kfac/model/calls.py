@@ -131,7 +131,7 @@ class Call:
         return x if self.select is None else x.reshape(-1, x.shape[-1])[self.select]
 
     def gradient_rows(self, gradient: Tensor) -> Tensor:
-        """Return the call's part of the gradient of an output, in the shape :attr:`shape`.
+        """Return the call's part of an output's gradient, as a tensor of the shape :attr:`shape`.
 
         It is zero in columns that the call did not compute.
         """

@@ -160,7 +160,7 @@ class _Operand:
 
     Attributes:
         place: where its elements are in the parameter.
-        outputs, inputs: numbers of outputs and inputs of one matrix that the operand holds.
+        outputs, inputs: number of outputs and number of inputs of each matrix in the operand.
         transposed: whether the parameter stores the matrix as [I, O].
         columns: which outputs of the parameter's matrix the operand holds; None: all.
         start: index of the operand's first matrix in the parameter's stack.

@@ -181,8 +181,8 @@ class Plan:
 
 
 def alone_here(layers: Sequence[LayerSpec], factors: Sequence[FactorSpec]) -> list[FactorSpec]:
-    """Return the factors of layers that no other tensor-parallel rank has a copy of. Copies are
-    left out because the ranks that have them may make different plans."""
+    """Return the factors of the layers of which no other tensor-parallel rank has a copy. Copies
+    are left out because the ranks that have them may make different plans."""
     copied = {layer.name for layer in layers if layer.copies > 1}
     return [factor for factor in factors if factor.layers[0] not in copied]
 
@@ -199,8 +199,8 @@ class EngineFacts:
         world: number of ranks in the data-parallel group.
         held: layer name -> number of gradient elements on each rank; None: every rank holds every
             gradient.
-        parameters, gradients: dtype of the model, and dtype of the gradients in the memory from
-            which K-FAC reads them.
+        parameters: dtype of the model.
+        gradients: dtype in which DeepSpeed stores the gradients that K-FAC reads.
         moments: number of fp32 tensors of a gradient's shape that a gradient worker keeps.
         device: device on which layers are preconditioned.
         sequence: number of consecutive ranks that hold the parts of one sequence.
@@ -379,7 +379,7 @@ def _contributors(
     """Return the ranks that capture the first batch. The number of rows on a rank is not known yet.
 
     All ranks capture it, unless the batch sums would take more memory than :data:`FIRST_BUCKETS`
-    messages. In that case only the eigen workers capture it.
+    full messages. In that case only the eigen workers capture it.
     """
     wanted = config.factor.rows
     counts: dict[str, int] = {}

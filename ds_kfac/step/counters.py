@@ -44,12 +44,12 @@ def counters(job: Job) -> dict[str, float]:
     """Return counter name -> total since attach. A total counts what this rank did, unless noted
     otherwise.
 
-    Names of counters of a domain of experts begin with "<domain>/". If there are several domains,
-    names of counters of the messages between them begin with "job/".
+    Counters of a domain of experts have names that begin with "<domain>/". If there are several
+    domains, counters of the messages between them have names that begin with "job/".
 
     In addition to the numbers of :class:`~ds_kfac.metrics.Metrics` there are:
 
-    - "calls_<kind>": number of collectives entered.
+    - "calls_<kind>": number of collectives of this kind that the rank has entered.
     - "sent_bytes_<kind>", "received_bytes_<kind>": payload to and from other ranks, in bytes,
       including the payload of skipped steps. Kinds: factors, gradients, eigenvectors, eigenvalues,
       inverses, results, numbers, proof.

@@ -65,7 +65,8 @@ class LastBatch(NamedTuple):
 
     @property
     def last_change(self) -> Tensor:
-        """The last step whose batch changed the factor, an fp32 scalar on the device."""
+        """Number of the last step whose batch changed the factor, as an fp32 scalar on the
+        device."""
         return self.numbers_4n[-1, self.column]
 
     def tolist(self) -> list[float]:
@@ -208,7 +209,7 @@ class FactorUpdates:
         """Return the state that a resumed run needs, as a dict. Factor keys contain this process's
         layer names. The entries are:
 
-        - factors: factor key -> factor, for this rank's factors;
+        - factors: dict from factor key to this rank's factor;
         - ready, log: the attributes of the same names;
         - schedule: see :meth:`Timetable.state`.
         """
@@ -498,7 +499,7 @@ class FactorUpdates:
         self._receive(step, update, bases)
 
     def _own_scalars(self, update: FactorStep) -> dict[Hashable, Tensor | float]:
-        """Return name -> scalar, for at least the scalars that this rank sends."""
+        """Return a dict from name to scalar. It has at least the scalars that this rank sends."""
         values: dict[Hashable, Tensor | float] = {
             ("terms", name): terms for name, terms in update.terms.items()
         }

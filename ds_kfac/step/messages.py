@@ -300,7 +300,7 @@ class Sharing:
     """Makes all ranks agree on what the captured batches show about layers.
 
     The first captured batch shows which layers share one A (see ``inputs``), and how many rows each
-    layer has on a rank. The ranks agree on both for the whole run, before a factor uses that batch.
+    layer has on a rank. Before a factor uses that batch, the ranks agree on both for the whole run.
     Later batches may show that too few ranks contribute to a factor.
     """
 

@@ -57,7 +57,7 @@ class KFACPreconditioner:
             gradient was not used, because it was too large for the moments. 0.0 if the update rule
             uses every gradient.
         saved: names of the layers that this domain writes to checkpoints.
-        judged: whether the last step has run the proof, which compares captured rows with
+        judged: whether the previous step ran the proof, which compares captured rows with
             gradients.
     """
 

@@ -79,8 +79,8 @@ def chunks(
     """Divide groups into chunks. All directions of a chunk are in memory at the same time. This is
     a pure function.
 
-    A chunk has at most as many elements as :func:`chunk_budget` allows for its largest layer,
-    unless it consists of a single group. Groups and chunks are in the order of :func:`in_order`.
+    A chunk that consists of several groups has at most as many elements as :func:`chunk_budget`
+    allows for its largest layer. Groups and chunks are in the order of :func:`in_order`.
     """
     made: list[list[Sequence[LayerSpec]]] = []
     numel_left = 0

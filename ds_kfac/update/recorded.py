@@ -16,9 +16,9 @@ import torch
 
 T = TypeVar("T")
 Recorder = Callable[[Callable[[], T]], tuple[Callable[[], None], T]]
-"""Function that records another function and returns (replay, result). Each call of ``replay``
-repeats the function and overwrites the result. Recording does not execute the function, so the
-result is valid only after the first replay."""
+"""Function that records another function and returns a pair (replay, result). Each call of
+``replay`` repeats the function and overwrites the result. Recording does not execute the function,
+so the result is valid only after the first replay."""
 
 STEADY = 2
 """Number of calls with the same key that are executed normally before a call is recorded. These

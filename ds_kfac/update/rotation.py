@@ -326,7 +326,7 @@ def _overlap(old: Eigenbasis | None, new: Eigenbasis) -> Sequence[Tensor]:
 
 
 PIECE = 1 << 22
-"""Number of elements of a piece in :func:`norms`, 32 MiB in float64."""
+"""Number of elements that :func:`norms` processes at a time, which take 32 MiB in float64."""
 
 
 def norms(x: Tensor) -> Tensor:

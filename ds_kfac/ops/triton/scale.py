@@ -251,8 +251,8 @@ def _check_flat(
     """Check the arguments of a kernel.
 
     Raise ValueError if shapes do not fit. Raise NotMadeFor if matrices or vectors are not fp32 or
-    not contiguous, if flags are not bool, or if there are no matrices or more than fit into a
-    launch.
+    not contiguous, if flags are not bool, or if the number of matrices is 0 or above
+    :data:`MAX_MATRICES`.
     """
     shape = matrices[0].shape
     everything = (*matrices, *vectors, flags_n)
