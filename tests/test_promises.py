@@ -68,7 +68,7 @@ embeddings, and heads tied to them ->
 The [attach report] -> test_the_report_lists_every_module
 ## Refused at attach
 DeepCompile, ZenFlow, SuperOffload, NVMe offload -> test_refusals_say_what_to_change
-Muon, 1-bit optimizers, Adagrad of several groups ->
+Muon, 1-bit optimizers, Adagrad with several parameter groups ->
     test_refusals_say_what_to_change test_a_combination_is_refused_with_a_remedy
 some [combinations of model parallelism] -> test_a_combination_is_refused_with_a_remedy
 an attach between the micro-batches of a step ->
