@@ -332,8 +332,8 @@ class OptimizerParams(BaseModel):
     """Learning rate of embeddings, of norms, and of biases outside K-FAC layers. null: 8 lr. 0:
     they are frozen, without weight decay.
 
-    The learning rate of heads depends on ``adam_lr`` (docs/howto/tune.md). If ``adam_lr`` is 0, heads
-    use lr."""
+    The learning rate of heads depends on ``adam_lr`` (docs/howto/tune.md). If ``adam_lr`` is 0,
+    heads use lr."""
     torch_adam: bool = False
     """Which AdamW updates the parameters outside K-FAC layers. true: torch's. false: DeepSpeed's.
 
