@@ -199,9 +199,9 @@ class AdamConfig(Block):
     and is repeated until it covers all rows. ``{"qkv": 3}`` means queries, keys and values.
     ``{"qkv": [64, 64, 64]}`` means queries, keys and values of each head of size 64.
     ``{"q_proj": 32}`` treats each of 32 heads by itself, and ``{"q_proj": 1}`` treats all heads as
-    one map. This key has precedence over the names that ds_kfac knows
-    (``ds_kfac/model/blocks.py``): fused queries, keys and values, gates, latent attention and
-    Mamba. The full report lists each layer's blocks."""
+    one map. This key overrides the splits that ds_kfac makes by module name
+    (``ds_kfac/model/blocks.py``): fused QKV, gates, latent attention and Mamba. The full report
+    lists each layer's blocks."""
     whiten: float = Field(default=0.125, ge=0, le=1)
     """Power p. A step is multiplied by A^-p before it is orthogonalized, and again afterwards. 0:
     no whitening.
@@ -246,8 +246,8 @@ class AssignmentConfig(Block):
     """Fraction of the ranks that precondition each layer (KAISA), at stage 0. null: the fraction
     predicted to be fastest within ``memory_budget_gb``.
 
-    KAISA calls the fraction 1/world MEM-OPT, and the fraction 1 COMM-OPT. Under ZeRO 1 to 3 a layer
-    always has one worker."""
+    In KAISA's terms, a fraction of 1/world is MEM-OPT, and a fraction of 1 is COMM-OPT. Under
+    ZeRO 1 to 3 a layer always has one worker."""
     memory_budget_gb: float | None = Field(default=None, gt=0)
     """Limit on the memory that K-FAC takes on a rank, in 10^9 bytes. null: no limit.
 
@@ -358,7 +358,7 @@ class KFACConfig(Block):
     enabled: bool = True
     """false: K-FAC is not attached, and the engine stays as DeepSpeed made it."""
     report: Literal["summary", "full", "none"] = "summary"
-    """What rank 0 prints to standard error at attach. ``summary``: at most 12 lines.
+    """What rank 0 prints to standard error when K-FAC attaches. ``summary``: at most 12 lines.
 
     ``full`` adds the values chosen for null keys, and every layer with the ranks that work on it.
     ``none`` prints nothing, and keeps K-FAC's numbers out of a framework's logs.

@@ -51,7 +51,7 @@ These keys are changed most often:
 | `factor.update_interval` | statistics cost too much (raise it), or steps are few (lower it) |
 | `eigenbasis.refresh_interval` | decompositions cost too much (raise it) |
 | `damping` | you keep your own optimizer, and the loss is noisy or diverges (raise it) |
-| `report` | you want to see every layer at attach: `"full"` |
+| `report` | you want the attach report to list every layer: `"full"` |
 
 `python -m ds_kfac schema > kfac.schema.json` writes a JSON schema for editors. In VS Code, add:
 
