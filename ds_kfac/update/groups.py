@@ -115,9 +115,9 @@ class LayerGroup:
     kind, and the state of one layer is a slice of it. Terms and moments are allocated when K-FAC
     attaches, and change in place. The stacked eigenvectors are allocated when the first layer gets
     its basis, and new eigenvectors are copied into them. All tensors therefore keep their
-    addresses, as a recorded step requires. A layer that is alone in its group has no stacked eigenvectors, unless ``stays``
-    is True. Without stacked eigenvectors, decompositions are kept without a copy, so that layers
-    with the same A share the tensors of A.
+    addresses, as a recorded step requires. A layer that is alone in its group has no stacked
+    eigenvectors, unless ``stays`` is True. Without stacked eigenvectors, decompositions are kept
+    without a copy, so that layers with the same A share the tensors of A.
 
     Args:
         moments: class of the moments; None: the update rule keeps no moments.
