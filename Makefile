@@ -152,15 +152,19 @@ versions: $(STAMP) $(VENV)/integrations/.ready
 versions-short: $(STAMP)
 	$(BIN)/python -m tests.versions --short
 
-$(VENV)/.docs: $(STAMP)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,docs]" && touch $@ \
+# in an environment without torch: the API's pages are made from the sources
+DOCS = $(VENV)/docs
+$(DOCS)/.ready: docs/requirements.txt constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --constraint constraints.txt --requirement $< && touch $@ \
 		|| echo "docs: mkdocs-material does not install here, see above; the site is not built"
 
-docs: $(VENV)/.docs
-	if [ -f $< ]; then NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict; fi
+docs: $(DOCS)/.ready
+	if [ -f $< ]; then NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict; fi
 
 # the site's links, and its pages in a Chromium of the machine: width, search, navigation
-test-site: $(VENV)/.docs
+test-site: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --requirement docs/requirements.txt
 	$(BIN)/python -m pip install --quiet playwright || echo "test-site: playwright does not install here; no browser is asked"
 	$(BIN)/python -m pytest -rs tests/test_site.py $(ARGS)
 

@@ -249,7 +249,7 @@ def must_exist(option: str, path: str | os.PathLike, what: str) -> None:
     Args:
         option: text before the path in the error message.
         path: the path.
-        what: text for the error message: what kind of file the option takes.
+        what: kind of file that the option takes, as text for the error message.
     """
     if not os.path.exists(path):
         raise ValueError(f"{option}{path}: no such file or folder in {os.getcwd()}; give {what}")
@@ -300,8 +300,8 @@ def _check_files(arguments: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit status.
 
-    The status is 0 on success, 1 if ``doctor`` finds a fault, 1 with a message on standard error
-    if the config or the model is wrong, and 2 if the arguments are wrong.
+    The status is 0 on success, 1 if ``doctor`` finds a fault, and 2 if the arguments are wrong. If
+    the config or the model is wrong, the status is 1, and standard error has a message.
     """
     script = os.path.basename(sys.argv[0]) == "ds_kfac"
     program = "ds_kfac" if script else "python -m ds_kfac"
@@ -330,7 +330,7 @@ def _run(arguments: argparse.Namespace, rest: list[str], program: str) -> int:
     Args:
         arguments: the parsed arguments.
         rest: all arguments after the command. Only ``run`` uses them, for DeepSpeed's launcher.
-        program: how the user called the command line, for help texts.
+        program: command that the user typed, such as "ds_kfac", for help texts.
     """
     if arguments.command == "run":
         if launcher.wants_help(rest):

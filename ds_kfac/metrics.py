@@ -46,15 +46,16 @@ class Metrics:
 
     Attributes:
         counts: this rank's counters: "steps"; "skipped_steps"; "factor_updates" (steps that
-            collected statistics); "captured_elements" (elements of the factors, on all ranks, that
-            these steps updated); "refreshes" (factors decomposed on this rank); "refreshes_<how>"
+            collected statistics); "captured_elements" (factor elements that these steps updated,
+            summed over all ranks); "refreshes" (factors decomposed on this rank); "refreshes_<how>"
             ("refreshes" by method: eigh, iteration, cholesky, diagonal or failed);
             "refresh_retries" (failed attempts at a decomposition).
         current: the stage that began last.
         timings: set this to True to measure ``seconds``. It synchronises the device before and
             after every stage.
-        seconds: name of a stage -> seconds spent in it so far.
-        nu: last kl-clip factor, a device scalar, equal on all ranks; None while kl-clip is off.
+        seconds: dict from stage name to the seconds spent in the stage so far.
+        nu: kl-clip factor of the last step, a device scalar, equal on all ranks; None while kl-clip
+            is off.
         kl: nu^2 lr^2 <V, gradient> / 2, where V is the preconditioned gradient; a device scalar
             like ``nu``. With the damped curvature, this estimates how far a step without momentum
             moves the model's distribution. It is at most kl_clip / 2. With ``fisher`` monte_carlo

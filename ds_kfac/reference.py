@@ -188,7 +188,7 @@ class KFAC:
 
 def one_step(C: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
     """Return (eigenvalues, eigenvectors) of C after one step of orthogonal iteration, starting from
-    the last eigenvectors Q (``curvature/iteration.py``)."""
+    the eigenvectors Q of the previous refresh (``curvature/iteration.py``)."""
     sizes = (Q * (C @ Q)).sum(0)
     # the added term keeps vectors in place if their eigenvalues are only rounding errors of C
     Z = C @ Q / sizes.max() + max(64, len(C)) ** 0.5 * 2**-23 * Q

@@ -35,7 +35,7 @@ def missing(*names: str) -> list[str]:
 
 pytestmark = pytest.mark.skipif(
     bool(missing("mkdocs", "material", "mkdocstrings", "latex2mathml")),
-    reason="needs ds_kfac[docs], as `make docs` installs it",
+    reason="needs docs/requirements.txt, which `make test-site` installs",
 )
 
 

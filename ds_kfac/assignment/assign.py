@@ -30,8 +30,8 @@ class Assignment:
         workers: layer name -> ranks that have the layer's eigenbases and precondition its gradient,
             in ascending order. If gradients are partitioned (ZeRO), each layer has one such rank.
             If gradients are replicated, the ranks form a column of the KAISA grid.
-        eigen_workers: factor key -> rank that averages and decomposes the factor. It may also have
-            keys of factors that no longer exist because a shared factor has replaced them.
+        eigen_workers: factor key -> rank that averages and decomposes the factor. The dict may also
+            have keys of factors that no longer exist, because a shared factor has replaced them.
     """
 
     work: Work
@@ -87,8 +87,8 @@ def assign(
             gradients are partitioned.
         paired: whether a layer's two factors must be on the same rank. If False, each may be on any
             of the layer's workers.
-        memory_cap: most bytes that a rank may use in a step, see :attr:`Assignment.peak`; None: no
-            cap.
+        memory_cap: largest number of bytes that a rank may use in a step, see
+            :attr:`Assignment.peak`; None: no cap.
 
     Raises:
         ValueError: no assignment respects the cap.
@@ -171,7 +171,7 @@ def place_workers(
     count = work.world // workers
     # the fraction of a layer's decompositions that each rank of its column computes
     part = with_decompositions / workers
-    loads = [_Load(0.0, 0.0)] * count  # load of each rank of a column
+    loads = [_Load(0.0, 0.0)] * count  # for each column, the load of each of its ranks
     columns_with_basis: dict[str, set[int]] = {factor.key: set() for factor in work.factors}
     kept = {factor.key: basis_bytes(factor.side, work.method) for factor in work.factors}
     # The part of a layer's cost that does not depend on where the layer is placed. The cost of a
@@ -296,7 +296,7 @@ def _soonest(
     largest load of any user is smallest. If there are several, return the one with the least load.
 
     Args:
-        candidates: ranks that may be chosen, which must be among the users.
+        candidates: ranks that may be chosen. They must be among the users.
         users: ranks that need the eigenbases.
         seconds: time of the decompositions.
         travel: time that sender and receiver each spend on one copy of the eigenbases.
@@ -359,10 +359,10 @@ def refresh_offsets(
 ) -> tuple[Mapping[str, int], float]:
     """Spread the refreshes of factors over the steps of a refresh interval.
 
-    The heaviest factor is placed first. Each factor goes to a step in which it lengthens the
-    longest step least, and among these to the step that it delays least. A step takes as long as
-    its slowest rank, so a refresh costs no time in a step in which another rank is at least as
-    busy. Among steps with equal delay, the shortest is chosen. Ranks of a node that share
+    The heaviest factor is placed first. Each factor goes to the step that keeps the longest step of
+    the interval shortest. If there are several such steps, it goes to the one that it delays least,
+    and then to the shortest. A step takes as long as its slowest rank. So a refresh does not delay
+    a step in which another rank is busy for at least as long. Ranks of a node that share
     ``node_cores`` cores also delay each other.
 
     The cost of capturing a factor with D columns is taken to be D^2. On every rank, the captures of
@@ -370,9 +370,9 @@ def refresh_offsets(
     there it takes longer to launch the kernels of a capture than to run them. On GPUs, all captures
     are in the same steps, and all refreshes are in some of these steps.
 
-    Factors of ``work`` that are not in ``factors`` are refreshed at step 0. If the refresh interval
-    is not a multiple of the update interval, refreshes are spread only over its first steps, whose
-    number is the largest multiple of the update interval that fits.
+    Factors of ``work`` that are not in ``factors`` are refreshed at step 0. Refreshes are spread
+    over the first n steps of the refresh interval, where n is the interval's length, rounded down
+    to a multiple of the update interval.
 
     Args:
         factors: the factors to spread.
@@ -442,8 +442,8 @@ class _Timeline:
     A worker is a rank, or the cores that the ranks of a node share.
 
     Attributes:
-        busy: for each step, worker -> seconds of work.
-        length: for each step, seconds of the busiest worker.
+        busy: for each step, a dict from worker to its seconds of work.
+        length: for each step, the busiest worker's seconds of work.
     """
 
     def __init__(self, steps: int) -> None:
@@ -484,8 +484,8 @@ class Contributors:
         node_size: number of consecutive ranks on a node.
         counts: factor key -> number of ranks that contribute to an update. All ranks contribute to
             a factor without an entry.
-        strides: factor key -> k, which means that only every k-th row of a contributor counts. All
-            rows count for a factor without an entry.
+        strides: factor key -> k. Of each contributor's rows, only every k-th counts. All rows count
+            for a factor without an entry.
         sequence: number of consecutive ranks that hold the parts of one sequence. Either all of
             these ranks contribute or none, because otherwise a factor would always see the same
             part of each sequence.
@@ -523,8 +523,8 @@ class Contributors:
 
 
 def _rotating(ranks: Sequence[int], count: int, owner: int, step: int) -> list[int]:
-    """Return ``count`` of the ranks, or all ranks if there are fewer. The first one depends on the
-    step and the owner, so that all ranks take turns."""
+    """Return ``count`` of the ranks, or all ranks if there are fewer. The first rank that is chosen
+    depends on the step and the owner, so that all ranks take turns."""
     if count >= len(ranks):
         return list(ranks)
     first = owner + phase(step, len(ranks))

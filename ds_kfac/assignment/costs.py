@@ -22,8 +22,8 @@ from ds_kfac.model.layers import LayerSpec, key_of
 ELEMENT_BYTES = 4
 """Bytes of an element. All state is fp32, and all messages are assumed to be fp32."""
 FOLD_CALLS, FOLD_PASSES = 10, 6
-"""Number of kernels, and number of passes over memory, that adding one batch sum to a factor's
-running average takes."""
+"""Number of kernels, and number of passes over memory, to add one batch sum to a factor's running
+average."""
 Workers = Mapping[str, tuple[int, ...]]
 """Layer name -> ranks that precondition the layer's gradient, in ascending order."""
 Table = tuple[tuple[int, float], ...]
@@ -31,7 +31,8 @@ Table = tuple[tuple[int, float], ...]
 
 
 def capture_flops(side: Side, rows: int) -> int:
-    """Return the FLOPs of the symmetric product x^T x, computed for the side's blocks alone."""
+    """Return the FLOPs to compute the side's blocks of the symmetric product x^T x, where x has
+    ``rows`` rows."""
     return sum(rows * count * width * (width + 1) for count, width in side.groups)
 
 
@@ -78,8 +79,8 @@ class CostModel:
             0: the same as ``gemm_flops``.
         node_cores: number of decompositions that the ranks of a node can run at once; 0: each rank
             has its own device.
-        ieee_flops: FLOP/s of large fp32 products without TF32, which orthogonal iteration from the
-            last eigenbasis uses; 0: eigh is as fast, so the plan uses no iteration.
+        ieee_flops: FLOP/s of large fp32 products without TF32, as orthogonal iteration uses them;
+            0: eigh is as fast as the iteration, so the plan does not use the iteration.
         gpu: whether the device is a GPU.
         measured: names of the attributes that the user has measured. All other attributes have
             built-in values.
@@ -112,9 +113,9 @@ class CostModel:
         return _interpolated(self.product_flops, min(max(width, sizes[0]), sizes[-1]))
 
     def step(self, width: int, method: Method = ITERATED) -> float:
-        """Return the seconds of one orthogonal iteration from the last eigenbasis. It consists of
-        products, solves and two Cholesky factorizations. The two factorizations take 2/3 of the
-        time of an inverse by Cholesky."""
+        """Return the seconds of one step of orthogonal iteration. A step consists of products,
+        solves and two Cholesky factorizations. The two factorizations together take 2/3 of the time
+        of an inverse by Cholesky."""
         products = (method.step_flops - 2 / 3) * width**3 / min(self.ieee_flops, self.rate(width))
         return products + 2 / 3 * _interpolated(self.cholesky_seconds, width)
 
@@ -525,5 +526,5 @@ class Work:
 
     @staticmethod
     def users(factor: FactorSpec, workers: Workers) -> set[int]:
-        """Return the ranks that precondition a layer of the factor."""
+        """Return the ranks that precondition at least one of the layers that use the factor."""
         return {rank for layer in factor.layers for rank in workers[layer]}

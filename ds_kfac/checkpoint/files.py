@@ -88,7 +88,7 @@ def stem(name: str) -> str:
 
     Module names may contain "/" (keys of a ModuleDict) or hundreds of letters, and two names may
     differ only in capitals. A name of small letters, digits, "_", "." and "-" stays as it is. Any
-    other name is replaced by its readable part, "~" and a hash. Names of the first kind have no
+    other name is replaced by its readable part, "~" and a hash. A name that stays as it is has no
     "~", so different names always give different files, even on file systems that ignore case.
     """
     if PLAIN.fullmatch(name):
@@ -217,8 +217,9 @@ def _parts(payload: Any, path: str = "") -> dict[str, Any]:
 
 
 def _descriptions(payload: Any) -> dict[str, str]:
-    """Return a dict from the path of every object in a payload to a description: dtype and shape of
-    a tensor, or the name of another object's type."""
+    """Return a dict from the path of every object in a payload to a description of the object. A
+    tensor's description is its dtype and shape. Any other object's description is the name of its
+    type."""
     return {path: _described(part) for path, part in _parts(payload).items()}
 
 
@@ -457,8 +458,8 @@ def unfinished(tag_directory: Path, save_id: str) -> Interruption | None:
         name
         for other in others
         for name, print_ in (_read_states(other) or {}).items()
-        # DeepSpeed writes files of layers before the rank's other files, and they may be the same
-        # in two saves
+        # DeepSpeed writes the files of layers before a rank's other files. The files of layers may
+        # be the same in two saves
         if now.get(name) == print_ and not name.startswith("layer_")
     ]
     sentence = f"save {save_id} to {tag_directory} was interrupted before its end"

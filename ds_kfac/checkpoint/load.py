@@ -86,8 +86,8 @@ def _read(
     Args:
         problems: receives a text for each fault in a file.
 
-    Returns the state for ``KFACPreconditioner.load_state_dict``, and a text for each part of it
-    that does not continue from the save.
+    Returns the state for ``KFACPreconditioner.load_state_dict``, and a text for each part of the
+    state that does not continue from the save.
     """
     groups = _groups_here(kfac, header)
     plan = kfac.plan if groups == kfac.observations.groups else kfac.plan.sharing(groups or ())
@@ -115,7 +115,7 @@ def _read_factors(
     saved_keys: Mapping[str, str],
     problems: list[str],
 ) -> dict[str, KroneckerFactor]:
-    """Return the factors that this rank owns and the save has, in a dict by factor key."""
+    """Return those of this rank's factors that are in the checkpoint, in a dict by factor key."""
     owners = kfac.plan.assignment.eigen_workers
     factors = {}
     for spec in specs:
@@ -130,8 +130,8 @@ def _read_factors(
 def _read_layers(
     kfac: KFACPreconditioner, folder: Path, header: Header, problems: list[str]
 ) -> dict[str, LayerState]:
-    """Return the states of the layers that this rank preconditions and the save has, in a dict by
-    layer name."""
+    """Return the state of each layer that this rank preconditions and that is in the checkpoint, in
+    a dict by layer name."""
     layers = {}
     for layer in kfac.worker_layers:
         saved_name = kfac.names[layer.name]
@@ -262,8 +262,8 @@ def _of_stack(key: str, saved: Container[str]) -> str:
 
     This is the expert's own key if the save has it. If not, the saved run had one A for all
     experts, or this rank has other experts now. Then return the key of the nearest preceding expert
-    in the save, whose inputs are tokens of the same kind. If the save has none of these keys,
-    return ``key``.
+    that is in the save. Its inputs are tokens of the same kind. If there is no such expert, return
+    ``key``.
     """
     stack, _, number = key[:-2].rpartition(".")
     numbers = range(int(number), -1, -1) if number.isdigit() else ()

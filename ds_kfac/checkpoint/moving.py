@@ -150,8 +150,8 @@ def moving(
     settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     by_name: dict[str, Any] = {}
 
-    # ``saved`` is this rank's own state and not rank 0's, because the rank may have a shard of the
-    # model
+    # This function's ``saved`` is this rank's own state, because the rank may have a shard of the
+    # model. The outer ``saved`` is rank 0's state
     def give_by_name(saved: Mapping[str, Any], **_: Any) -> None:
         by_name.update(of_stage_0(engine, saved, states, folder))
         give(engine, by_name.get, saved)

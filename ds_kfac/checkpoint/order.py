@@ -16,8 +16,8 @@ MARKS = tuple(dict.fromkeys(mark for rule in DIRECTIONS for mark in rule.marks))
 
 
 def marks(groups: Sequence[Mapping[str, Any]]) -> list[list[bool]]:
-    """Return a list for each parameter group. It has a flag for each of :data:`MARKS`, which is
-    True if the group has this mark."""
+    """Return a list for each parameter group. For each of :data:`MARKS`, the list says whether the
+    group has this mark."""
     return [[bool(group.get(mark)) for mark in MARKS] for group in groups]
 
 

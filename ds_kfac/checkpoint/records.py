@@ -69,7 +69,7 @@ class Captures(NamedTuple):
 
 class SavedClock(NamedTuple):
     """The adaptive rule's state for one factor: its current and previous interval, and the steps of
-    its last capture and last refresh. A step is -1 if there was none."""
+    its last capture and last refresh. A step is -1 if there was no capture or no refresh yet."""
 
     interval: int
     previous: int
@@ -143,7 +143,8 @@ class FileEntry(_Record):
         bytes: size of the file in bytes.
         crc32: CRC-32 of the file's bytes.
         parts: dict from the path of a value in the payload, such as "A.eigenvectors", to a
-            description: dtype and shape of a tensor, or the name of another value's type.
+            description of the value. A tensor's description is its dtype and shape. Any other
+            value's description is the name of its type.
     """
 
     holds: Name

@@ -4,11 +4,11 @@ each layer is written once.
 A factor's eigen worker writes ``<layer>.A.factor.pt``, and a layer's first gradient worker writes
 ``<layer>.layer.pt`` (eigenbases, moments). Layers are named as in the whole model, so the files do
 not depend on world size, ZeRO stage, gradient worker fraction, pipeline stages or the ranks of
-experts. At load, the rank that has a layer or factor reads its file.
+experts. At load, each rank reads the files of its own layers and factors.
 
-DeepSpeed's files contain the save id, and K-FAC's files are written before them. So each of
-DeepSpeed's model states on disk has its K-FAC state, even if a save that overwrites a tag is killed
-half-way.
+DeepSpeed's files contain the save id, and K-FAC's files are written before them. So whenever
+DeepSpeed's files are on disk, the K-FAC state that they name is on disk, too, even if a save that
+overwrites a tag is killed half-way.
 """
 
 import shutil

@@ -195,8 +195,8 @@ def own_group(group: Any) -> OwnGroup:
     """Return a group for K-FAC with the same ranks as ``group`` and with the job's timeout.
     (DeepSpeed's own groups do not inherit the job's timeout.)
 
-    The last group with these ranks is reused if all of its ranks still have it. Otherwise a new
-    group is created. Collective over the job; different ranks may pass different groups.
+    The most recent group with these ranks is reused if all of its ranks still have it. Otherwise a
+    new group is created. Collective over the job; different ranks may pass different groups.
     """
     world = torch.distributed.distributed_c10d._get_default_group()
     options = [
@@ -291,7 +291,8 @@ class MessagePart:
         kind: name under which the bytes of the part are counted.
         plan: moves of the part. Moves between two other ranks may be missing. A move that starts or
             ends at this rank must also be in the plan of the rank at its other end.
-        piece: returns the flat elements of a move whose source is this rank.
+        piece: function that returns the flat elements of a move. It is called for the moves whose
+            source is this rank.
         dtype: dtype on the wire, the same on every rank.
     """
 
@@ -423,8 +424,8 @@ def deliver(
 ) -> list[Arrivals]:
     """Send this rank's pieces of all parts. Return one list of arrivals for each part.
 
-    The call is one collective if any part has a move, otherwise it is local. So either all ranks
-    must have moves, or none.
+    The call is one collective if any part has a move, otherwise it is local. So all ranks must
+    agree on whether any part has a move.
 
     Args:
         packed: see :class:`Message`.

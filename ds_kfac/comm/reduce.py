@@ -30,8 +30,8 @@ PIECES = 4
 """A piece of a sum takes at most 1/PIECES of the maximal size of a message."""
 CACHED = 64
 """Largest number of entries in the cache of :func:`buckets` and in the cache of :func:`plans`.
-Entries are used again, because there are only about as many different choices of contributors as a
-node has ranks."""
+Entries are reused often, because the number of different choices of contributors is only about the
+number of ranks on a node."""
 IN_FLIGHT = 2
 """Number of messages in flight at a time. Each has a send buffer and a receive buffer."""
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -56,7 +56,7 @@ class Slot:
 
     @property
     def senders(self) -> list[int]:
-        """The contributors that send their sum to the owner, which are all but the owner itself."""
+        """The contributors that send their sum to the owner: all contributors except the owner."""
         return [rank for rank in self.contributors if rank != self.owner]
 
 
@@ -83,7 +83,7 @@ def buckets(
 
     Args:
         itemsize: number of bytes of an element on the wire.
-        nbytes: most bytes that a rank sends, or receives, in one message.
+        nbytes: largest number of bytes that a rank sends or receives in one message.
     """
     made: list[Bucket] = []
     pieces: list[SumPiece] = []

@@ -38,8 +38,8 @@ TOLERANCE = 1e-3
 fp32 rounding errors, and well below the residual of a wrong decomposition."""
 
 Place = tuple[int, int]
-"""Where some blocks of a call come from: (index of the request, index in ``Side.groups`` of its
-factor)."""
+"""Where a group of blocks in a call of the solver comes from: (index of the request, index of the
+group in the ``Side.groups`` of the request's factor)."""
 BlockEigh = tuple[tuple[Tensor, Tensor] | None, int]
 """Result of decomposing n blocks: ((values [n, b], vectors [n, b, b]), number of failed attempts).
 The first entry is None if all attempts failed."""
@@ -89,9 +89,8 @@ class LayerBasis:
     def squared(self) -> "LayerBasis":
         """Return this basis with every entry of Q_G and Q_A squared.
 
-        If x is the diagonal of second moments that are diagonal in this basis,
-        ``basis.squared().restore(x)`` is the diagonal of the same moments in the layer's own
-        coordinates.
+        If a matrix of second moments is diagonal in this basis, and x is its diagonal, then
+        ``basis.squared().restore(x)`` is the diagonal of the matrix in the layer's own coordinates.
         """
 
         def squared(side: Eigenbasis) -> Eigenbasis:
@@ -114,7 +113,7 @@ class Refreshed:
     Attributes:
         basis: the new decomposition, which is an eigenbasis or a damped inverse, depending on the
             method. None if all attempts failed for one of the blocks.
-        how: how it was computed. The values are "eigh", "iteration" (a step from the last
+        how: how it was computed. The values are "eigh", "iteration" (a step from the previous
             eigenbasis), "cholesky" (an inverse), "diagonal" (there was nothing to decompose,
             because the side is diagonal or the identity), and "failed".
         retries: number of failed attempts.
@@ -133,8 +132,8 @@ class Request:
         factor: the factor, which must be :func:`~ds_kfac.curvature.factor.usable`.
         partner: the layer's other factor; None if the method does not need it
             (``curvature/methods.py``).
-        last: the factor's last eigenbasis. One step of iteration computes the new eigenbasis from
-            it (``curvature/iteration.py``). If None, the factor is decomposed by eigh.
+        last: the factor's previous eigenbasis. One step of iteration computes the new eigenbasis
+            from it (``curvature/iteration.py``). If None, the factor is decomposed by eigh.
         alone: whether the factor must be decomposed in a call of its own. This is necessary if
             other ranks decompose copies of the factor, because rounding errors depend on the other
             matrices in a call.
@@ -273,8 +272,8 @@ def with_fallbacks(
     blocks: Tensor, solve: Callable[[Tensor], tuple[Tensor, ...]], check: Callable[..., Tensor]
 ) -> tuple[Any, int]:
     """Call ``solve`` for blocks in up to three attempts: in the blocks' dtype, in float64, and, if
-    the blocks are on a GPU, in float64 on the CPU. The next attempt runs if the last one raised an
-    error or gave an invalid result. Synchronises once per attempt.
+    the blocks are on a GPU, in float64 on the CPU. Each later attempt runs only if the one before
+    it raised an error or gave an invalid result. Synchronises once per attempt.
 
     Args:
         blocks: [n, b, b].
@@ -391,8 +390,8 @@ def fp32_products(how: Literal["ieee", "tf32"], device: torch.device) -> Iterato
     """Inside this context, compute products of fp32 operands on a device in "ieee" (fp32) or
     "tf32", whatever the process has set.
 
-    If the process has set one precision for all backends, matrix products have that precision again
-    after the context. They then have it as their own setting.
+    If the process has set one precision for all backends, matrix products get that precision back
+    after the context, but as a setting of their own.
     """
     switch = _switch(device.type)
     if switch.fp32_precision == how or (how == "ieee" and switch.fp32_precision == "none"):

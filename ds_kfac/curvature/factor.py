@@ -98,7 +98,7 @@ class Side:
 
     @property
     def basis_numel(self) -> int:
-        """Number of elements of the eigenvectors. To rotate one vector takes as many
+        """Number of elements of the eigenvectors. Rotating one vector takes as many
         multiplications. 0 for a diagonal or an identity."""
         return sum(count * width**2 for count, width in self.groups) if self.block > 1 else 0
 
@@ -179,12 +179,12 @@ squares in fp32 has a relative error of 2e-6."""
 
 @dataclass(frozen=True)
 class History:
-    """A factor's last two values. The next value is compared with them. The tensors change in
-    place.
+    """A factor's two most recent values. The next value is compared with them. The tensors change
+    in place.
 
     Attributes:
-        last: fp32 [P], the factor's last value, on the device of the factor's average. Zero until
-            the factor has a value.
+        last: fp32 [P], the most recent value, on the device of the factor's average. Zero until the
+            factor has a value.
         before: fp32 [P], the value before ``last``. Zero until the factor has had two values.
     """
 
@@ -229,8 +229,8 @@ class KroneckerFactor:
 
     @classmethod
     def empty(cls, side: Side, device: torch.device | str = "cpu") -> "KroneckerFactor":
-        """Return a factor that has no batch yet. It starts at zero, because an identity would take
-        hundreds of updates to fade."""
+        """Return a factor that has no batch yet. It starts at zero, because an initial identity
+        would take hundreds of updates to fade."""
         return cls(
             side,
             torch.zeros(side.numel, device=device, dtype=torch.float32),
@@ -330,8 +330,9 @@ def average_(
 
     Note: Spikes. If a gradient is a thousand times too large, its batch would add a million times
     the average to G, and G would need sixty updates to recover. So a batch is scaled down until its
-    trace is at most :data:`SPIKE` times that of the average. If a factor has really grown so much,
-    the average still follows. It grows by a factor of 1 + (1 - r) (SPIKE - 1) in each update.
+    trace is at most :data:`SPIKE` times that of the average. If second moments have really grown so
+    much, the average still follows. Each update multiplies the trace of the average by 1 + (1 - r)
+    (SPIKE - 1).
 
     Args:
         factors: at least one.
@@ -339,8 +340,8 @@ def average_(
         counts: fp32 [n], the number of rows in each sum.
         decays: for each factor the largest weight of the old average, in [0, 1).
 
-    Returns two tensors: fp32 [n], by how much each batch was divided to scale it down, usually 1;
-    and bool [n], whether each batch was used.
+    Returns two tensors: fp32 [n], the number by which each batch was divided to scale it down,
+    usually 1; and bool [n], whether each batch was used.
     """
     averages_P = [factor.packed_P for factor in factors]
     updates = [factor.updates for factor in factors]
@@ -357,11 +358,11 @@ def average_(
 
 
 def excess(new: Tensor, usual: Tensor, updates: Tensor) -> Tensor:
-    """Return the ratio, at least 1, of a batch's size to :data:`SPIKE` times the usual size.
+    """Return a batch's size / (:data:`SPIKE` * usual size), or 1 if that is smaller.
 
-    The ratio is 1 if the size is NaN, or if the average is zero or has fewer than :data:`SETTLED`
-    batches. The ratio is infinite if the size or the ratio itself is larger than fp32 can hold. The
-    batch then has no weight.
+    The result is also 1 if the size is NaN, or if the average is zero or has fewer than
+    :data:`SETTLED` batches. The result is infinite if the size or the result itself is larger than
+    fp32 can hold. The batch then has no weight.
 
     Args:
         new: fp32 [..], size of the batch. It is infinite if the batch has infinite values, or if
@@ -377,8 +378,8 @@ def excess(new: Tensor, usual: Tensor, updates: Tensor) -> Tensor:
 def compare_(
     histories: Sequence[History], packed_P: Sequence[Tensor], *, tolerance: float
 ) -> Tensor:
-    """Compare new values of n factors with their histories, and copy them into the histories as the
-    last values. Does not wait for the device.
+    """Compare new values of n factors with their histories. Then store the new values in the
+    histories as ``last``, and the old ``last`` as ``before``. Does not wait for the device.
 
     A value is similar to an old one if |new - old|_F < tolerance |old|_F. It is not similar if
     there is no old value, if the old value is zero, or if either value is not finite. The

@@ -53,7 +53,7 @@ class DampedInverse:
             diagonal or an identity.
         diagonal: fp32 [D] for a diagonal side, else None. An identity has neither blocks nor a
             diagonal. Its damped inverse is a single number, and the inverse of the layer's other
-            factor is multiplied by it.
+            factor is multiplied by this number.
     """
 
     blocks: tuple[Tensor, ...] = ()
@@ -143,8 +143,8 @@ def refresh_inverse(
         factor: a :func:`~ds_kfac.curvature.factor.usable` factor whose side is dense, blocked or
             diagonal.
         partner: the layer's other factor. It may be None with "relative" damping, unless it is an
-            identity. The damped inverse of an identity is a number, and this inverse is multiplied
-            by it.
+            identity. The damped inverse of an identity is a number, by which the inverse of
+            ``factor`` is multiplied.
     """
     side = factor.side
     mean = _mean(factor)
@@ -180,8 +180,8 @@ def cholesky_inverse(matrix: Tensor, *, added: Scalar, scale: Scalar = 1.0) -> T
 
     If the Cholesky decomposition of a matrix fails, the matrix's result is NaN. The caller checks
     for NaN anyway, and a check here would wait for the device. A pivot as small as rounding errors
-    also counts as a failure, because only some processors report such a pivot as one. The damping
-    is added in the dtype of the matrices. In fp32 it may be lost next to a large diagonal.
+    also counts as a failure, because only some processors report an error for such a pivot. The
+    damping is added in the dtype of the matrices. In fp32 it may be lost next to a large diagonal.
 
     Args:
         matrix: positive definite [n, b, b].

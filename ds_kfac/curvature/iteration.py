@@ -1,5 +1,5 @@
-"""Refresh an eigenbasis without an eigendecomposition, by one step of orthogonal iteration from the
-last eigenbasis.
+"""Refresh an eigenbasis without an eigendecomposition, by one step of orthogonal iteration that
+starts from the previous eigenbasis Q.
 
     Z = C Q,  columns sorted by diag(Q^T C Q), the largest first
     Q' = the orthogonal factor of Z = Q' R
@@ -47,17 +47,18 @@ FLOPS = 4 + 2 * (2 + 1 / 3 + 1)
 """FLOPs of a step, divided by b^3. A step computes C Q and C Q', and twice computes Z^T Z, its
 Cholesky factor and a triangular solve."""
 OFF = 0.5
-"""Limit on |off-diagonal of Q'^T C Q'| / |C| in Frobenius norms. A step above it is rejected."""
+"""Limit on |off-diagonal of Q'^T C Q'| / |C| in Frobenius norms. A step that exceeds the limit is
+rejected."""
 EPS = torch.finfo(torch.float32).eps
 
 
 def refresh_from_last(requests: Sequence[Request]) -> list[Refreshed]:
     """Decompose factors by one step of the iteration, or by eigh.
 
-    A factor on a GPU whose request has a last basis takes a step of the iteration. If the step
-    fails its checks, the factor is decomposed by eigh, which counts as a retry. All other factors
-    are decomposed by eigh directly. Synchronises with the device once, in addition to the calls of
-    eigh (:func:`ds_kfac.curvature.eigen.refresh_all`).
+    A factor on a GPU takes a step of the iteration if its request has the factor's previous
+    eigenbasis. If the step fails its checks, the factor is decomposed by eigh, which counts as a
+    retry. All other factors are decomposed by eigh directly. Synchronises with the device once, in
+    addition to the calls of eigh (:func:`ds_kfac.curvature.eigen.refresh_all`).
     """
     suited = [
         index
@@ -79,11 +80,11 @@ def orthogonal_iteration(C_nbb: Tensor, Q_nbb: Tensor) -> tuple[Tensor, Tensor, 
     Args:
         C_nbb: fp32, the blocks. They are symmetric, finite, and positive semidefinite up to
             rounding errors.
-        Q_nbb: fp32, the last eigenvectors in columns. They are orthogonal up to rounding errors,
-            which may be those of a 16-bit dtype.
+        Q_nbb: fp32, the eigenvectors from the previous refresh, in columns. They are orthogonal up
+            to rounding errors, which may be those of a 16-bit dtype.
 
     Returns three tensors: the eigenvalues [n, b], ascending and at least 0; the eigenvectors
-    [n, b, b]; and bool [n], whether the step passed its checks for each block.
+    [n, b, b]; and bool [n], whether each block's step passed its checks.
     """
     with fp32_products("ieee", C_nbb.device):
         Z_nbb = C_nbb @ Q_nbb
@@ -125,7 +126,8 @@ def _columns(x_nbb: Tensor, order_nb: Tensor) -> Tensor:
 
 
 def _has_last_basis(request: Request) -> bool:
-    """Return whether the request has a last basis with the same blocks as the factor."""
+    """Return whether the request has a previous eigenbasis (``last``) with the same blocks as the
+    factor."""
     side = request.factor.side
     last = request.last
     if side.block < 2 or last is None:
@@ -134,7 +136,8 @@ def _has_last_basis(request: Request) -> bool:
 
 
 def _iterated(requests: Sequence[Request]) -> list[Refreshed]:
-    """Take one step of the iteration for each request. All requests must have a last basis.
+    """Take one step of the iteration for each request. All requests must have a previous
+    eigenbasis.
 
     Returns the results in the order of the requests. A result has no basis if a block of its factor
     failed a check.

@@ -60,9 +60,9 @@ class Method:
         solver: name of the solver in reports.
         solver_flops: FLOPs to decompose a dense side of width D, divided by D^3.
         solver_seconds: name of the cost model's attribute that has the solver's times in seconds.
-        step_flops: FLOPs of one iteration step from the last decomposition, divided by D^3. 0 for a
-            method that does not iterate. A method that iterates uses the solver only in the burn-in
-            and in one of ``exact_every`` refreshes.
+        step_flops: FLOPs of one iteration step that starts from the previous decomposition, divided
+            by D^3; 0 for a method that does not iterate. A method that iterates uses the solver
+            only in the burn-in and in one of ``exact_every`` refreshes.
         product_flops: FLOPs to precondition a gradient [O, I], divided by O I (O + I).
         passes: how many tensors of the gradient's size are read or written to precondition a
             gradient.
@@ -204,4 +204,4 @@ class _Inverse(Method):
 EIGEN, ITERATED = _Eigen(), _Iterated()
 METHODS: dict[str, Method] = {"eigen": EIGEN, "inverse": _Inverse()}
 """Dict from the value of ``preconditioner.method`` to the method. ``ITERATED`` is not in the dict.
-The plan replaces "eigen" by it where it is faster."""
+The plan uses ``ITERATED`` in place of "eigen" where it is faster."""

@@ -226,9 +226,9 @@ def _decay_apart(recipe: Recipe, weight_decay: float) -> float:
 
 
 def _distance(recipe: Recipe, lr: float, weight_decay: float) -> tuple[int, float]:
-    """Return how far a run is from a recipe, as two values. The first is how many of its learning
-    rate and weight decay are far from the recipe's. The second is the absolute difference of the
-    learning rates' logarithms."""
+    """Return how far a run is from a recipe, as two values. The first is the number of its values
+    (learning rate and weight decay) that are far from the recipe's. The second is the absolute
+    difference of the learning rates' logarithms."""
     rate_apart = abs(math.log(lr / recipe.lr))
     decay_apart = _decay_apart(recipe, weight_decay)
     return sum(apart > MOST_APART for apart in (rate_apart, decay_apart)), rate_apart

@@ -114,7 +114,8 @@ def summary(
     warnings: Sequence[str],
     ratio: float,
 ) -> list[str]:
-    """Describe a run in at most :data:`LINES` lines. The numbers are from its plans, not measured.
+    """Describe a run in at most :data:`LINES` lines. The numbers come from the run's plans and are
+    not measured.
 
     Args:
         model: the model.
@@ -227,7 +228,8 @@ def _traffic(kfac: KFACPreconditioner) -> str:
 
 
 def _ranks_of_layers(kfac: KFACPreconditioner) -> dict[str, tuple[str, str]]:
-    """Return layer name -> (its gradient workers, ranks that decompose its factors), as texts."""
+    """Return a dict from layer name to two texts: the ranks of the layer's gradient workers, and
+    the ranks that decompose its factors."""
     assignment = kfac.plan.assignment
     ranks = {}
     for layer in kfac.layers:
@@ -328,8 +330,8 @@ def layer_lines(
 
 
 def skipped_lines(scan: Scan, *, every_module: bool = False) -> list[str]:
-    """Return the table of the modules that are not preconditioned, with the reasons. It is empty if
-    there are none.
+    """Return the table of the modules that are not preconditioned, with the reasons. Return an
+    empty list if there are no such modules.
 
     Args:
         scan: result of scanning the model.

@@ -38,10 +38,10 @@ class Share:
         tables: one ``(name, number of elements)`` pair for each parameter that counts as a table
             because the model's code looks up rows in it, largest first. Weights of embedding
             modules are left out.
-        unclear: one ``(name, number of elements)`` pair for each large parameter that is in no
-            K-FAC layer, and of which neither the shape nor the module's code shows whether it is a
-            matrix or a table, largest first. Large means that it has more elements than a bias can
-            have.
+        unclear: one ``(name, number of elements)`` pair for each large parameter outside of K-FAC
+            layers if neither its shape nor the module's code shows whether it is a matrix or a
+            table. The largest comes first. A parameter is large if it has more elements than a bias
+            can have.
     """
 
     matrices: int
@@ -92,7 +92,8 @@ def largest(texts: Sequence[str]) -> str:
 
 
 def named(parameters: Sequence[tuple[str, int]]) -> str:
-    """Name the first :data:`NAMED` parameters of a list of ``(name, number of elements)`` pairs."""
+    """Return a text that names the first :data:`NAMED` parameters of a list of ``(name, number of
+    elements)`` pairs."""
     return largest([f"{name} {count:,}" for name, count in parameters])
 
 

@@ -36,8 +36,8 @@ class UpdateRule(ABC):
     engine calls the methods marked ``@final``, which use the other members.
 
     Attributes:
-        facts: descriptions and costs of the rule, for the report and the estimate. No step depends
-            on them.
+        facts: descriptions and costs of the rule, for the report and the estimate. They do not
+            affect training.
         needs_basis: whether the rule needs eigenbases. If True, attaching K-FAC raises an error if
             ``preconditioner.method`` computes no eigenbases.
         blocks: names of the blocks in the "kfac" config that only this rule reads.
@@ -68,8 +68,8 @@ class UpdateRule(ABC):
     def direction(
         self, plan: Plan, exchange: GradientExchange, optimizer: Any, metrics: Metrics
     ) -> Direction:
-        """Return the object that computes results (new gradients, or steps of weights) for the
-        layers that this rank preconditions.
+        """Return the object that computes results (new gradients or weight updates) for the layers
+        that this rank preconditions.
 
         Args:
             optimizer: the engine's innermost optimizer.
@@ -108,8 +108,9 @@ class UpdateRule(ABC):
     # members for a rule that has an optimizer of its own
     #
     # If the rule defines `given`, `optimizer_params` and `install`, the config or an argument of
-    # deepspeed.initialize selects the rule before an engine exists. Otherwise only `claims` selects
-    # it, when K-FAC is attached, and the estimate assumes the last rule of DIRECTIONS.
+    # deepspeed.initialize selects the rule before an engine exists. Otherwise `claims` selects the
+    # rule when K-FAC is attached. The estimate has no engine, so it cannot call `claims`, and
+    # assumes the last rule of DIRECTIONS.
 
     def given(self, optimizer: Any) -> bool:
         """Whether the rule is selected by this ``optimizer`` argument of
@@ -128,8 +129,8 @@ class UpdateRule(ABC):
         optimizer, whose name DeepSpeed does not know."""
 
     def unstepped(self, parameters: Iterable[Any]) -> int:
-        """Return how many of the parameters are in an optimizer object of this rule that still
-        exists and that no engine uses."""
+        """Return how many of the parameters belong to one of this rule's optimizer objects that no
+        engine uses. Objects that no longer exist do not count."""
         return 0
 
     def check_groups(  # noqa: B027
@@ -139,11 +140,11 @@ class UpdateRule(ABC):
         layout: ShardLayout,
         other_params: Sequence[nn.Parameter],
     ) -> None:
-        """Raise ValueError if a parameter is in a parameter group in which its step would be wrong.
+        """Raise ValueError if the parameter group of a parameter would give it a wrong update.
 
         Args:
             layout: ``layout.group_index`` returns the index of a parameter's group.
-            other_params: trained parameters that belong to no layer.
+            other_params: trained parameters that belong to none of ``layers``.
         """
 
     def release(self, optimizer: Any) -> None:  # noqa: B027
@@ -157,7 +158,7 @@ class UpdateRule(ABC):
         self, config: KFACConfig, optimizer: str = ""
     ) -> tuple[KFACConfig, tuple[str, ...]]:
         """Replace every null of a config by a value for this rule. Return the new config, and texts
-        with the reasons for the chosen values.
+        that say why these values were chosen.
 
         Args:
             optimizer: class name of the engine's innermost optimizer.

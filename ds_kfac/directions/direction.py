@@ -88,8 +88,8 @@ class Direction:
             of the layer's parameters.
         last: ``(squared norm, learning rate)`` of the last step. The squared norm, a scalar on the
             device, is summed over the directions of all layers on all ranks. The learning rate is
-            that of the first parameter group. None if an optimizer of the user's choice computes
-            the step.
+            that of the first parameter group. None if the rule leaves the step to the user's
+            optimizer.
     """
 
     recorded: RecordedStep | None = None
@@ -131,7 +131,7 @@ class Direction:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from the result of :meth:`state`. Called after the layers' states were loaded.
-        Missing entries start empty."""
+        An entry that is missing from ``state`` starts empty."""
 
     def step(self, context: StepContext, gradients: Gradients) -> Outcome:
         """Compute the results of this rank's layers. This is the first half of a step.
@@ -183,7 +183,7 @@ class Direction:
           gradients of a softmax sum to 0 over the classes.) Taking signs, or dividing as Adam does,
           scales these errors up to a full step. Use :func:`ds_kfac.update.rotation.mask_null_space`
           to set them to 0.
-        - A layer that the step did not use has a gradient of zeros, but its moments may still
+        - If the step did not use a layer, its gradient is zero, but its moments may still
           produce a step. If the layer must not change, multiply the result by
           ``(gradient != 0).any()``.
 
@@ -209,8 +209,8 @@ class Direction:
         Args:
             outcome: what :meth:`step` returned.
             totals: ``Outcome.numbers``, summed over all ranks.
-            flags: bool [layers of all ranks]. The ``Outcome.flags`` of all ranks, in the plan's
-                order; None if :meth:`UpdateRule.flags` returns False.
+            flags: the ``Outcome.flags`` of all ranks as one tensor, bool [layers of all ranks], in
+                the plan's order; None if :meth:`UpdateRule.flags` returns False.
 
         Returns a dict from layer name to factor (a scalar), for the layers of all ranks. If the
         method returns None, as this implementation does, results are not changed.

@@ -19,7 +19,8 @@ class RuleFacts:
     ``UpdateRule.facts`` to an object of a subclass.
 
     Attributes:
-        without_curvature: text for messages that says what happens to a layer without curvature.
+        without_curvature: clause that says what happens to a layer without curvature. Messages
+            contain it.
         passes: number of times that a gradient worker (a rank that preconditions the layer) reads
             or writes a tensor of the gradient's size in a step, not counting the preconditioning.
     """
@@ -81,7 +82,7 @@ class RuleFacts:
         preconditioning.
 
         Args:
-            half: whether products that can run in 16 bits do run in 16 bits.
+            half: whether the step uses 16 bits for all products that allow it.
         """
         return 0
 
@@ -99,7 +100,7 @@ class RuleFacts:
     ) -> list[tuple[Sequence[LayerSpec], int]]:
         """Return one ``(layers, bytes)`` pair for each part of a worker's step, in the order of the
         step. The layers of a pair are processed at the same time. The bytes are the peak memory of
-        their step, including the gradients in fp32.
+        this part of the step, including the gradients in fp32.
 
         Args:
             groups: the worker's layers, in groups. The layers of a group have one shape and are

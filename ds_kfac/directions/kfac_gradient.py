@@ -35,7 +35,7 @@ from ds_kfac.update.state import CorrectedEigenvalues, Moments
 from ds_kfac.zero.exchange import GradientExchange, Gradients
 
 DECAY = 0.95
-"""Largest weight of the old value when the average of corrected eigenvalues is updated."""
+"""Largest weight that the old average has in an update of the corrected eigenvalues."""
 
 
 class KFACGradient(Direction):
@@ -308,7 +308,7 @@ def peak_rates(groups: Sequence[Mapping[str, Any]], before: Mapping[int, Any]) -
 
     Args:
         groups: the optimizer's parameter groups.
-        before: what the call in the last step returned.
+        before: result of this function in the previous step.
     """
     peaks: dict[int, Any] = {}
     for index, group in enumerate(groups):
@@ -385,7 +385,7 @@ def precondition_corrected(
         norm_n: fp32 [n], norms of the gradients.
         terms_n: number of loss terms, one number or fp32 [n]. A squared gradient times this number
             is in units of the Fisher.
-        decay: largest weight of the old average in the second moment.
+        decay: largest weight that the old average has in an update of the second moment.
 
     Returns three values: V [n, O, I]; <V, gradient> [n]; and bool [n], whether a gradient was
     scaled down before it entered the second moment.

@@ -44,7 +44,7 @@ def assembled(
     Args:
         engine: the DeepSpeed engine.
         config: the "kfac" block without nulls, as ``rule.resolved`` returns it.
-        answers: a text for each value that was chosen for a null, for the report.
+        answers: texts for the report, one about each value that was chosen in place of a null.
         rule: the update rule of the engine's optimizer.
 
     Raises:
@@ -98,10 +98,10 @@ def assembled(
 def _choose_backend(engine: Any, config: KFACConfig) -> None:
     """Build and check the backends of operations.
 
-    If the config names a backend that cannot run on some rank, all ranks raise an error. If the
-    config names no backend, no rank uses a backend that cannot run on some rank, or an op that
-    computes wrong results on some rank. If ranks used different backends, their copies of a weight
-    would be rounded differently and drift apart.
+    If the config names a backend that does not run on every rank, all ranks raise an error. If the
+    config names no backend, a backend is used only if it runs on every rank, and an op of a backend
+    only if its results are right on every rank. If ranks used different backends, their copies of a
+    weight would be rounded differently and drift apart.
     """
     name = config.ops.backend
     device = torch.device(engine.device).type
@@ -155,7 +155,7 @@ def _engine_facts(view: EngineView, config: KFACConfig, sequence: int) -> Engine
 
 def _head_shapes(engine: Any) -> set[tuple[int, int]] | None:
     """Return the weight shapes that identify this rank's last layer as a language model's head.
-    None means the shapes of this rank's embeddings.
+    Return None if these are the shapes of this rank's own embeddings.
 
     In a pipeline the embeddings are in the first stage, and the head is in the last stage. The last
     layer of any other stage is not a head, even if it has the shape of an embedding. Collective in

@@ -159,8 +159,8 @@ class Attachment:
         K-FAC's state.
 
         An optimizer inside the optimizer is also hooked, because timm's Lookahead itself supports
-        no hooks. A module inside the optimizer is not hooked, because its hooks have other
-        arguments.
+        no hooks. A module inside the optimizer is not hooked, because a module passes other
+        arguments to its hooks.
         """
 
         def hook(optimizer: Any) -> None:
@@ -295,7 +295,7 @@ class Attachment:
         """Load factors from a folder that :func:`ds_kfac.fit` or :meth:`export` has written, and
         decompose them. K-FAC then begins with these factors instead of those of the first batches.
 
-        Collective. Call this method between steps: before the first step, or after a move from
+        Collective. Call this method between steps: before the first step, or after a switch from
         AdamW.
 
         Raises:

@@ -180,7 +180,7 @@ def _check_model(model: Any) -> None:
 def _prepare(
     arguments: dict[str, Any], source: Mapping[str, Any], rule: UpdateRule, config: KFACConfig
 ) -> None:
-    """Change the arguments of ``deepspeed.initialize`` to what an engine with K-FAC needs.
+    """Change the arguments of ``deepspeed.initialize``, so that the engine can use K-FAC.
 
     Args:
         arguments: the arguments, which are changed in place.

@@ -66,7 +66,7 @@ class LossSampling:
         factor = kfac.config.factor
         modules = dict(engine.module.named_modules())
         self.sampler: Sampler = SAMPLERS[factor.sampler]
-        # a prediction is kept as long as layer calls of its forward pass are pending
+        # forward pass -> its prediction, kept as long as calls of layers in this pass are pending
         self._predictions: WeakKeyDictionary[Forward, Any] = WeakKeyDictionary()
         # DeepSpeed's OutputBackwardHookManager of each forward pass whose outputs still exist
         self._managers: WeakSet = WeakSet()
@@ -104,7 +104,8 @@ class LossSampling:
         pass, and add its statistics.
 
         Args:
-            loss: the true loss. Predictions of forward passes on which it does not depend are kept.
+            loss: the true loss. The predictions of forward passes on which this loss does not
+                depend are kept for a later call.
 
         Raises:
             ValueError: no forward pass was seen in this step, or the graph does not allow a second

@@ -39,7 +39,7 @@ PARTS = tuple(dict.fromkeys(part.kind for method in METHODS.values() for part in
 KINDS = ("factors", "gradients", *PARTS, "results", "numbers")
 """Kinds of traffic, as counted by :class:`ds_kfac.comm.message.Channel`."""
 STATE = ("factors", "history", "eigenbases", "moments")
-"""Kinds of memory that is kept between steps. Inverses are counted as eigenbases."""
+"""Kinds of memory that are kept between steps. Inverses are counted as eigenbases."""
 TRANSIENT = ("sums", "messages", "gradients", "workspace", "results")
 """Kinds of memory that a step needs in addition if it captures all factors. They are not all needed
 at the same time.
@@ -63,7 +63,8 @@ def steps_of(plan: planning.Plan) -> tuple[list[FactorsDue], list[FactorsDue]]:
 
     The first range is in the burn-in. It begins with step 1 and ends when all factors have been
     refreshed twice, or with the burn-in if that ends earlier. Without a burn-in the list is empty.
-    The second range is one period of the intervals, after the last change of an interval.
+    The second range begins after the intervals have changed for the last time. It is one period,
+    after which the pattern of updates and refreshes repeats.
 
     The adaptive rule is ignored, because it can only skip work.
     """
@@ -130,6 +131,9 @@ class StepTraffic:
 class Estimate:
     """The costs of one strategy. Raises ValueError if K-FAC cannot make a plan for it.
 
+    In the *steady state*, all intervals have changed for the last time. These are the steps in the
+    second range of :func:`steps_of`.
+
     Args:
         rows: number of tokens (or images) of a rank in a step. If None, the estimate leaves out
             captures and the model's time.
@@ -139,12 +143,12 @@ class Estimate:
         plain: traffic of a step that only preconditions.
         update: traffic of a step that also captures every factor.
         refresh: traffic of a step that captures every factor and refreshes every eigenbasis.
-        mean: mean traffic over one period of the intervals, after the last change of an interval.
-        stages: name of a stage -> seconds that its slowest rank needs in the mean step. Ranks wait
-            for each other in a collective between any two stages, so the time of the step is the
-            sum over all stages.
-        seconds: seconds of the mean step.
-        worst: seconds of the longest step.
+        mean: mean traffic of a step in the steady state.
+        stages: name of a stage -> mean seconds that the stage's slowest rank needs for it in the
+            steady state. Ranks wait for each other in a collective between any two stages, so the
+            time of a step is the sum over all stages.
+        seconds: mean seconds of a step in the steady state.
+        worst: seconds of the longest step in the steady state.
         model: seconds of the model's forward and backward passes; None if unknown.
         overhead: ``seconds`` divided by ``model``; None if unknown.
     """
@@ -396,7 +400,7 @@ class Estimate:
     def _reduced(self, keys: Keys, reduction: ReductionPlan) -> tuple[np.ndarray, np.ndarray]:
         """Return two arrays of bytes [W]. The first is for the factors' batch sums, on the ranks
         that make or average them. The second is for the buffers of the messages with these sums. It
-        is the largest total over messages that are in flight at the same time."""
+        is the largest total of messages that are in flight at the same time."""
         sums = (
             ({slot.owner, *slot.contributors}, FP32 * slot.numel)
             for slot in reduction.of(keys, 0)[0]
@@ -496,7 +500,7 @@ class Estimate:
 
     def _mean_step(self) -> None:
         """Compute the traffic and seconds of the mean step, and the seconds of the longest step.
-        Both are over one period of the intervals, after the last change of an interval."""
+        Only steps in the steady state count."""
         (_, steps), seconds = steps_of(self.plan), dict[FactorsDue, dict[str, float]]()
         costs = self.costs
         method = self.plan.method

@@ -21,7 +21,7 @@ def build(name: str, lora: int | None = None) -> tuple[nn.Module, tuple[Any, ...
             "module:factory" names a function that returns a model, or (model, example arguments).
             "timm:NAME" names a model of timm. The example is an image of the size on which the
             model was trained.
-            "hf:PATH" has the path of a config.json of transformers, or of its folder.
+            "hf:PATH" names a config.json of transformers, by its path or by the path of its folder.
         lora: rank of the adapters that peft adds to all linear layers except the head, while
             everything else is frozen; None: no adapters.
 

@@ -83,7 +83,7 @@ class Subject:
     Attributes:
         user_config: the "kfac" block as the user wrote it.
         config: the "kfac" block with a value in place of each null.
-        answers: texts that say how these values were chosen.
+        answers: texts that say how the values in place of nulls were chosen.
         rule: the optimizer's update rule.
         context: the facts of the engine that DeepSpeed would build.
         replicated: whether every rank has every averaged gradient.
@@ -93,8 +93,8 @@ class Subject:
         groups: parameter groups of the optimizer, in its order. A group is a list of (name, number
             of elements) of its trained parameters.
         shared: groups of layers that have the same input.
-        forward: number of multiplications per unit (token or image) in the forward pass. It is 0 if
-            the number is unknown, because the trace lacks a stack of matrices.
+        forward: number of multiplications per unit (token or image) in the forward pass; 0 if it is
+            unknown, because the trace lacks a stack of matrices.
 
     Raises ValueError if the config is wrong, if the model has no layers, or if K-FAC or the
     estimator does not support the engine.

@@ -33,8 +33,9 @@ class Trace:
         inputs: module name -> numbers that identify the module's inputs. Modules with equal numbers
             share their inputs.
         rows: module name -> number of rows per unit. A module that is missing has one row per unit.
-        stacked: for each parameter that is a stack of matrices, such as experts: parameter name ->
-            number of rows per unit that one matrix multiplies, averaged over the matrices.
+        stacked: parameter name -> number of rows per unit that one of its matrices multiplies,
+            averaged over the matrices. The dict has only parameters that are stacks of matrices,
+            such as experts.
     """
 
     units: int = 0
@@ -86,8 +87,8 @@ class Trace:
         return self.stacked.get(layer.weight, self.rows.get(layer.module, 1.0))
 
     def multiplications(self, model: nn.Module) -> float:
-        """Return the number of multiplications per unit in the forward pass. It is the sum over
-        parameters of their elements times their rows per unit.
+        """Return the number of multiplications per unit in the forward pass. Each parameter adds
+        its number of elements times its number of rows per unit.
 
         Looking up rows of an embedding costs nothing. A head that shares the embedding's weight
         does count.
@@ -179,7 +180,7 @@ class _StackedProducts(TorchFunctionMode):
             self.trace.stacked[stack.name] = self.trace.stacked.get(stack.name, 0.0) + rows
 
     def _stack_of(self, x: Any) -> _Stack | None:
-        """Return the stack if x is a parameter that is a stack, a view of it or a copy of it.
+        """If x is a stacked parameter, or a view or copy of one, return that stacked parameter.
         Otherwise return None."""
         if not isinstance(x, Tensor):
             return None

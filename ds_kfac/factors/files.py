@@ -5,7 +5,7 @@ last.
     factors-00000.safetensors     what rank 0 owns
 
     <layer>/A, <layer>/G      [P], the mean of a a^T or g g^T: lower triangles of the side's blocks,
-                              one after the other, row by row; fp32, or bf16 beside checkpoints
+                              one after the other, row by row; fp32, or bf16 in a checkpoint
     <layer>/A/vectors.<k>     [n, b, b], eigenvectors of the k-th group of equal blocks, in columns
     <layer>/A/values          [D], eigenvalues, ascending in each block
     <layer>/corrected         [O, I], EKFAC's eigenvalues, see corrected.py

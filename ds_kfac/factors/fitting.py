@@ -81,16 +81,16 @@ def fit(
             output, which is the output's ``loss``, the first scalar of a tuple, or the output
             itself.
         out: folder for the files (:mod:`ds_kfac.factors.files`).
-        config: a "kfac" block. Only ``layers`` is used, and in ``factor`` the keys ``dense_max``,
-            ``fisher``, ``weight_sharing``, ``sampler`` and ``prediction``. ``fisher`` is
-            "empirical" (the default), "monte_carlo" (the true Fisher) or "activations_only" (only
-            A).
+        config: a "kfac" block. The only keys that are used are ``layers`` and, in ``factor``,
+            ``dense_max``, ``fisher``, ``weight_sharing``, ``sampler`` and ``prediction``.
+            ``fisher`` is "empirical" (the default), "monte_carlo" (the true Fisher) or
+            "activations_only" (only A).
         reduction: "mean" if the loss is a mean over its terms, "sum" if it is their sum.
         mask: function that gets the positional and the keyword arguments of the model's forward,
-            and returns the attention masks [N, T]: one mask, several masks or None. If there is no
-            function, the masks are the arguments whose names end in ``attention_mask``.
-        corrected: whether to make a second pass over the data, for EKFAC's eigenvalues. It assumes
-            that each entry of the first dimension of a layer's input is a sequence.
+            and returns the attention masks [N, T]: one mask, several masks or None. If ``mask`` is
+            None, the masks are the arguments whose names end in ``attention_mask``.
+        corrected: whether to make a second pass over the data, for EKFAC's eigenvalues. The second
+            pass assumes that each entry of the first dimension of a layer's input is a sequence.
         progress: whether rank 0 shows a progress bar.
 
     Raises:
@@ -230,7 +230,8 @@ class _Fitting:
     def _add_factors(self, capture: Capture) -> tuple[int, int]:
         """Make the first pass, and fill ``tensors`` and ``counts``. Collective.
 
-        Returns the numbers of batches and sequences of all ranks.
+        Returns the total number of batches and the total number of sequences, summed over all
+        ranks.
         """
         roles = self.plan.assignment
         fp64: dict[str, Any] = {"dtype": torch.float64, "device": self.device}
@@ -336,10 +337,10 @@ def plan_of(
 
 
 def peak_bytes(plan: Plan) -> list[int]:
-    """Return the largest number of bytes that :func:`fit` keeps on each rank.
+    """Return for each rank the peak number of bytes that :func:`fit` holds at once.
 
-    This includes factors and eigenbases in fp32, and sums in fp64. The first pass adds up factors,
-    and the second pass adds up corrected eigenvalues.
+    This includes factors and eigenbases in fp32, and the fp64 sums of the pass that needs more
+    memory. The first pass sums factors, and the second pass sums corrected eigenvalues.
     """
     roles = plan.assignment
     results = [0] * roles.world

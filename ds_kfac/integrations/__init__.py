@@ -10,8 +10,9 @@ from typing import Any
 
 def log_in_trainer() -> None:
     """Add a :class:`~ds_kfac.integrations.transformers.KFACCallback` to the Trainer that is
-    building an engine, unless the Trainer has one. The engine has no reference to its Trainer, so
-    the Trainer is found on the call stack: it calls ``deepspeed.initialize`` through Accelerate."""
+    building an engine, unless the Trainer has one. The engine has no reference to its Trainer. But
+    the Trainer is on the call stack, because it calls ``deepspeed.initialize`` through
+    Accelerate."""
     frame: FrameType | None = sys._getframe()
     module = sys.modules.get("transformers.trainer")
     kind: Any = getattr(module, "Trainer", None)

@@ -221,7 +221,7 @@ def per_step(points: Points, steps: dict[float, float]) -> Points:
 
 
 def parts_of_step(found: Series) -> tuple[dict[str, float], float | None]:
-    """Return (part of a step -> mean seconds per step, K-FAC's share of a step).
+    """Return a dict from part of a step to its mean seconds per step, and K-FAC's share of a step.
 
     The times that DeepSpeed logs include K-FAC's stages. The stages are subtracted from them, so
     that no time is counted twice. The share is None if the logs lack DeepSpeed's times or the

@@ -27,8 +27,9 @@ STATE = "batch_ramp"
 class BatchRamp:
     """Double the batch after given numbers of samples. A step then has twice as many micro-batches.
 
-    A ramp replaces the engine's learning-rate scheduler. It steps the replaced scheduler as often
-    as if the batch had not grown, so ``total_num_steps`` is the same as with a constant batch.
+    A ramp replaces the engine's learning-rate scheduler. It calls ``step`` of the replaced
+    scheduler as often as if the batch had not grown, so ``total_num_steps`` is the same as with a
+    constant batch.
 
         engine, _, _, _ = ds_kfac.initialize(...)
         ds_kfac.BatchRamp(engine, largest=512, at=[1_000_000, 2_000_000])
@@ -41,14 +42,14 @@ class BatchRamp:
 
     Args:
         engine: a DeepSpeed engine that counts its micro-batches itself and is between two steps.
-        largest: largest number of samples of a step, over all ranks.
-        at: numbers of samples, counted from the start of the run, after which the batch doubles; in
-            ascending order.
+        largest: largest number of samples in a step, summed over all ranks.
+        at: ascending numbers of samples, counted from the start of the run. The batch doubles after
+            each of them.
 
     Attributes:
         inner: the engine's own learning-rate scheduler; None if it has none.
-        first: number of samples of the first step.
-        batch: number of samples of a step now.
+        first: number of samples in the first step.
+        batch: current number of samples in a step.
         rates: learning rate of each parameter group, as it would be with the first batch.
 
     Raises:
@@ -115,17 +116,17 @@ class BatchRamp:
 
     @property
     def gain(self) -> float:
-        """Factor on the scheduler's learning rate."""
+        """Factor by which the scheduler's learning rate is multiplied."""
         return math.sqrt(self.batch / self.first)
 
     def step(self, *args: Any, **named: Any) -> None:
-        """Step the engine's own scheduler, and double the batch if that is due. DeepSpeed calls
-        this after each optimizer step that it did not skip.
+        """Call ``step`` of the engine's own scheduler, and double the batch if that is due.
+        DeepSpeed calls this method after each optimizer step that it did not skip.
 
         Args:
             args: positional arguments for the engine's own scheduler, such as a number of samples
-                or a metric. If there are any arguments, positional or named, this scheduler is
-                stepped only once.
+                or a metric. Without any arguments, positional or named, ``step`` of that scheduler
+                is called batch / first times, otherwise once.
             named: named arguments for the engine's own scheduler.
         """
         if caller_sets_boundaries(self.engine):
@@ -156,7 +157,7 @@ class BatchRamp:
     def _is_due(self) -> bool:
         """Return whether enough samples were seen for the next doubling."""
         doublings = round(math.log2(self.batch / self.first))
-        samples = self.engine.global_samples + self.batch  # with the step that ends
+        samples = self.engine.global_samples + self.batch  # including the step that ends now
         return doublings < len(self.at) and samples >= self.at[doublings]
 
     def _is_boundary(self, batch: int) -> bool:
@@ -173,7 +174,7 @@ class BatchRamp:
 
     @property
     def _micro_batch(self) -> int:
-        """Samples of a micro-batch, over all ranks."""
+        """Number of samples in a micro-batch, summed over all ranks."""
         return self.engine.train_micro_batch_size_per_gpu() * self.engine.dp_world_size
 
     def _set_batch(self, batch: int) -> None:

@@ -17,16 +17,17 @@ class PolynomialDecay:
         rate(t) = rate_0 (1 - (t - start) / (end - start))^power   from start to end, else constant
         momentum(t) = momentum_0 rate(t) / rate_0                  if "ties_momentum"
 
-    In the papers the velocity v includes the learning rate: v <- m (rate / last rate) v - rate g,
-    then W <- W + v. In torch the buffer b does not: b <- m b + g, then W <- W - rate b. The weights
-    are the same, because v = -rate b.
+    In the papers the velocity v includes the learning rate:
+    v <- m (rate / previous rate) v - rate g, then W <- W + v. In torch the buffer b does not
+    include it: b <- m b + g, then W <- W - rate b. The weights are the same, because v = -rate b.
 
     Args:
         optimizer: a torch optimizer, or DeepSpeed's wrapper of one.
         start: step at which the learning rate begins to fall.
         end: step at which the learning rate reaches 0. Training may end before this step.
         power: exponent of the decay; 1 is linear.
-        ties_momentum: whether the momentum of groups that have one falls with the learning rate.
+        ties_momentum: whether momentum falls in proportion to the learning rate, in each group that
+            has a momentum.
 
     Attributes:
         steps: number of steps taken.
@@ -68,7 +69,7 @@ class PolynomialDecay:
         return (1 - min(max(progress, 0.0), 1.0)) ** self.power
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Advance by one step of the optimizer, or to the step with a given number."""
+        """Advance by one step, or to step ``last_batch_iteration`` if this number is given."""
         self.steps = self.steps + 1 if last_batch_iteration is None else last_batch_iteration
         self._set()
 

@@ -60,7 +60,7 @@ WRAPPED = re.compile(rf"(\.({'|'.join(WRAPPERS)}))+$")
 Sizes = tuple[int, ...]
 SizesOf = Callable[[nn.Module | None, int], Sizes]
 """A function that gets a weight's module and the weight's number of rows, and returns the sizes of
-its blocks."""
+the weight's blocks."""
 Blocks = int | Sequence[int]
 """Either the number of equal blocks, or the sizes of the blocks. The sequence of sizes repeats down
 to the last row."""
@@ -89,7 +89,7 @@ def with_blocks(
             even for a name that :func:`known_sizes` knows.
 
     Raises:
-        ValueError: the number of rows is not a multiple of the chosen blocks' total.
+        ValueError: the number of rows is not a multiple of the sum of the chosen blocks' sizes.
     """
     if layer.kind not in KINDS or layer.groups > 1:
         return layer

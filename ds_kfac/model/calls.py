@@ -110,8 +110,8 @@ class Call:
 
     @property
     def mask(self) -> Tensor | None:
-        """Bool of the rows' leading shape, False for rows that the attention masks leave out; None
-        if no mask fits."""
+        """Bool tensor of the rows' leading shape, False for rows that the attention masks leave
+        out; None if no mask fits."""
         return None if self.select is not None else self.rows.forward.mask(self.rows.leading)
 
     @property
@@ -131,7 +131,7 @@ class Call:
         return x if self.select is None else x.reshape(-1, x.shape[-1])[self.select]
 
     def gradient_rows(self, gradient: Tensor) -> Tensor:
-        """Return the call's part of the gradient of an output, in the shape :attr:`shape`.
+        """Return the call's part of an output's gradient, as a tensor of the shape :attr:`shape`.
 
         It is zero in columns that the call did not compute.
         """

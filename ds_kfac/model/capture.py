@@ -595,7 +595,7 @@ class Capture:
 
     def _multiplied(self, layers: Sequence[LayerSpec], product: Product) -> None:
         """Turn a product into calls of its layers. If the layers of a stack share one A, the call
-        of the first layer adds all rows to it."""
+        of the first layer adds the rows of all layers to it."""
         first = layers[0]
         parts = parts_of(product, layers)
         if not parts:
@@ -1025,8 +1025,8 @@ class Capture:
 
 
 def _origin(output: Tensor) -> tuple[Any, int]:
-    """Return the autograd node at which the gradient of an output arrives, and which of the node's
-    outputs it is.
+    """Return the autograd node at which the gradient of an output arrives, and the index of this
+    output among the node's outputs.
 
     The output of a Linear with a bias is a view. An in-place activation replaces the view's node,
     but not the node of the view's base, so the node of the base is taken.

@@ -180,7 +180,7 @@ class Patches:
         """Yield the patches of a grid in several tensors [R, D]."""
         counts = self._counts(grid)
         width = self.image.shape[1] * prod(self.kernel)
-        # elements of an example's patches at one position of the first dimension
+        # number of elements in one example's patches at one position along the first dimension
         line = prod(counts[1:]) * width
         if not len(self.image) or min(counts) <= 0:
             return

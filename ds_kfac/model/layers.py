@@ -50,10 +50,10 @@ class LayerSpec:
     bias: str | None
     """Name of the bias parameter; None if the layer has no bias, or a frozen bias."""
     A: Side
-    """Side of the layer's inputs, with the factor A. Its width includes the 1 that is appended to
+    """The input side of the matrix, whose factor is A. Its width includes the 1 that is appended to
     the inputs for a bias."""
     G: Side
-    """Side of the layer's output gradients, with the factor G."""
+    """The output side of the matrix, whose factor is G."""
     product: bool = False
     """Whether the rows of A are taken from matrix products with the parameter, see ``products.py``.
     If not, they are taken from calls of the module."""
@@ -64,8 +64,8 @@ class LayerSpec:
     """Number of tensor-parallel ranks that hold a copy of the layer; 1 if each rank holds a
     different shard."""
     cut: tuple[int, int] = (1, 1)
-    """(outputs, inputs): numbers of tensor-parallel shards into which the outputs and the inputs of
-    the unsharded layer are cut. This layer is one shard."""
+    """(m, n): tensor parallelism cuts the outputs of the unsharded layer into m parts, and its
+    inputs into n parts. This layer is one of the m * n shards."""
     groups: int = 1
     """Number of independent maps of equal shape, such as the groups of a convolution. Each has a
     block of A and a block of G."""
@@ -73,8 +73,8 @@ class LayerSpec:
     """Reason why the directions of the layer's updates are not orthogonalized; None if they are
     orthogonalized."""
     makes_words: bool = False
-    """Whether the layer is the head of a language model. A head is recognised by its shape, which
-    is the shape of an embedding."""
+    """Whether the layer is the head of a language model. The last layer is taken for a head if it
+    has the shape of an embedding."""
     part: tuple[int, int] = (0, 1)
     """(index, count): the layer's parameters are cut into ``count`` equal parts, and this layer is
     part ``index``. Each expert of a stack is such a part."""

@@ -36,7 +36,7 @@ class BackwardPass:
         self.adds = False
         self.forwards: dict[Forward, None] = {}
         self.alive: dict[str, Tensor] = {}
-        # number of examples of each of a layer's calls
+        # (forward pass, layer name) -> number of examples in each call of the layer
         self._examples: dict[tuple[Forward, str], list[int]] = {}
         self._counted: set[Rows] = set()
         # layer name -> number of the layer's rows that no forward pass has counted

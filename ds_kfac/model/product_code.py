@@ -464,8 +464,9 @@ def is_computed(node: ast.Subscript) -> bool:
 
 @cache
 def _borrowed(kind: Any) -> Mapping[str, tuple[bool, str | int]]:
-    """Return the children whose weights a class's code uses: name of the child -> (whether the code
-    also calls the child, :attr:`Operand.cut` of the child's weight)."""
+    """Return a dict with an entry for each child whose weight a class's code uses. The key is the
+    child's name. The value is a pair (whether the code also calls the child, :attr:`Operand.cut` of
+    the child's weight)."""
     taken = dict[str, str | int]()
     called = set[str]()
     for code in codes_of(kind):

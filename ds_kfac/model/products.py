@@ -85,7 +85,7 @@ class Product:
 
     @property
     def rows(self) -> slice:
-        """The rows of all entries.
+        """The rows of the product that belong to any entry.
 
         A grouped product may have rows after its last group. These rows are not tokens, and the
         product's output has undefined values in them.
@@ -160,7 +160,7 @@ class _Operand:
 
     Attributes:
         place: where its elements are in the parameter.
-        outputs, inputs: numbers of outputs and inputs of one matrix that the operand holds.
+        outputs, inputs: number of outputs and number of inputs of each matrix in the operand.
         transposed: whether the parameter stores the matrix as [I, O].
         columns: which outputs of the parameter's matrix the operand holds; None: all.
         start: index of the operand's first matrix in the parameter's stack.
@@ -185,7 +185,7 @@ class _How:
 
     Attributes:
         is_left: whether the matrix is the left operand, as in W x.
-        scale: factor on the product, addmm's alpha.
+        scale: factor by which the product is multiplied, such as addmm's alpha.
         biased: see :class:`Product`.
         group_ends: int [matrices], the end (last row + 1) of each group of a grouped product. None
             for other products.
@@ -689,7 +689,7 @@ def gradient_to_rows(
         sums: the einsum that made the output; None if another function made it.
         columns: whether the rows of the product are columns of the output, as in W x.
         front: dimension of the output that indexes a stack's matrices. It is moved to the front.
-        scale: factor on the gradient, such as addmm's alpha.
+        scale: factor by which the gradient is multiplied, such as addmm's alpha.
     """
     shape = output.shape
     stride = output.stride()

@@ -69,21 +69,21 @@ class BatchSum:
 
 
 def is_nonzero(rows: Tensor) -> Tensor:
-    """Return which rows [.., D] have an entry that is not zero, bool [..]. NaN counts as not
-    zero."""
+    """Return which rows [.., D] have a nonzero entry, as a bool tensor [..]. NaN counts as
+    nonzero."""
     if rows.shape[-1] == 0:
         return rows.new_zeros(rows.shape[:-1], dtype=torch.bool)
     return rows.abs().amax(dim=-1) != 0  # the fastest way on a CPU
 
 
 def have_gradient(layer_type: LayerType, gradient: Tensor) -> Tensor:
-    """Return which rows [.., O] of an output gradient are not zero, bool [..]. For images, return
-    which entries are not zero."""
+    """Return which rows [.., O] of an output gradient have a nonzero entry, as a bool tensor [..].
+    For images, return which entries are nonzero."""
     return gradient != 0 if layer_type.images else is_nonzero(gradient)
 
 
 def kept_rows(x: Tensor, with_gradient: Tensor, mask: Tensor | None) -> Tensor:
-    """Return which rows of a call count, bool of its leading shape.
+    """Return which rows of a call count, as a bool tensor of the call's leading shape.
 
     A row does not count if its gradient is zero and the mask marks it as padding, or if its input
     and its gradient are both zero. If the whole gradient of a call is zero, none of the call's rows
@@ -151,7 +151,7 @@ class RowSums:
         Args:
             call: the call.
             x: its inputs [.., I], or images.
-            kept: bool, of the leading shape of the rows: whether each row counts.
+            kept: bool tensor of the rows' leading shape, True for rows that count.
             alive: bool scalar, whether any row counts.
             batch: the sum.
             stride: one of every ``stride`` rows is taken.
@@ -273,7 +273,7 @@ def pairs(call: Call, x: Tensor, gradient: Tensor, kept: Tensor) -> tuple[Tensor
         call: the call.
         x: its inputs [.., I], or images.
         gradient: its output gradients [.., O], or images.
-        kept: bool, of the leading shape of the rows: whether each row counts.
+        kept: bool tensor of the rows' leading shape, True for rows that count.
     """
     layer_type: Any = call.kind
     if isinstance(layer_type, Convolution):

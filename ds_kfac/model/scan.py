@@ -31,8 +31,8 @@ ADAPTER = re.compile(r"(^|\.)lora_[ab](\.|$)", re.IGNORECASE)
 the short side of each matrix gets a factor. The gradient's rank is at most the length of the short
 side, and a factor of the long side would be thousands of times as large as the matrix."""
 LONGEST = 16384
-"""Length of the longest side with a block-diagonal factor. The factor of such a side takes half a
-GB. A longer side, such as a vocabulary, has a diagonal factor."""
+"""Length of the longest side with a block-diagonal factor. A factor of this length takes half a GB.
+A longer side, such as a vocabulary, has a diagonal factor."""
 LONGEST_INPUT = 65536
 """Length of the longest side with a block-diagonal factor if G is the identity. In this case only
 inputs have factors, and no input is as long as a vocabulary. With this limit, the inputs of a large
@@ -112,8 +112,8 @@ def scan(
         choice: which layers to precondition; None: all layers of known types.
         optimized: the optimizer's parameters; None: all that require a gradient.
         head_shapes: shapes (words, width) of embeddings. The last layer is a language model's head
-            if its (O, I) is one of them. None: the shapes of the embeddings in ``model``. This is
-            not enough for a stage of a pipeline, because the embedding may be in another stage.
+            if its (O, I) is one of them. None: the shapes of the embeddings in ``model``. In a
+            pipeline they must be given, because the embedding may be in another stage.
 
     Raises:
         ValueError: a pattern matches no module with parameters, a module is lazy, the chosen blocks
@@ -426,10 +426,10 @@ class _Scanner:
     ) -> list[LayerSpec]:
         """Return the layers of a stack of matrices, such as a weight of a module of experts.
 
-        If the inputs of the stack are tokens, all experts share one A, because tokens have one
-        distribution, whichever expert gets them. If each expert has computed its input itself, each
-        expert has its own A, unless this A would be larger than the weight (I > O). A plan may give
-        more experts their own A.
+        If the inputs of the stack are tokens, all experts share one A, because tokens have the
+        same distribution, whichever expert gets them. If each expert has computed its input itself,
+        each expert has its own A, unless this A would be larger than the weight (I > O). The plan
+        may replace a shared A by one A for each expert (:mod:`ds_kfac.plan.common`).
 
         Args:
             stack: the layer of one matrix, except that it has the name of the stack.

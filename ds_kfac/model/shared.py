@@ -237,8 +237,8 @@ def agreed(
 
     Args:
         inputs_of_ranks: :meth:`SharedInputs.inputs_seen` of every rank.
-        properties: layer -> other properties that must be equal in a group, such as the side of A.
-            The groups keep the order of this mapping.
+        properties: dict from layer name to further properties, such as the side of A, that must be
+            equal within a group. The groups keep the order of this mapping.
     """
     groups: dict[tuple, list[str]] = {}
     for layer, properties_of_layer in properties.items():

@@ -91,7 +91,7 @@ def own_inputs(
         moments: number of fp32 tensors of a gradient's shape that are kept for a layer.
         world: number of ranks over which the state is spread.
 
-    Returns the layers, and texts for the plan's reasons, which give the bytes and the bound.
+    Returns the layers, and texts for ``Plan.reasons`` that give the additional bytes and the bound.
     """
     mixtures: dict[str, list[list[LayerSpec]]] = {}  # first layer with the A -> stacks with it
     stacks: dict[str, list[LayerSpec]] = {}

@@ -30,8 +30,8 @@ COSTLY_TRAFFIC = 0.02
 """In a 16-bit model, batch sums and eigenvectors travel in bf16 if sending batch sums in fp32 would
 take more than this fraction of K-FAC's seconds per step."""
 BUCKET_BYTES = 1 << 28
-"""Most bytes of batch sums that a rank sends, or receives, in one message. Two messages are in
-flight at a time."""
+"""Limit on the bytes of batch sums that a rank sends in one message, and on the bytes that it
+receives. Two messages are in flight at a time."""
 LONG_REFRESH = 0.05
 """If refreshing all factors in one step takes more than this number of seconds, the refreshes are
 spread over several steps."""
@@ -44,8 +44,8 @@ class Observations:
 
     Attributes:
         groups: groups of layers that share their input; None: not known yet.
-        rows: layer name -> mean number of rows of a rank in a step; None: not known yet. If the
-            layer is one matrix of a stack, only the rows that this matrix multiplies count.
+        rows: layer name -> number of rows per step, averaged over ranks; None: not known yet. If
+            the layer is one matrix of a stack, only the rows that this matrix multiplies count.
             :meth:`Plan.seeking` lowers these numbers.
     """
 
@@ -65,7 +65,8 @@ class Plan:
             Frobenius norm of P - Q is below this number times the norm of Q. None: the adaptive
             rule is off.
         contributors: ranks that capture each factor, and which of their rows count.
-        bucket_bytes: most bytes that a rank sends or receives in one message of batch sums.
+        bucket_bytes: limit on the bytes that a rank sends in one message of batch sums, and on
+            the bytes that it receives.
         wire: dtype of batch sums and eigenvectors in messages.
         gradient_dtypes: dtype of gradients in messages to their workers, and dtype of results in
             messages from the workers.
@@ -180,8 +181,8 @@ class Plan:
 
 
 def alone_here(layers: Sequence[LayerSpec], factors: Sequence[FactorSpec]) -> list[FactorSpec]:
-    """Return the factors of layers that no other tensor-parallel rank has a copy of. Copies are
-    left out because the ranks that have them may make different plans."""
+    """Return the factors of the layers of which no other tensor-parallel rank has a copy. Copies
+    are left out because the ranks that have them may make different plans."""
     copied = {layer.name for layer in layers if layer.copies > 1}
     return [factor for factor in factors if factor.layers[0] not in copied]
 
@@ -198,8 +199,8 @@ class EngineFacts:
         world: number of ranks in the data-parallel group.
         held: layer name -> number of gradient elements on each rank; None: every rank holds every
             gradient.
-        parameters, gradients: dtype of the model, and dtype of the gradients in the memory from
-            which K-FAC reads them.
+        parameters: dtype of the model.
+        gradients: dtype in which DeepSpeed stores the gradients that K-FAC reads.
         moments: number of fp32 tensors of a gradient's shape that a gradient worker keeps.
         device: device on which layers are preconditioned.
         sequence: number of consecutive ranks that hold the parts of one sequence.
@@ -378,7 +379,7 @@ def _contributors(
     """Return the ranks that capture the first batch. The number of rows on a rank is not known yet.
 
     All ranks capture it, unless the batch sums would take more memory than :data:`FIRST_BUCKETS`
-    messages. In that case only the eigen workers capture it.
+    full messages. In that case only the eigen workers capture it.
     """
     wanted = config.factor.rows
     counts: dict[str, int] = {}
@@ -388,8 +389,8 @@ def _contributors(
             counts = {factor.key: 1 for factor in alone_here(work.layers, work.factors)}
         need = f"{roles.ROWS_PER_COLUMN} rows per column" if wanted is None else f"{wanted} rows"
         reasons.append(
-            f"a factor update uses {need} (factor.rows), from the smallest number of ranks that "
-            "together had enough rows in the first update"
+            f"a factor update uses {need} (factor.rows); they come from as few ranks as together "
+            "had enough rows in the first update"
         )
     return roles.Contributors(work.world, work.costs.node_size, counts, facts.sequence)
 

@@ -278,10 +278,10 @@ def next_interval(
     """Return the next (interval, previous) of a factor by SP-NGD's rule, in units of the ordinary
     interval.
 
-    If the factor is not similar to its last value, the interval is halved. If it is similar to the
-    last value but not to the value before that, the interval stays the same. If it is similar to
-    both, the interval grows: 1, 2, 3, 5, 8, ... ``previous`` is the interval before the last
-    growth. It never exceeds ``interval``, so the interval at most doubles.
+    If the factor is not similar to its previous value, the interval is halved. If it is similar to
+    the previous value but not to the value before that, the interval stays the same. If it is
+    similar to both, the interval grows: 1, 2, 3, 5, 8, ... ``previous`` is the interval before the
+    last growth. It never exceeds ``interval``, so the interval at most doubles.
     """
     if not similar_to_last:
         interval = max(1, interval // 2)
@@ -324,8 +324,8 @@ SIMILAR_TO_LAST = 1
 SIMILAR_TO_BEFORE = 2
 NO_BATCH = 4.0
 """Similarity code of a factor that had no batch. The code of any other factor is the sum of
-SIMILAR_TO_LAST, if the factor is similar to its last value, and SIMILAR_TO_BEFORE, if it is similar
-to the value before that."""
+SIMILAR_TO_LAST, if the factor is similar to its previous value, and SIMILAR_TO_BEFORE, if it is
+similar to the value before that."""
 AHEAD = 1000
 """Largest number of steps that :meth:`Timetable.due` looks ahead for the next step with work."""
 
@@ -445,7 +445,7 @@ class Timetable:
 
     def exact(self, key: str, step: int, every: int) -> bool:
         """Return whether a refresh at ``step`` decomposes the factor from scratch instead of
-        iterating from its last decomposition.
+        iterating from its previous decomposition.
 
         The following refreshes decompose from scratch: all refreshes in the burn-in, the schedule's
         first refresh after the burn-in, and every ``every``-th refresh after that. If the adaptive
@@ -486,12 +486,12 @@ class Timetable:
             due: factors that were captured and refreshed at ``step``: all factors of ``due(step)``,
                 and possibly more.
             similar: dict from the key of a captured factor to two flags: whether the factor is
-                similar to its last value, and whether it is similar to the value before that. If a
-                factor had no batch, its entry is None, and it keeps its interval. The dict is read
-                only with the adaptive rule, and only after the burn-in. ``similar`` may also be a
-                function that reads the similarities from the device, and returns a code (see
-                :data:`NO_BATCH`) for each key in ``sorted(due.capture)``. The function is called at
-                the next step that might capture.
+                similar to its previous value, and to the value before that. If a factor had no
+                batch, its entry is None, and it keeps its interval. The dict is read only with the
+                adaptive rule, and only after the burn-in. ``similar`` may also be a function that
+                reads the similarities from the device, and returns a code (see :data:`NO_BATCH`)
+                for each key in ``sorted(due.capture)``. The function is called at the next step
+                that might capture.
         """
         if callable(similar):
             self.settle()
@@ -563,8 +563,8 @@ class Timetable:
 
 
 def _similarities(code: int) -> tuple[bool, bool] | None:
-    """Decode a code, see :data:`NO_BATCH`. Return (whether the factor is similar to its last value,
-    whether it is similar to the value before that), or None if the factor had no batch."""
+    """Decode a code, see :data:`NO_BATCH`. Return (whether the factor is similar to its previous
+    value, whether it is similar to the value before that), or None if the factor had no batch."""
     if code == NO_BATCH:
         return None
     return bool(code & SIMILAR_TO_LAST), bool(code & SIMILAR_TO_BEFORE)

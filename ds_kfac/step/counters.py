@@ -44,12 +44,12 @@ def counters(job: Job) -> dict[str, float]:
     """Return counter name -> total since attach. A total counts what this rank did, unless noted
     otherwise.
 
-    Names of counters of a domain of experts begin with "<domain>/". If there are several domains,
-    names of counters of the messages between them begin with "job/".
+    Counters of a domain of experts have names that begin with "<domain>/". If there are several
+    domains, counters of the messages between them have names that begin with "job/".
 
     In addition to the numbers of :class:`~ds_kfac.metrics.Metrics` there are:
 
-    - "calls_<kind>": number of collectives entered.
+    - "calls_<kind>": number of collectives of this kind that the rank has entered.
     - "sent_bytes_<kind>", "received_bytes_<kind>": payload to and from other ranks, in bytes,
       including the payload of skipped steps. Kinds: factors, gradients, eigenvectors, eigenvalues,
       inverses, results, numbers, proof.
@@ -57,7 +57,7 @@ def counters(job: Job) -> dict[str, float]:
       factors of all ranks. "captures_skipped": number of times that the adaptive rule skipped the
       collection.
     - "statistics_fraction": number of factor elements for which statistics were collected, divided
-      by the number if every step collected statistics for every factor.
+      by what this number would be if every step collected statistics for every factor.
 
     All these counters exist from attach on and are zero before the first step.
     """
@@ -135,8 +135,8 @@ def _of_domain(kfac: KFACPreconditioner) -> dict[str, float]:
 
 
 def _of_channel(channel: Channel, kinds: Iterable[str]) -> dict[str, float]:
-    """Return the counters of a channel's messages. Kinds in ``kinds`` that were never sent have
-    zeros."""
+    """Return the counters of a channel's messages. The counters of a kind in ``kinds`` that was
+    never sent are 0."""
     values: dict[str, float] = {}
     for name, counter in (
         ("calls", channel.calls),

@@ -51,12 +51,12 @@ class LastBatch(NamedTuple):
     """The last batch of a factor on this rank.
 
     Attributes:
-        step: the step of the batch.
+        step: number of the step that the batch belongs to.
         column: the factor's column in ``numbers_4n``.
         numbers_4n: fp32 [4, n] on the device, with a column for each of the step's n batches. Row 0
             is 1 if the batch was scaled down, otherwise 0. Row 1 is 1 if the factor did not use the
-            batch, otherwise 0. Row 2 is the number of rows in the batch. Row 3 is the last step
-            whose batch changed the factor, or -1 if no batch has changed it.
+            batch, otherwise 0. Row 2 is the number of rows in the batch. Row 3 is the number of
+            the last step whose batch changed the factor, or -1 if no batch has changed it.
     """
 
     step: int
@@ -65,7 +65,8 @@ class LastBatch(NamedTuple):
 
     @property
     def last_change(self) -> Tensor:
-        """The last step whose batch changed the factor, an fp32 scalar on the device."""
+        """Number of the last step whose batch changed the factor, as an fp32 scalar on the
+        device."""
         return self.numbers_4n[-1, self.column]
 
     def tolist(self) -> list[float]:
@@ -104,8 +105,8 @@ class FactorStep:
         terms: layer name -> number of loss terms in the step's batch.
         similar: factor key -> fp32 scalar on the device. If the factor did not use the batch, the
             scalar is :data:`NO_BATCH`. Otherwise it starts at 0. :data:`SIMILAR_TO_LAST` is added
-            if the new average is similar to the factor's last average, and
-            :data:`SIMILAR_TO_BEFORE` if it is similar to the average before the last
+            if the new average is similar to the factor's previous average, and
+            :data:`SIMILAR_TO_BEFORE` if it is similar to the average before that one
             (:func:`ds_kfac.curvature.factor.update_`).
         unusual: for each kind in :data:`ds_kfac.step.messages.UNUSUAL`, the number of this rank's
             batches of that kind.
@@ -208,7 +209,7 @@ class FactorUpdates:
         """Return the state that a resumed run needs, as a dict. Factor keys contain this process's
         layer names. The entries are:
 
-        - factors: factor key -> factor, for this rank's factors;
+        - factors: dict from factor key to this rank's factor;
         - ready, log: the attributes of the same names;
         - schedule: see :meth:`Timetable.state`.
         """
@@ -373,9 +374,9 @@ class FactorUpdates:
         for their first decomposition.
 
         Args:
-            last: function that returns the last decomposition of a factor, or None if this rank has
-                none. Iterative methods start from that decomposition. If ``last`` is None, every
-                factor is decomposed from scratch.
+            last: function that returns a factor's previous decomposition, or None if this rank does
+                not have one. Iterative methods start from that decomposition. If ``last`` is None,
+                every factor is decomposed from scratch.
             unproven: keys of factors whose layers failed the last proof of their rows. These
                 factors are not decomposed.
         """
@@ -498,7 +499,7 @@ class FactorUpdates:
         self._receive(step, update, bases)
 
     def _own_scalars(self, update: FactorStep) -> dict[Hashable, Tensor | float]:
-        """Return name -> scalar, for at least the scalars that this rank sends."""
+        """Return a dict from name to scalar. It has at least the scalars that this rank sends."""
         values: dict[Hashable, Tensor | float] = {
             ("terms", name): terms for name, terms in update.terms.items()
         }

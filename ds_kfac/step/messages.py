@@ -34,8 +34,8 @@ class Delivery:
         workers: layer name -> ranks that precondition the layer's gradient.
         wire: dtype in which eigenvectors are sent.
         method: defines the parts of a decomposition.
-        nbytes: largest number of bytes that a rank sends, or receives, in one message. A
-            decomposition that is larger has a message of its own.
+        nbytes: limit on the bytes that a rank sends in one message, and on the bytes that it
+            receives. A decomposition that is larger has a message of its own.
         copied: names of the layers that exist as copies on several tensor-parallel ranks. Each of
             these ranks has a plan of its own.
 
@@ -300,7 +300,7 @@ class Sharing:
     """Makes all ranks agree on what the captured batches show about layers.
 
     The first captured batch shows which layers share one A (see ``inputs``), and how many rows each
-    layer has on a rank. The ranks agree on both for the whole run, before a factor uses that batch.
+    layer has on a rank. Before a factor uses that batch, the ranks agree on both for the whole run.
     Later batches may show that too few ranks contribute to a factor.
     """
 

@@ -57,7 +57,7 @@ class KFACPreconditioner:
             gradient was not used, because it was too large for the moments. 0.0 if the update rule
             uses every gradient.
         saved: names of the layers that this domain writes to checkpoints.
-        judged: whether the last step has run the proof, which compares captured rows with
+        judged: whether the previous step ran the proof, which compares captured rows with
             gradients.
     """
 
@@ -132,9 +132,12 @@ class KFACPreconditioner:
 
     # a step
 
-    def precondition(self) -> Running:
-        """Compute this rank's results, and write them to the exchange's outbox or to DeepSpeed's
-        memory. Return the state that :meth:`scatter` needs. Collective."""
+    def compute_results(self) -> Running:
+        """Update factors and eigenbases where they are due, gather gradients, and precondition them.
+
+        Write the results to the exchange's outbox or to DeepSpeed's memory. Return the state that
+        :meth:`scatter` needs. Collective.
+        """
         # a user may call engine.step() under autocast
         with torch.autocast(self.device.type, enabled=False):
             update = self._update_factors() if self.due.capture else None
@@ -204,7 +207,7 @@ class KFACPreconditioner:
             self.observe(observations)
 
     def _last_basis(self, factor: FactorSpec) -> Decomposition | None:
-        """Return the decomposition of a factor that its layers use now, or None if the factor was
+        """Return the decomposition that the factor's layers use now, or None if the factor was
         never decomposed. This rank must be the factor's eigen worker. An eigen worker is a gradient
         worker of at least one of the factor's layers, but not always of the first one."""
         group, index = next(self.places[name] for name in factor.layers if name in self.places)

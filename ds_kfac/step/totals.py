@@ -23,7 +23,7 @@ class Running:
     """State of a step between its two halves, ``precondition`` and ``scatter``.
 
     Attributes:
-        outcome: results, numbers and flags that the direction has computed on this rank.
+        outcome: numbers, flags and counts that the direction has computed on this rank.
         update: record of what the step has done to the factors; None if the step does not change
             factors.
         verdict: result of the proof of rows; None if the step runs no proof.

@@ -1,4 +1,4 @@
-"""What a preconditioner uses of an engine."""
+"""The parts of an engine that a preconditioner uses."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -34,8 +34,8 @@ STEPS = ((3.4445, -4.7750, 2.0315),) * 5
 al. 2024 tuned them to raise small singular values fast. At the end all singular values are between
 0.7 and 1.2."""
 GRAM_FROM = 1.75
-"""Smallest ratio n / m for which the Gram form is used. From this ratio on, it is at least 7 %
-cheaper. At a ratio of 1.5 both forms cost the same. The limit is below 2 so that it includes a
+"""Smallest ratio n / m for which the Gram form is used. From this ratio on, this form is at least
+7 % cheaper. At a ratio of 1.5 both forms cost the same. The limit is below 2 so that it includes a
 fused gate and up projection with a bias, [2 m, m + 1]."""
 RESTART = 2
 """Number of steps after which the Gram matrix is computed again if the iteration is in 16 bits."""

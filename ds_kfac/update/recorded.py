@@ -16,9 +16,9 @@ import torch
 
 T = TypeVar("T")
 Recorder = Callable[[Callable[[], T]], tuple[Callable[[], None], T]]
-"""Function that records another function and returns (replay, result). Each call of ``replay``
-repeats the function and overwrites the result. Recording does not execute the function, so the
-result is valid only after the first replay."""
+"""Function that records another function and returns a pair (replay, result). Each call of
+``replay`` repeats the function and overwrites the result. Recording does not execute the function,
+so the result is valid only after the first replay."""
 
 STEADY = 2
 """Number of calls with the same key that are executed normally before a call is recorded. These
@@ -58,8 +58,8 @@ RECORDERS: dict[str, Recorder] = {"cuda": cuda_graph}
 class Recorded(Generic[T]):
     """Executes a function, and replays it from a recording once calls repeat the same work.
 
-    A call repeats the last call if both have the same key. The key consists of the objects whose
-    tensors the function uses, and of the values on which the function depends.
+    A call repeats the previous call if both have the same key. The key consists of the objects
+    whose tensors the function uses, and of the values on which the function depends.
 
     Args:
         recorder: records a function.
@@ -116,7 +116,7 @@ class Recorded(Generic[T]):
         return self._result
 
     def _has_key(self, places: Sequence[Any], values: Any) -> bool:
-        """Whether the last call had these objects and values."""
+        """Whether the previous call had these objects and values."""
         if len(places) != len(self._objects):
             return False
         same_objects = all(one is other for one, other in zip(places, self._objects, strict=True))

@@ -26,8 +26,8 @@ longer than their launches."""
 
 
 def chunk_budget(*, batched: bool, numel: int) -> int:
-    """Return how many elements all directions that are in memory at the same time may have
-    together. A single layer may have more elements.
+    """Return the limit on the total number of elements of the directions that are in memory at the
+    same time. A single layer may exceed this limit.
 
     Args:
         batched: whether layers of the same shape are processed in one batch, as on GPUs.
@@ -326,7 +326,7 @@ def _overlap(old: Eigenbasis | None, new: Eigenbasis) -> Sequence[Tensor]:
 
 
 PIECE = 1 << 22
-"""Number of elements of a piece in :func:`norms`, 32 MiB in float64."""
+"""Number of elements that :func:`norms` processes at a time, which take 32 MiB in float64."""
 
 
 def norms(x: Tensor) -> Tensor:

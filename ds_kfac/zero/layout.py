@@ -33,8 +33,8 @@ class ShardLayout(ABC):
 
     Args:
         engine: a DeepSpeedEngine.
-        params: parameters of the model.
-        group: process group of the ranks that average their gradients.
+        params: parameters of the model whose gradients the layout describes.
+        group: process group of the ranks over which the gradients of ``params`` are averaged.
         parts: parts of the parameters that K-FAC reads and writes separately; None: whole
             parameters.
         seam: the engine's seam; None: a new one.

@@ -102,7 +102,7 @@ class Seam:
             ``inverse`` first. If ``factor`` is 0, for example because DeepSpeed clips by an
             infinite norm, ``inverse`` is 0, so that no weight changes.
         prepared: number of masters (tensors that the inner optimizer updates) whose gradients
-            DeepSpeed has already multiplied by ``factor``. These are the first masters.
+            DeepSpeed has already multiplied by ``factor``. DeepSpeed begins with the first master.
     """
 
     def __init__(self, engine: Any) -> None:

@@ -1,5 +1,5 @@
-"""Test at attach whether the installed DeepSpeed keeps gradients where ds_kfac reads and writes
-them. If the test fails, attach raises an error, so that no job trains with wrong gradients.
+"""Test at attach time whether the installed DeepSpeed keeps gradients where ds_kfac reads and
+writes them. If the test fails, attach raises an error, so that no job trains with wrong gradients.
 
 DeepSpeed's code fills its gradient buffers with known values. Then the outer optimizer takes two
 steps, in which the inner optimizer only records the gradients that it is given. The first step runs
@@ -22,9 +22,9 @@ from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
 
 MODULUS = 113
-"""Period of the known values, a prime number. If values arrive at a wrong offset, every element
-differs from the right one, unless the offset is wrong by a multiple of 113. All values of the test
-are exact in bf16: they are the even numbers from 2 to 226, plus at most 3."""
+"""Period of the known values, a prime number. If values arrive at a wrong offset, every element is
+wrong, unless the offset is wrong by a multiple of 113. All values of the test are exact in bf16:
+they are the even numbers from 2 to 226, plus at most 3."""
 ADDED = 2.0
 FRACTION = 2.0**-4
 """Fraction that is also added to the values if gradients are kept in fp32. Rounding to 16 bits

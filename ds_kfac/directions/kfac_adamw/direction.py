@@ -129,7 +129,7 @@ class AdamDirection(Direction):
 
     def _announce(self) -> None:
         """Tell the optimizer to which layer each slice of its parameters belongs. Parameters that
-        are frozen now get no slices, so that they do not decay."""
+        are frozen at this call get no slices, so that they do not decay."""
         exchange = self.exchange
         # dict from layer name to the layer's index in optimizer.used
         indices = range(self.used_slice.start, self.used_slice.stop)
@@ -150,7 +150,8 @@ class AdamDirection(Direction):
         self.frozen = self._frozen()
 
     def _frozen(self) -> list[bool]:
-        """Return, for each parameter of the layers, whether the parameter is frozen now."""
+        """Return, for each parameter of the layers, whether the parameter is frozen at this
+        call."""
         return [
             not parameter.requires_grad
             for of_layer in self.exchange.params.values()
@@ -288,8 +289,9 @@ class AdamDirection(Direction):
     def _orthogonalize(self, steps: Sequence[GroupStep]) -> None:
         """Replace the direction U in ``x_nOI`` of each step by the orthogonalized direction X.
 
-        Maps with the same two sides, in either order, are iterated together, even if they belong to
-        different layers. The copies that are made for one iteration are freed before the next one.
+        Maps with the same two sides, in either order, go through the Newton-Schulz iteration in one
+        batch, even if they belong to different layers. The copies that are made for one batch are
+        freed before the next batch.
         """
         maps: list[Any] = []  # tensors [.., rows, I]; None once a map is no longer needed
         owners: list[GroupStep] = []  # owner of each map

@@ -151,8 +151,8 @@ def _workspace(plan: Plan, chunk: Sequence[Sequence[LayerSpec]]) -> int:
             iterated_with = tuple(sorted(sides)) if plan.batched else (group[0].name, sides)
             bytes_by_sides[iterated_with] += nbytes
             largest_group = max(largest_group, nbytes)
-    # Maps of several groups are iterated together as long as they have at most chunk_budget()
-    # elements. For each element of a map, workspace() counts about 3 elements.
+    # Maps of several groups go through the iteration in one batch if the batch has at most
+    # chunk_budget() elements. For each element of a map, workspace() counts about 3 elements.
     limit = 3 * itemsize * chunk_budget(batched=plan.batched, numel=chunk[0][0].numel)
     several_groups = max((min(nbytes, limit) for nbytes in bytes_by_sides.values()), default=0)
     newton_schulz_stage = max(largest_group, several_groups) + copied_blocks

@@ -20,8 +20,8 @@ SIZE = 27.0
 value was measured with gpt_small (benchmarks/convergence), whose width is 128, at AdamW's best
 learning rate."""
 BASE = 128
-"""Number of inputs of a head whose learning rate is adam_lr. A head with I inputs has the learning
-rate adam_lr times BASE / I, but at least lr."""
+"""Number of inputs at which the learning rate of a head is adam_lr. A head with I inputs has the
+learning rate adam_lr times BASE / I, but at least lr."""
 
 
 def keeps_direction(options: AdamConfig, layer: LayerSpec) -> str | None:
@@ -58,8 +58,8 @@ def step_norm(layer: LayerSpec, rows: int | None = None) -> float:
 
 
 def adam_factor(options: AdamConfig, layer: LayerSpec, ratio: float) -> float:
-    """Return the factor by which Adam's direction of a layer is multiplied, or 1 if the direction
-    is orthogonalized.
+    """Return the factor by which Adam's direction is multiplied in this layer, or 1 if the layer's
+    direction is orthogonalized.
 
     Args:
         ratio: adam_lr / lr.
@@ -87,8 +87,8 @@ class GroupStep:
 
     Attributes:
         group: layers of the group and their state.
-        layer_slice: where these layers' entries are in a vector that has one entry per layer of
-            this rank.
+        layer_slice: slice that selects this group's layers from a vector with one entry per layer
+            of this rank.
         orthogonal: whether the directions are orthogonalized.
         maps: number of maps of a layer.
         blocks: number of rows of each map in the second case above, otherwise ().
@@ -99,8 +99,8 @@ class GroupStep:
             factor by which the map is multiplied.
         target: fp32 [layers x maps], norm or factor for each map, see ``normalized``.
         full: fp32 [layers x maps]. If ``normalized``, FULL times the square root of a map's number
-            of elements; otherwise 1. A normalized result shrinks in proportion if the norm of
-            Adam's direction is below ``full``.
+            of elements; otherwise 1. If the norm of Adam's direction is below ``full``, the
+            normalized result is scaled down by their ratio.
         block_target, block_full: ``target`` and ``full`` of each of ``blocks``, fp32 [blocks, 1].
         x_nOI: fp32 [n, O, I], intermediate result that becomes the direction.
         columns: fp32 [n, I], 0 for columns of the direction that are only rounding errors, else 1,

@@ -36,9 +36,10 @@ def other_matrices(model: nn.Module, scan: Scan) -> set[str]:
 def biases_of(matrices: Collection[str], names: Collection[str]) -> set[str]:
     """Return the names of the biases that belong to matrices.
 
-    There are two kinds: parameters whose own names begin with "bias" in a module of a matrix, such
-    as the biases of a GRU; and parameters whose name is the name of a matrix with "_bias" appended.
-    A parametrized weight belongs to the module on which it was registered.
+    There are two kinds: parameters that are in the same module as a matrix and whose own names
+    begin with "bias", such as the biases of a GRU; and parameters whose name is the name of a
+    matrix with "_bias" appended. A parametrized weight belongs to the module on which it was
+    registered.
 
     Args:
         names: names of all parameters of the model.
@@ -84,8 +85,8 @@ def _is_matrix_of(module: nn.Module, name: str, parameter: nn.Parameter) -> bool
 
     A parameter with three or more dimensions is not a matrix if a dimension other than the last has
     size 1, because such a parameter is usually made to be broadcast. The kernel of a linear layer
-    or of a convolution is an exception. It may have dimensions of size 1, for example in a 1x1
-    convolution, or a first dimension of size 1 along which it is modulated for each example.
+    or of a convolution is an exception, because it may have dimensions of size 1. Examples are the
+    kernel of a 1x1 convolution, and a kernel [1, ..] that is modulated for each example.
     """
     # The parameter is not compared with module.weight, because TorchScript modules do not offer
     # parameters by name.

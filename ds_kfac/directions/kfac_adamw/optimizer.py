@@ -34,10 +34,10 @@ from ds_kfac.config.keys import DEFAULTS, NAME
 from ds_kfac.log import warn
 
 FLAG = "kfac"
-"""Key that is true in parameter groups whose parameters K-FAC preconditions."""
+"""Key of a parameter group. Its value is true if K-FAC preconditions the group's parameters."""
 MATRIX = "kfac_matrix"
-"""Key that is true in parameter groups of matrices that are in no K-FAC layer, and of their biases.
-AdamW updates them with the learning rate lr."""
+"""Key of a parameter group. Its value is true if the group has matrices that are in no K-FAC
+layer, or biases of such matrices. AdamW updates these parameters with the learning rate lr."""
 OWN = ("adam_lr", "torch_adam")
 """Parameters of the optimizer that AdamW does not have. adam_lr is the learning rate of embeddings,
 norms and biases. The learning rate of heads is derived from it (``direction.py``). A schedule
@@ -263,8 +263,8 @@ class KFACAdamWStep:
 
         Args:
             here: whether this rank writes the warning.
-            groups: all parameter groups. (``param_groups`` has only the group that DeepSpeed steps
-                at the moment.)
+            groups: all parameter groups. (``param_groups`` has only the group that DeepSpeed
+                updates at the moment.)
         """
         if self._has_warned:
             return
@@ -346,7 +346,8 @@ class KFACCPUAdamW(KFACAdamWStep, DeepSpeedCPUAdam):
 
 for _class in (KFACTorchAdamW, KFACFusedAdamW, KFACCPUAdamW):
     # ZeRO accepts only optimizers whose exact class is in this list. These classes meet its
-    # conditions: they have parameter groups, step elementwise, and keep their state by parameter.
+    # conditions: they have parameter groups, update each element separately, and keep their state
+    # by parameter.
     if _class not in ZERO_SUPPORTED_OPTIMIZERS:
         ZERO_SUPPORTED_OPTIMIZERS.append(_class)
 
@@ -438,7 +439,8 @@ def checked_group(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _expected(key: str, value: Any) -> str | None:
-    """Return which values a parameter may have, or None if its value is right."""
+    """Return a text that says which values the parameter ``key`` may have, or None if ``value`` is
+    one of them."""
     if key == "torch_adam":
         return None if isinstance(value, bool) else "true or false"
     if key == "betas":

@@ -122,8 +122,8 @@ class Group(dict[str, Any]):
 
     Attributes:
         options: options of the :class:`KFACAdamW` that the group was made for.
-        taken: (optimizer of the engine, indices of the optimizer's groups that were split from this
-            group). ``(None, ())`` as long as no engine uses the group.
+        taken: pair (the engine's optimizer, indices of those of its groups that were split from
+            this group). ``(None, ())`` as long as no engine uses the group.
     """
 
     def __init__(self, values: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -232,8 +232,8 @@ class KFACAdamW(torch.optim.Optimizer):
         ValueError: an argument has a wrong value.
     """
 
-    # A scheduler warns if its optimizer has not stepped. This optimizer never steps, because
-    # DeepSpeed steps another one.
+    # A scheduler warns if its optimizer's step() was not called. It is never called here, because
+    # DeepSpeed calls step() of another optimizer.
     _opt_called = True
 
     def __init__(
@@ -306,8 +306,8 @@ _MADE: "weakref.WeakSet[KFACAdamW]" = weakref.WeakSet()
 
 
 def unstepped(parameters: Iterable[Any]) -> int:
-    """Return how many of these parameters are in a :class:`KFACAdamW` that still exists and that no
-    engine uses."""
+    """Return how many of these parameters belong to a :class:`KFACAdamW` object that no engine
+    uses. Objects that no longer exist do not count."""
     counted = set(parameters)
 
     def count() -> int:
@@ -404,7 +404,7 @@ def put_into(
         )
 
     def from_object(users: Any) -> torch.optim.Optimizer:
-        """Return the optimizer that DeepSpeed steps, and connect the user's groups to it."""
+        """Return the optimizer that DeepSpeed uses, and connect the user's groups to it."""
         users_groups = given_groups(users) or []
         marked = [{**group, ORIGIN: index} for index, group in enumerate(users_groups)]
         layers = scan(model, choice, optimized=[p for group in marked for p in group["params"]])

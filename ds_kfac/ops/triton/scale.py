@@ -25,7 +25,7 @@ DEVICE_TYPE = None if INTERPRET else "cuda"
 """Type of the device on which kernels run; None: any type."""
 WARPS = 8
 MAX_MATRICES = 65535
-"""Most matrices in a launch: CUDA's limit for the second axis of a grid."""
+"""Largest number of matrices in a launch, which is CUDA's limit for the second axis of a grid."""
 FLAT_BLOCK = 2048
 """Number of elements that a program processes, 8 per thread."""
 
@@ -251,8 +251,8 @@ def _check_flat(
     """Check the arguments of a kernel.
 
     Raise ValueError if shapes do not fit. Raise NotMadeFor if matrices or vectors are not fp32 or
-    not contiguous, if flags are not bool, or if there are no matrices or more than fit into a
-    launch.
+    not contiguous, if flags are not bool, or if the number of matrices is 0 or above
+    :data:`MAX_MATRICES`.
     """
     shape = matrices[0].shape
     everything = (*matrices, *vectors, flags_n)
