@@ -180,25 +180,22 @@ class Experts(Parallelism):
         """This rank's first expert."""
         return dist.get_rank() % self.ep_size * self.local
 
-    def make(self, mode: Mode, given: Callable[[nn.Module], dict] = lambda model: {}, **options):
+    def make(self, mode: Mode, given: Callable[[nn.Module], dict] = lambda model: {}):
         """Args:
         given: of a model, arguments of initialize besides.
-        options: of AutoEP.
         """
         whole = make_net(self.whole)
         if self.auto:
-            return self._make_auto(mode, whole, given, options)
-        model, initial = (
-            DistributedNet(self.ep_size, self.recomputes),
-            dict(whole.named_parameters()),
-        )
+            return self._make_auto(mode, whole, given)
+        model = DistributedNet(self.ep_size, self.recomputes)
+        initial = dict(whole.named_parameters())
         model.moe.deepspeed_moe.gate.requires_grad_(not self.starved)
         with torch.no_grad():
             for name, p in model.named_parameters():
                 p.copy_(initial[self.whole_name(name)])
         return make_engine(mode, model)
 
-    def _make_auto(self, mode: Mode, whole: WholeNet, given: Callable, options: dict):
+    def _make_auto(self, mode: Mode, whole: WholeNet, given: Callable):
         block = {
             "enabled": True,
             "autoep_size": self.ep_size,
@@ -209,9 +206,8 @@ class Experts(Parallelism):
         if mode.zero_init:
             deepspeed.zero.Init(module=model, config_dict_or_path=mode.config(1))
         arguments = {"model_parameters": list(model.parameters()), **given(model)}
-        overrides = {"expert_parallel": {**block, **options}}
         with patch.object(kfac_config, "SHARES", not self.apart):
-            return build(mode, model=model, given=arguments, **overrides)
+            return build(mode, model=model, given=arguments, expert_parallel=block)
 
     def train(self, engine, steps: int = STEPS, first: int = 0) -> None:
         train(engine, steps, first)
@@ -222,9 +218,6 @@ class Experts(Parallelism):
             index, rest = name.removeprefix(LOCAL + ".").split(".", 1)
             return f"experts.{self.first + int(index)}.{rest}"
         return "gate.weight" if "gate" in name else name
-
-    def whole_layer(self, name: str) -> str:
-        return self.whole_name(f"{name}.weight").removesuffix(".weight")
 
     def weights(self, engine) -> dict[str, Tensor]:
         found = {}

@@ -2,8 +2,7 @@
 that are compared with it."""
 
 import tempfile
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -12,10 +11,9 @@ from torch import Tensor
 from tests.choices import STAGGERED
 from tests.close import exact
 from tests.deepspeed import runs
-from tests.deepspeed.modes import STEPS, Mode
+from tests.deepspeed.modes import Mode
 from tests.deepspeed.runs import expected, weights
 from tests.models import make_net
-from tests.oracle import ReferenceKFAC
 from tests.ranks import of_ranks, on_rank_0
 from tests.spread import Expected, difference, within
 
@@ -32,13 +30,6 @@ EVERYTHING = {
 
 EVERY_TYPE = {"layers": {"types": ["Linear", "LayerNorm"]}}
 FP32_WIRE = {"communication": {"dtype": "fp32"}}
-SCALED = {
-    "burn_in": {"steps": 0},
-    "eigenbasis": {"refresh_interval": 2},
-    "plan": STAGGERED,
-    **FP32_WIRE,
-}
-"""Refreshes at several steps, everything in fp32 on the wire, inputs shared."""
 INVERSE = {
     "preconditioner": {"method": "inverse", "kl_clip": 1e-4},
     "damping": {"kind": "relative", "value": 0.3},
@@ -56,40 +47,6 @@ SOME = {**EVERY_TYPE, **clip(5e-5)}
 
 def adam(name: str, stage: int, **options) -> Mode:
     return Mode(f"{name}-adam-z{stage}", stage, adam=True, **options)
-
-
-Refreshes = list[set[tuple[str, str]]]
-"""Per step, (layer, "A" or "G")."""
-
-
-class StaggeredKFAC(ReferenceKFAC):
-    """Refreshes what a plan says, and at the first step everything."""
-
-    def __init__(self, *arguments, refreshes: Refreshes, **options) -> None:
-        super().__init__(*arguments, **{**options, "refresh_interval": 1})
-        assert len(set(map(frozenset, refreshes))) > 1 and all(refreshes), (
-            f"nothing is staggered: {refreshes}"
-        )
-        self.refreshes = refreshes
-
-    def refresh(self, *, iterate: bool = False) -> None:
-        before = {name: list(layer.bases) for name, layer in self.layers.items()}
-        super().refresh(iterate=iterate)
-        for name, bases in before.items():
-            for side, basis in enumerate(bases):
-                if (name, "AG"[side]) not in self.refreshes[self.steps]:
-                    self.layers[name].bases[side] = basis
-
-
-def planned_refreshes(job, whole_name: Callable[[str], str]) -> Refreshes:
-    """Of all ranks and domains, after training. Collective."""
-    mine: Refreshes = [set() for _ in range(STEPS)]
-    for kfac in job.preconditioners:
-        for step in range(STEPS):
-            for key in kfac.curvature.timetable.due(step).refresh:
-                layers = kfac.curvature.specs[key].layers
-                mine[step] |= {(whole_name(name), key[-1]) for name in layers}
-    return [set().union(*of_step) for of_step in zip(*of_ranks(mine), strict=True)]
 
 
 def whole_state(job) -> dict[str, Tensor]:
@@ -116,10 +73,6 @@ class Parallelism:
         """Of the reference; see ``runs.trained``."""
         return {}
 
-    def whole_layer(self, name: str) -> str:
-        """The name in the whole model of an engine's layer."""
-        return name
-
     def weights(self, engine) -> dict[str, Tensor]:
         """What this rank has. Whatever has the same name on several ranks is the same there."""
         return weights(engine)
@@ -142,9 +95,6 @@ def assert_trained_alike(parallelism: Parallelism, mode: Mode) -> None:
     parallelism.train(engine)
     parallelism.check(engine, mode)
     options = {"model": parallelism.whole, **parallelism.options(mode)}
-    if "plan" in mode.kfac:
-        refreshes = planned_refreshes(engine.kfac.job, parallelism.whole_layer)
-        options["kind"] = partial(StaggeredKFAC, refreshes=refreshes)
     losses = parallelism.losses(mode)
 
     def in_one_process() -> tuple[dict[str, Tensor], Expected]:

@@ -16,8 +16,8 @@ from tests.deepspeed.modes import FP32_ACCUM, MICRO_ROWS, STEPS, Mode
 from tests.deepspeed.parallel import (
     COMM_OPT,
     EVERY_TYPE,
+    FP32_WIRE,
     INVERSE,
-    SCALED,
     SOME,
     Parallelism,
     adam,
@@ -137,7 +137,7 @@ PIPELINES = [
     (Stages(accumulation=4), Mode("pipe-z1", 1, kfac=SOME)),
     (Stages(), Mode("pipe-z1", 1, kfac=SOME)),
     (Stages(accumulation=3), Mode("pipe-bf16", 1, "bf16", extra=FP32_ACCUM, clip=0.0)),
-    (Stages(accumulation=3), Mode("pipe-z1-scaled", 1, kfac=SCALED)),
+    (Stages(accumulation=3), Mode("pipe-z1-wire", 1, kfac=FP32_WIRE)),
     (Stages(), Mode("pipe-z0-comm_opt", 0, clip=0.0, kfac=COMM_OPT)),
     (Stages(accumulation=4), Mode("pipe-z1-inverse", 1, kfac={**EVERY_TYPE, **INVERSE})),
     (Stages(accumulation=4), adam("pipe", 1, kfac=EVERY_TYPE)),
