@@ -19,23 +19,13 @@ def error_of(action) -> str:
     return ""
 
 
-class Kept(logging.Handler):
-    """Appends each message to a list."""
-
-    def __init__(self, messages: list[str]) -> None:
-        super().__init__()
-        self.messages = messages
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 @contextlib.contextmanager
 def heard(level: str = "WARNING"):
     """What ds_kfac says on this rank. ``level``: of DeepSpeed's logger, which frameworks set to
     their own."""
     messages: list[str] = []
-    handler = Kept(messages)
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
     before = of_deepspeed.level
     logger.addHandler(handler)
     of_deepspeed.setLevel(level)
