@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_kfac.config import keys as kfac_config
 from tests.deepspeed.modes import CLIPPED, MICRO_ROWS, STEPS, Mode
 from tests.deepspeed.parallel import Parallelism, data_parallel_part, whole_batch
-from tests.deepspeed.runs import build
+from tests.deepspeed.runs import build, used
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch, make_net
 from tests.spread import Variation
 
@@ -221,9 +221,7 @@ class Experts(Parallelism):
 
     def weights(self, engine) -> dict[str, Tensor]:
         found = {}
-        for name, p in engine.module.named_parameters():
-            with deepspeed.zero.GatheredParameters([p], enabled=hasattr(p, "ds_id")):
-                value = p.detach().clone()
+        for name, value in used(engine).items():
             place, _, stack = name.rpartition(".")
             if place == "mlp.experts":
                 for index, matrix in enumerate(value, self.first):

@@ -126,10 +126,7 @@ SAYS = {
         {"layer": "(model)", "model": partial(Own, 13, 13)},
         ["(model) (Linear, [13, 14])", "state: basis of step 0"],
     ),
-    "failed": (
-        {"event": fail},
-        ["no basis: A could not be decomposed on rank 0 in step 0"],
-    ),
+    "failed": ({"event": fail}, ["no basis: A could not be decomposed on rank 0 in step 0"]),
     "kept": (
         {"event": fail, "after": 2},
         ["basis of step 0; the refresh of A in step 2 failed on rank 0"],

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,25 +14,27 @@ from ds_kfac.model.scan import scan
 from tests.close import near
 from tests.deepspeed.modes import CLIPPED, MICRO_ROWS, STEPS, Mode
 from tests.deepspeed.parallel import Parallelism, whole_batch
-from tests.deepspeed.runs import build
+from tests.deepspeed.runs import build, used
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch, make_net
 
 TOKENS = 12  # more rows than any side is wide: else Adam's eigenbasis is not unique
 PARTS = {"up": (None, 8), "gate": (None, 8), "down": (8, None), "gathered": (None, 5)}
 """Layers that AutoTP cuts: the oracle's blocks of A and G."""
+
+
+def pattern(names: str, kind: str, **options) -> dict:
+    return {"patterns": [f".*({names})\\.weight$"], "partition_type": kind, **options}
+
+
 AUTOTP = {
     "autotp_size": 2,
     "partition_config": {
         "use_default_specs": False,
         "layer_specs": [
-            {"patterns": [".*(up|gate)\\.weight$"], "partition_type": "column"},
-            {"patterns": [".*down\\.weight$"], "partition_type": "row"},
-            {
-                "patterns": [".*gathered\\.weight$"],
-                "partition_type": "column",
-                "gather_output": True,
-            },
-            {"patterns": [".*(plain|head)\\.weight$"], "partition_type": "skip"},
+            pattern("up|gate", "column"),
+            pattern("down", "row"),
+            pattern("gathered", "column", gather_output=True),
+            pattern("plain|head", "skip"),
         ],
     },
 }
@@ -184,11 +185,7 @@ class Shards(Parallelism):
         return name if self.dim(name) is None else f"{name}/{dist.get_rank() % 2}"
 
     def weights(self, engine) -> dict[str, Tensor]:
-        full = {}
-        for name, p in engine.module.named_parameters():
-            with deepspeed.zero.GatheredParameters([p], enabled=hasattr(p, "ds_id")):
-                full[self.named(name)] = p.detach().clone()
-        return full
+        return {self.named(name): value for name, value in used(engine).items()}
 
     def part(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         found = {}
@@ -222,13 +219,9 @@ def test_a_shard_takes_steps_of_the_size_of_a_whole_layers():
     sides' ratio."""
     shards = Shards()
     engine = shards.make(Mode("tp", 1, adam=True, orthogonal=True, clip=0.0))
-    before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    before = used(engine)
     shards.train(engine, 1)
-    after, group, sizes = (
-        dict(engine.module.named_parameters()),
-        engine.optimizer.param_groups[0],
-        {},
-    )
+    after, group, sizes = used(engine), engine.optimizer.param_groups[0], {}
     kept = 1 - group["lr"] * group["weight_decay"]
     for layer in engine.kfac.preconditioner.layers:
         moved = [((after[n] - kept * before[n]) / group["lr"]).flatten() for n in layer.parameters]

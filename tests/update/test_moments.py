@@ -10,31 +10,19 @@ from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis
 from ds_kfac.curvature.factor import SETTLED, SPIKE, Side
 from ds_kfac.update import rotation
 from ds_kfac.update.groups import LayerGroup, evenly_spaced, group_by_shape
-from ds_kfac.update.rotation import (
-    Rotation,
-    change_basis_,
-    mask_null_space,
-    norms,
-    range_mask,
-)
+from ds_kfac.update.rotation import Rotation, change_basis_, mask_null_space, norms, range_mask
 from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues
 from tests.close import close, exact
 from tests.curvature.one_factor import random_basis
 from tests.models import linear_layer
 
 ROWS, COLUMNS = 7, 5
+NOISE = torch.randn(2, 3, generator=torch.Generator().manual_seed(99))
 
 
-def divide_(
-    moments: CorrectedEigenvalues, rotated: torch.Tensor, **options
-) -> tuple[torch.Tensor, ...]:
-    options = {
-        "norm_n": rotated.norm()[None],
-        "terms_n": 1.0,
-        "decay": 0.9,
-        "damping": 0.1,
-        **options,
-    }
+def divide_(moments: CorrectedEigenvalues, rotated: torch.Tensor, terms: float = 1.0, **options):
+    norm_n = rotated.norm()[None]
+    options = {"norm_n": norm_n, "terms_n": terms, "decay": 0.9, "damping": 0.1, **options}
     return moments.divide_(rotated[None], **options)
 
 
@@ -43,12 +31,8 @@ def test_a_spike_counts_for_ten_times_the_average_once_that_is_settled(settled):
     moments = CorrectedEigenvalues.empty((1, 2, 3))
     for step in range(SETTLED - (not settled)):
         divide_(moments, torch.randn(2, 3, generator=torch.Generator().manual_seed(step)))
-    before, updates, spike = (
-        moments.second_OI[0].clone(),
-        float(moments.updates),
-        1e3 * torch.randn(2, 3),
-    )
-    quotient, dot, limited = divide_(moments, spike, terms_n=2.0, layer_mean=lambda mean_n: mean_n)
+    before, updates, spike = moments.second_OI[0].clone(), float(moments.updates), 1e3 * NOISE
+    quotient, dot, limited = divide_(moments, spike, 2.0, layer_mean=lambda mean_n: mean_n)
     share = SPIKE * float(before.sum()) / float(spike.square().sum()) if settled else 2.0
     assert bool(limited) is settled and moments.updates == updates + 1
     keep = min(0.9, 1 - 1 / (updates + 1))
@@ -75,19 +59,15 @@ def test_a_large_matrix_meets_its_eigenvalues_some_rows_at_a_time(monkeypatch):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
 def test_a_gradient_whose_size_is_not_finite_changes_no_eigenvalues(bad):
     moments = CorrectedEigenvalues.empty((2, 2, 3))
-    moments.divide_(
-        torch.ones(2, 2, 3), norm_n=torch.full((2,), 6**0.5), terms_n=1.0, decay=0.9, damping=0.1
-    )
-    exact([moments.second_OI, moments.updates], [torch.ones(2, 2, 3), torch.ones(2)])
-    x_nOI = torch.stack([torch.full((2, 3), bad), torch.full((2, 3), 3.0)])
-    norm_n = x_nOI.flatten(1).norm(dim=1)
-    moments.divide_(x_nOI, norm_n=norm_n, terms_n=1.0, decay=0.9, damping=0.1)
+    for first, second in ((1.0, 1.0), (bad, 3.0)):
+        x_nOI = torch.tensor([first, second])[:, None, None].repeat(1, 2, 3)
+        norm_n = x_nOI.flatten(1).norm(dim=1)
+        moments.divide_(x_nOI, norm_n=norm_n, terms_n=1.0, decay=0.9, damping=0.1)
     exact(moments.updates, torch.tensor([1.0, 2.0]))
     exact(moments.second_OI, torch.tensor([1.0, 5.0])[:, None, None].expand(2, 2, 3))
 
 
 LAYERS = tuple(linear_layer(name, COLUMNS, ROWS) for name in "abc")
-SIZES = pytest.mark.parametrize("count", [1, 3])
 TURNED = 4 * (ROWS + COLUMNS)
 
 
@@ -95,18 +75,12 @@ def basis(seed: int) -> LayerBasis:
     return random_basis(ROWS, COLUMNS, seed=seed)
 
 
-def begun(count: int = 3, **options) -> LayerGroup:
-    """With random moments, in each layer's own coordinates."""
-    group = LayerGroup(LAYERS[:count], **{"moments": AdamMoments, **options})
+def based(count: int = 3, moments: type = AdamMoments) -> LayerGroup:
+    """With random moments, and eigenbases of every layer."""
+    group = LayerGroup(LAYERS[:count], moments=moments)
     generator = torch.Generator().manual_seed(0)
     for part in vars(group.moments).values():
         part.copy_(torch.rand(part.shape, generator=generator) + 0.5)
-    return group
-
-
-def based(count: int = 3, **options) -> LayerGroup:
-    """:func:`begun`, with eigenbases of every layer."""
-    group = begun(count, **options)
     for index in range(count):
         group.rebase(index, A=basis(index).A, G=basis(index).G)
     return group
@@ -114,13 +88,11 @@ def based(count: int = 3, **options) -> LayerGroup:
 
 def addresses(group: LayerGroup) -> list[int]:
     turn, moments = group.rotation, vars(group.moments).values()
-    return [
-        x.data_ptr()
-        for x in (group.terms, *turn.G, *turn.A, turn.values_G, turn.values_A, *moments)
-    ]
+    tensors = group.terms, *turn.G, *turn.A, turn.values_G, turn.values_A, *moments
+    return [x.data_ptr() for x in tensors]
 
 
-@SIZES
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("kind", [AdamMoments, CorrectedEigenvalues])
 def test_a_layer_can_leave_its_basis_and_find_another_one(kind, count):
     group = based(count, moments=kind)
@@ -161,9 +133,8 @@ def test_matrices_at_equal_distances_in_one_memory_are_a_view_and_no_others_are(
     memory = torch.arange(60.0)
     parts = [memory[start : start + 6].view(2, 3) for start in (4, 24, 44)]
     exact(evenly_spaced(parts), torch.stack(parts))
-    assert evenly_spaced(parts).data_ptr() == parts[0].data_ptr() and evenly_spaced(
-        parts[1:2]
-    ).shape == (1, 2, 3)
+    assert evenly_spaced(parts).data_ptr() == parts[0].data_ptr()
+    assert evenly_spaced(parts[1:2]).shape == (1, 2, 3)
     others = [
         parts[::-1],
         [*parts[:2], memory[45:51].view(2, 3)],
@@ -231,18 +202,19 @@ def test_directions_that_no_row_has_a_part_in_are_those_whose_eigenvalue_is_roun
     still = Eigenbasis((), torch.ones(3))
 
     def of(*kept: Eigenbasis) -> Rotation:
-        return Rotation.of(
-            [LayerBasis(still, x) if side == "A" else LayerBasis(x, still) for x in kept], HIGHEST
-        )
+        bases = [LayerBasis(still, x) if side == "A" else LayerBasis(x, still) for x in kept]
+        return Rotation.of(bases, HIGHEST)
 
-    def counting(turn: Rotation, second: torch.Tensor) -> torch.Tensor:
-        """The directions that count, with these mean squares [n, 3, 4] of the gradients."""
+    def mask(turn: Rotation) -> torch.Tensor:
+        return turn.range_A if side == "A" else turn.range_G
+
+    def counting(turn: Rotation, *second: float) -> torch.Tensor:
+        """The directions that count, with these mean squares of the gradients along each."""
+        squares = torch.tensor(second).expand(1, 3, 4)
         if side == "A":
-            return turn.columns_with_gradients(second)
-        return turn.rows_with_gradients(second.mT)
+            return turn.columns_with_gradients(squares)[0]
+        return turn.rows_with_gradients(squares.mT)[0]
 
-    without_gradients = torch.tensor([1e-4, 1e-4, 1.0, 1.0]).expand(1, 3, 4)
-    with_a_gradient = torch.tensor([0.1, 1e-4, 1.0, 1.0]).expand(1, 3, 4)
     for basis, expected in (
         (whole, [0.0, 0.0, 1.0, 1.0]),
         (halves, [0.0, 1.0, 1.0, 1.0]),
@@ -250,17 +222,15 @@ def test_directions_that_no_row_has_a_part_in_are_those_whose_eigenvalue_is_roun
         (replace(whole, values=torch.zeros(4)), [1.0] * 4),
     ):
         turn, seen = of(basis), torch.tensor(expected)
-        mask = turn.range_A if side == "A" else turn.range_G
-        exact(mask[0], seen)
-        exact(counting(turn, torch.zeros(1, 3, 4))[0], seen)
-        exact(counting(turn, without_gradients)[0], seen)
-        exact(counting(turn, with_a_gradient)[0], torch.cat([torch.ones(1), seen[1:]]))
-        for columns in (mask, torch.zeros_like(mask)):
+        exact(mask(turn)[0], seen)
+        exact(counting(turn, 0.0, 0.0, 0.0, 0.0), seen)
+        exact(counting(turn, 1e-4, 1e-4, 1.0, 1.0), seen)
+        exact(counting(turn, 0.1, 1e-4, 1.0, 1.0), torch.cat([torch.ones(1), seen[1:]]))
+        for columns in (mask(turn), torch.zeros_like(mask(turn))):
             s = turn.whitening(0.5, columns if side == "A" else turn.range_A)
             exact(s[1] > 0, s[0] > 0)
     several = of(whole, replace(whole, values=torch.ones(4)))
-    seen = torch.tensor([[0.0, 0.0, 1.0, 1.0], [1.0] * 4])
-    exact(several.range_A if side == "A" else several.range_G, seen)
+    exact(mask(several), torch.tensor([[0.0, 0.0, 1.0, 1.0], [1.0] * 4]))
 
 
 def test_rounding_grows_as_the_root_of_the_width_from_64_on():
