@@ -104,7 +104,7 @@ def by_curvlinops(
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("kind", "stage"), [(Mlp, 0), (Mlp, 2), (Cnn, 2)])
+@pytest.mark.parametrize(("kind", "stage"), [(Mlp, 0), (Cnn, 2)])
 def test_engines_have_curvlinops_matrices(kind, stage):
     own = matrices_of_an_engine(kind, stage)
     start = {name: p.detach().clone() for name, p in make_net(kind).named_parameters()}

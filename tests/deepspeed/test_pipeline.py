@@ -71,15 +71,11 @@ def make_fork() -> nn.Sequential:
     return nn.Sequential(Fork(), Merge())
 
 
-class Block(nn.Module):
+class Block(nn.Linear):
     """Checkpointed with reentrance."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(11, 11)
-
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
+        return torch.tanh(super().forward(x))
 
 
 def tied_layers() -> list:
@@ -150,7 +146,7 @@ def test_recomputed_micro_batches_of_other_lengths_have_their_own_loss_terms():
     batches, states = [make_batch(step, MICRO_ROWS, 2 + step * 2 % 3) for step in range(3)], []
     for interval in (0, 1):
         torch.manual_seed(0)
-        layers = [nn.Linear(FEATURES, 11), Block(), Block(), nn.Linear(11, CLASSES)]
+        layers = [nn.Linear(FEATURES, 11), Block(11, 11), Block(11, 11), nn.Linear(11, CLASSES)]
         engine = Stages(lambda: layers, 3).make(  # noqa: B023
             Mode("pipe-lengths", 0, clip=0.0),
             partition_method="uniform",
@@ -179,11 +175,9 @@ def test_a_batch_ramp_changes_the_micro_batches_of_a_pipeline():
         for group in by_hand.optimizer.param_groups:
             group["lr"] = rate * count**0.5
         assert ramped.micro_batches == count
-        losses = [
-            float(engine.train_batch(micro_batches(engine, step, count)))
-            for engine in (ramped, by_hand)
-        ]
-        assert losses[0] == losses[1], "DeepSpeed divides by micro-batches after the step"
+        pairs = ((engine, micro_batches(engine, step, count)) for engine in (ramped, by_hand))
+        one, other = (float(engine.train_batch(batches)) for engine, batches in pairs)
+        assert one == other, "DeepSpeed divides by micro-batches after the step"
     exact(STAGES.weights(ramped), STAGES.weights(by_hand))
 
 
@@ -225,11 +219,8 @@ TIED = Mode("pipe-tied", 0, kfac=EVERY_TYPE, clip=0.0)
 
 @pytest.mark.ranks(2)
 def test_another_number_of_stages_takes_weights_or_kfacs_state_alone():
-    folder, two, one, alone = (
-        shared_folder(),
-        Stages(tied_layers).make(TIED),
-        *(Stages(tied_layers, stages=1).make(TIED) for _ in range(2)),
-    )
+    folder, two = shared_folder(), Stages(tied_layers).make(TIED)
+    one, alone = (Stages(tied_layers, stages=1).make(TIED) for _ in range(2))
     assert "TiedLayerSpec" in two.kfac.report
     two.train_batch(micro_batches(two, 0, 1))
     two.save_checkpoint(folder, tag="stages")

@@ -11,6 +11,7 @@ and the optimizer's are not in it.
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -27,10 +28,8 @@ from ds_kfac.update import rotation
 from tests.choices import AT_ONCE
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build
-from tests.ranks import run_ranks
 from tests.tape import taped
 
-pytestmark = pytest.mark.distributed
 WIDTH, BLOCKS, ROWS = 96, 12, 64
 STEPS = 9
 """The last one is counted; the first ones prove the layers' rows."""
@@ -68,14 +67,9 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.qkv, self.out = (
-            nn.Linear(WIDTH, 3 * WIDTH, bias=False),
-            nn.Linear(WIDTH, WIDTH, bias=False),
-        )
-        self.up, self.down = (
-            nn.Linear(WIDTH, 4 * WIDTH, bias=False),
-            nn.Linear(4 * WIDTH, WIDTH, bias=False),
-        )
+        linear = partial(nn.Linear, bias=False)
+        self.qkv, self.out = linear(WIDTH, 3 * WIDTH), linear(WIDTH, WIDTH)
+        self.up, self.down = linear(WIDTH, 4 * WIDTH), linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
@@ -83,13 +77,12 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-class Blocks(nn.Module):
+class Blocks(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+        super().__init__(*(Block() for _ in range(BLOCKS)))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x).square().mean()
+        return super().forward(x).square().mean()
 
 
 class Operations(TorchDispatchMode):
@@ -100,14 +93,9 @@ class Operations(TorchDispatchMode):
         nbytes: bytes of their operands, matrix products left out.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-        self.nbytes = 0
+    count, nbytes = 0, 0
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         schema = function._schema
         result = function(*arguments, **(keywords or {}))
         view = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
@@ -122,9 +110,7 @@ class Operations(TorchDispatchMode):
             self.note(name, given | (keywords or {}), changed, result)
         return result
 
-    def note(
-        self, name: str, arguments: dict[str, Any], changed: Collection[str], result: Any
-    ) -> None:
+    def note(self, name: str, arguments: dict, changed: Collection[str], result: Any) -> None:
         """``changed``: arguments that are read and written."""
         self.count += 1
         if name in PRODUCTS:
@@ -158,33 +144,26 @@ def kernels(operations: Operations) -> Iterator[None]:
                 f"{op}: a kernel takes no strides"
             )
             if operations in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
-                bound = (
-                    inspect.signature(getattr(functional, op)).bind(*arguments, **options).arguments
-                )
-                operations.note(op, bound, CHANGED.get(op, ()), found)
+                bound = inspect.signature(getattr(functional, op)).bind(*arguments, **options)
+                operations.note(op, bound.arguments, CHANGED.get(op, ()), found)
             return found
 
         return run
 
-    with patch.dict(
-        dispatch._choices,
-        {"cpu": dispatch.BackendChoice({op: ("counted", counted(op)) for op in dispatch.OPS})},
-    ):
+    ops = {op: ("counted", counted(op)) for op in dispatch.OPS}
+    with patch.dict(dispatch._choices, {"cpu": dispatch.BackendChoice(ops)}):
         yield
 
 
 def worker(interval: int) -> tuple[int, float]:
     """Operations of the last step, and bytes an element."""
-    mode, operations = BY_NAME["adam-z2"], Operations()
-    limit = rotation.BATCHED // NARROWER**2
+    operations, limit = Operations(), rotation.BATCHED // NARROWER**2
+    factor, plan = {"update_interval": interval}, {"batched": True, **AT_ONCE}
     torch.manual_seed(0)
     with patch.object(rotation, "BATCHED", limit):
-        kfac_block = {
-            **KFAC,
-            "factor": {"update_interval": interval},
-            "plan": {"batched": True, **AT_ONCE},
-        }
-        engine = build(mode, 1, kfac=kfac_block, model=Blocks())
+        engine = build(
+            BY_NAME["adam-z2"], kfac={**KFAC, "factor": factor, "plan": plan}, model=Blocks()
+        )
         kfac = engine.kfac.preconditioner
         assert len(kfac.worker_layers) == 4 * BLOCKS and len(kfac.direction.layer_groups) == 4
         with kernels(operations):
@@ -210,20 +189,16 @@ def during(operations: Operations, method: Callable[..., Any]) -> Callable[..., 
     return run
 
 
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("interval", [PLAIN, UPDATE], ids=["plain", "factor update"])
 def test_a_step_has_no_more_operations_and_passes_than_it_had(interval):
-    (found,) = run_ranks("tests.step.test_operations:worker", world=1, payload=interval)
-    operations, nbytes = found
+    operations, nbytes = worker(interval)
     assert operations <= MOST[interval][0] and nbytes <= MOST[interval][1], (operations, nbytes)
 
 
-def recorded_worker(_) -> float:
-    """Bytes an element of a plain step that takes gradients from fixed places and puts results
-    there, as one that is recorded."""
-    with taped(steady=STEPS + 1):  # in fixed places, but not yet repeated
-        return worker(PLAIN)[1]
-
-
+@pytest.mark.ranks(1)
 def test_the_estimate_counts_the_passes_of_a_recorded_step():
-    (nbytes,) = run_ranks("tests.step.test_operations:recorded_worker", world=1)
+    """Of a plain step that takes gradients from fixed places and puts results there."""
+    with taped(steady=STEPS + 1):  # in fixed places, but not yet repeated
+        _, nbytes = worker(PLAIN)
     assert KFACAdamWFacts.passes == round(nbytes / FP32)
