@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.config import keys as kfac_config
-from tests.deepspeed.modes import CLIPPED, MICRO_ROWS, STEPS, Mode
-from tests.deepspeed.parallel import Parallelism, data_parallel_part, whole_batch
+from tests.deepspeed.modes import CLIPPED, MICRO_ROWS, Mode
+from tests.deepspeed.parallel import Parallelism, whole_batch
 from tests.deepspeed.runs import build, used
-from tests.models import CLASSES, FEATURES, cross_entropy, make_batch, make_net
+from tests.models import CLASSES, FEATURES, make_batch, make_net
 from tests.spread import Variation
 
 EXPERTS, WIDTH, INNER, TOKENS = 4, 8, 16, 24
@@ -43,23 +43,15 @@ class Expert(nn.Module):
 
 
 class WholeNet(nn.Module):
-    """All experts in one process, each called with its tokens only.
+    """All experts in one process, each called with its tokens only."""
 
-    Args:
-        starved: the last expert never wins: its logit is the mean of the others'.
-    """
-
-    def __init__(self, experts: int, top: int, starved: bool) -> None:
+    def __init__(self, experts: int, top: int) -> None:
         super().__init__()
         self.top = top
         self.up = nn.Linear(FEATURES, WIDTH)
         self.gate = nn.Linear(WIDTH, experts, bias=False)
         self.experts = nn.ModuleList(Expert(bias=top == 1) for _ in range(experts))
         self.head = nn.Linear(WIDTH, CLASSES)
-        if starved:
-            with torch.no_grad():
-                self.gate.weight[-1] = self.gate.weight[:-1].mean(0)
-            self.gate.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.up(x)).flatten(0, 1)
@@ -75,30 +67,19 @@ class WholeNet(nn.Module):
 
 
 class DistributedNet(nn.Module):
-    """By deepspeed.moe.
+    """By deepspeed.moe."""
 
-    Args:
-        recomputes: "", or whether its checkpoints are "reentrant" or "not".
-    """
-
-    def __init__(self, ep_size: int, recomputes: str = "") -> None:
+    def __init__(self, ep_size: int) -> None:
         super().__init__()
-        self.recomputes = recomputes
         self.up = nn.Linear(FEATURES, WIDTH)
         self.moe = MoE(
             WIDTH, Expert(), EXPERTS, ep_size, drop_tokens=False, use_rts=False, min_capacity=1
         )
         self.head = nn.Linear(WIDTH, CLASSES)
 
-    def mixed(self, h: Tensor) -> Tensor:
-        return self.moe(h)[0]
-
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.up(x))
-        if not self.recomputes:
-            return self.head(h + self.mixed(h))
-        reentrant = self.recomputes == "reentrant"
-        return self.head(h + checkpoint(self.mixed, h, use_reentrant=reentrant))
+        return self.head(h + self.moe(h)[0])
 
 
 class Mixture(nn.Module):
@@ -131,45 +112,29 @@ class MixtralNet(nn.Module):
         return self.head(h + self.mlp(h))
 
 
-def make_engine(mode: Mode, model: DistributedNet):
-    trained = {"params": [p for p in model.parameters() if p.requires_grad], "name": "parameters"}
-    groups = split_params_into_different_moe_groups_for_optimizer(trained)
-    return build(mode, model=model, given={"model_parameters": groups})
-
-
-def train(engine, steps: int = STEPS, first: int = 0, order: int | None = None) -> None:
-    """Args:
-    order: seed of a permutation of every batch's rows.
-    """
-    for step in range(first, first + steps):
-        batch = make_batch(step, dist.get_world_size() * MICRO_ROWS, TOKENS)
-        x, y = Variation(order=order).rows(*data_parallel_part(*batch))
-        engine.backward(cross_entropy(engine(x.to(engine.get_data_types()[0])), y))
-        engine.step()
-
-
 @dataclass(frozen=True)
 class Experts(Parallelism):
     """How the experts are spread.
 
     Attributes:
         auto: by AutoEP, each token by two experts; else by deepspeed.moe, by one.
-        recomputes: as of :class:`DistributedNet`.
+        recomputes: whether AutoEP's layer is checkpointed.
         grouped: whether AutoEP multiplies them at once.
         apart: whether each expert has an A of its own, as in the oracle.
+        order: seed of a permutation of every batch's rows.
     """
 
     auto: bool = False
     ep_size: int = 2
     experts: int = EXPERTS
-    recomputes: str = ""
-    starved: bool = False
+    recomputes: bool = False
     grouped: bool = True
     apart: bool = True
+    order: int | None = None
 
     @property
     def whole(self) -> Callable[[], WholeNet]:
-        return partial(WholeNet, self.experts, 1 + self.auto, self.starved)
+        return partial(WholeNet, self.experts, 1 + self.auto)
 
     @property
     def local(self) -> int:
@@ -187,13 +152,14 @@ class Experts(Parallelism):
         whole = make_net(self.whole)
         if self.auto:
             return self._make_auto(mode, whole, given)
-        model = DistributedNet(self.ep_size, self.recomputes)
+        model = DistributedNet(self.ep_size)
         initial = dict(whole.named_parameters())
-        model.moe.deepspeed_moe.gate.requires_grad_(not self.starved)
         with torch.no_grad():
             for name, p in model.named_parameters():
                 p.copy_(initial[self.whole_name(name)])
-        return make_engine(mode, model)
+        trained = {"params": list(model.parameters()), "name": "parameters"}
+        groups = split_params_into_different_moe_groups_for_optimizer(trained)
+        return build(mode, model=model, given={"model_parameters": groups})
 
     def _make_auto(self, mode: Mode, whole: WholeNet, given: Callable):
         block = {
@@ -202,15 +168,17 @@ class Experts(Parallelism):
             "moe_layer_pattern": "mlp",
             "use_grouped_mm": self.grouped,
         }
-        model = MixtralNet(whole, self.recomputes == "not")
+        model = MixtralNet(whole, self.recomputes)
         if mode.zero_init:
             deepspeed.zero.Init(module=model, config_dict_or_path=mode.config(1))
         arguments = {"model_parameters": list(model.parameters()), **given(model)}
         with patch.object(kfac_config, "SHARES", not self.apart):
             return build(mode, model=model, given=arguments, expert_parallel=block)
 
-    def train(self, engine, steps: int = STEPS, first: int = 0) -> None:
-        train(engine, steps, first)
+    def batch(self, step: int) -> tuple[Tensor, ...]:
+        whole = make_batch(step, dist.get_world_size() * MICRO_ROWS, TOKENS)
+        own = (t.split(MICRO_ROWS)[dist.get_rank()] for t in whole)
+        return Variation(order=self.order).rows(*own)
 
     def whole_name(self, name: str) -> str:
         """Of a parameter of the distributed model, in the whole one."""
@@ -233,19 +201,14 @@ class Experts(Parallelism):
     def losses(self, mode: Mode):
         return whole_batch(dist.get_world_size() * MICRO_ROWS, 1, TOKENS)
 
-    def options(self, mode: Mode) -> dict:
-        starved = ("gate", *(f"experts.{self.experts - 1}.{name}" for name in STACKS.values()))
-        return {"exclude": starved} if self.starved else {}
-
     def check(self, engine, mode: Mode) -> None:
         kfacs = engine.kfac.job.preconditioners
         group = f"experts_ep_size_{self.ep_size}_rank_{dist.get_rank() % self.ep_size}"
         assert [(kfac.engine_view.domain.name, len(kfac.layers)) for kfac in kfacs] == [
-            ("dense", 2 if self.starved else 3),  # a gate without gradients is no layer
+            ("dense", 3),
             (group, 3 * self.local),
         ]
-        assert ("weight is frozen" in engine.kfac.report) == self.starved  # the gate's
-        assert self.starved or not any(kfac.proving.unfit for kfac in kfacs)
+        assert not any(kfac.proving.unfit for kfac in kfacs)
         if self.auto:
             stacks = {f"mlp.experts.{w}.{index}" for w in STACKS for index in range(self.local)}
             assert {layer.name for layer in kfacs[1].layers} == stacks

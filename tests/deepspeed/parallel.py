@@ -5,15 +5,14 @@ import tempfile
 from functools import cache
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from tests.choices import STAGGERED
 from tests.close import exact
 from tests.deepspeed import runs
-from tests.deepspeed.modes import Mode
+from tests.deepspeed.modes import STEPS, Mode
 from tests.deepspeed.runs import expected, weights
-from tests.models import make_net
+from tests.models import cross_entropy, make_net
 from tests.ranks import of_ranks, on_rank_0
 from tests.spread import Expected, difference, within
 
@@ -67,7 +66,17 @@ def whole_state(job) -> dict[str, Tensor]:
 class Parallelism:
     """One way to spread a model over ranks, with the same model in one process. ``whole``, the
     class of the model in one process, is an attribute; ``make(mode)`` returns an engine,
-    ``train(engine, steps, first)`` trains it, and ``losses(mode)`` are the reference's."""
+    ``batch(step)`` is what this rank has of a batch, and ``losses(mode)`` are the reference's."""
+
+    mean_over: int = 1
+    """The ranks over whose rows a rank's loss is a mean."""
+
+    def train(self, engine, steps: int = STEPS, first: int = 0) -> None:
+        dtype = engine.get_data_types()[0]
+        for step in range(first, first + steps):
+            x, y = self.batch(step)
+            engine.backward(cross_entropy(engine(x.to(dtype)), y) / self.mean_over)
+            engine.step()
 
     def options(self, mode: Mode) -> dict[str, Any]:
         """Of the reference; see ``runs.trained``."""
@@ -121,8 +130,3 @@ def assert_ranks_agree(weights: dict[str, Tensor]) -> None:
 def shared_folder() -> str:
     """One for all ranks. Collective."""
     return on_rank_0(tempfile.mkdtemp)
-
-
-def data_parallel_part(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """This rank's part of a whole batch."""
-    return tuple(t.chunk(dist.get_world_size())[dist.get_rank()] for t in tensors)

@@ -19,7 +19,7 @@ from ds_kfac.assignment import assign
 from ds_kfac.zero.faults import faults
 from tests.close import exact
 from tests.covering import some
-from tests.deepspeed.expert_runs import Experts, train
+from tests.deepspeed.expert_runs import Experts
 from tests.deepspeed.modes import CLIPPED, FP32_ACCUM, KFAC, STEPS, Mode
 from tests.deepspeed.parallel import (
     COMM_OPT,
@@ -97,11 +97,7 @@ def whole_sequences(rows: int, mean_over: int, sampled: bool):
 
 @dataclass(frozen=True)
 class Sequence(Parallelism):
-    """Ulysses: pairs of ranks have the halves of the same sequences.
-
-    Attributes:
-        mean_over: the ranks over whose tokens a rank's loss is a mean.
-    """
+    """Ulysses: pairs of ranks have the halves of the same sequences."""
 
     mean_over: int = 1
 
@@ -118,14 +114,14 @@ class Sequence(Parallelism):
         return engine
 
     def train(self, engine, steps: int = STEPS, first: int = 0) -> None:
-        rank, replicas = dist.get_rank(), dist.get_world_size() // 2
         # all rows of those that contribute
         with patch.object(assign, "strides", lambda *factors, **options: {}):
-            for step in range(first, first + steps):
-                x, y = make_batch(step, replicas * SEQUENCES, TOKENS)
-                x, y = (t.split(SEQUENCES)[rank // 2].chunk(2, dim=1)[rank % 2] for t in (x, y))
-                engine.backward(cross_entropy(engine(x), y) / self.mean_over)
-                engine.step()
+            super().train(engine, steps, first)
+
+    def batch(self, step: int) -> list[Tensor]:
+        pair, half = divmod(dist.get_rank(), 2)
+        whole = make_batch(step, dist.get_world_size() // 2 * SEQUENCES, TOKENS)
+        return [t.split(SEQUENCES)[pair].chunk(2, dim=1)[half] for t in whole]
 
     def losses(self, mode: Mode):
         rows = dist.get_world_size() // 2 * SEQUENCES
@@ -174,7 +170,6 @@ ON_TWO_OR_FOUR = [
     PIPELINES,
     [
         *((Experts(ep_size=size), moe(stage)) for stage in (0, 2) for size in (1, 2)),
-        (Experts(starved=True), moe(1)),
         (MOE, moe(1, "-inverse", kfac={**INVERSE, **FP32_WIRE})),
         (MOE, moe(0, "-comm_opt", kfac={**FEW, **BUDGET})),
         *((MOE, adam("moe", stage, clip=0.0)) for stage in (0, 1)),
@@ -191,7 +186,6 @@ ON_TWO = [
     (Sequence(), Mode("sp-z2-rows", 2, kfac=ONE_ROW)),
     # a layer's gradient is the sum of what comes by both outputs of its stage
     (Stages(make_fork, 3), Mode("pipe-fork-z1", 1, clip=0.0)),
-    (Experts(recomputes="reentrant"), moe(1)),
     # the norm is that of all experts, or of the whole model, whichever ranks have them
     *(
         (Experts(ep_size=size), adam("moe-clipped", stage, clip=CLIPPED))
@@ -199,7 +193,7 @@ ON_TWO = [
     ),
     *((MEGATRON, adam("tp-clipped", stage, clip=CLIPPED)) for stage in (0, 2)),
     (replace(AUTO, experts=2), moe(0)),
-    (replace(AUTO, recomputes="not"), moe(2)),
+    (replace(AUTO, recomputes=True), moe(2)),
     (replace(AUTO, grouped=False), moe(3)),
     *((AUTO, adam("autoep", stage, clip=0.0)) for stage in (0, 1)),
     (replace(AUTO, ep_size=1), adam("autoep", 3, clip=0.0)),
@@ -350,7 +344,7 @@ def test_grouped_experts_that_share_A_step_as_experts_in_a_loop():
     for grouped, order in ((False, None), (False, 1), (False, 2), (True, None)):
         engine = replace(SHARED, grouped=grouped).make(IN_SHARED)
         initial = SHARED.weights(engine)
-        train(engine, order=order)
+        replace(SHARED, order=order).train(engine)
         assert shared_factors(engine) == {"mlp.experts.w1.0/A", "mlp.experts.w2.0/A"}
         finals.append(SHARED.weights(engine))
     plain, *others, grouped = finals
@@ -364,7 +358,7 @@ def test_an_A_that_experts_share_continues_at_another_ep_size(before, after):
     folder, leaders = shared_folder(), {1: (0,), 2: (0, 2)}
     sizes = (before, after)
     saved, loaded = (replace(SHARED, ep_size=size).make(IN_SHARED) for size in sizes)
-    train(saved, 3)
+    SHARED.train(saved, 3)
     saved.save_checkpoint(folder, tag="t")
     loaded.kfac.load_state(folder, "t")
     states = []

@@ -27,7 +27,7 @@ from ds_kfac.metrics import STAGES, SUMMARY, TIMER, Metrics
 from ds_kfac.step import proving
 from ds_kfac.step.counters import FAILURES, counters, health
 from tests.close import close, near
-from tests.deepspeed import expert_runs
+from tests.deepspeed.expert_runs import Experts
 from tests.deepspeed.modes import BY_NAME, KFAC, Mode
 from tests.deepspeed.runs import build, train, weights
 from tests.deepspeed.said import heard
@@ -270,7 +270,6 @@ def test_what_fits_is_planned_and_summed_up_as_attach_does(tmp_path):
 
 
 OPTIMIZER = ours(lr=0.01, weight_decay=0.0)
-EXPERTS = Mode("moe", 0, adam=True, clip=0.0, extra={"optimizer": OPTIMIZER})
 
 
 def check_step_to_weight(engine, step, bound: float = 0.05) -> None:
@@ -326,9 +325,10 @@ def test_the_logs_say_how_far_a_step_goes_and_how_spread_curvature_is():
         close(logged["kfac/eigenvalue_spread"], spread, sums=20, dtype=torch.float32, what=name)
         assert ("kfac/step_to_weight" in logged) == (name != "z2")
     # of dense layers and experts together
-    engine = expert_runs.make_engine(EXPERTS, expert_runs.DistributedNet(1))
-    expert_runs.train(engine, 2)
-    check_step_to_weight(engine, lambda: expert_runs.train(engine, 1))
+    experts = Experts(ep_size=1)
+    engine = experts.make(Mode("moe", 0, adam=True, clip=0.0, extra={"optimizer": OPTIMIZER}))
+    experts.train(engine, 2)
+    check_step_to_weight(engine, lambda: experts.train(engine, 1))
 
 
 SPREAD = "kfac/eigenvalue_spread"

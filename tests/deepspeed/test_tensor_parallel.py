@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from ds_kfac.model.scan import scan
 from tests.close import near
-from tests.deepspeed.modes import CLIPPED, MICRO_ROWS, STEPS, Mode
+from tests.deepspeed.modes import CLIPPED, MICRO_ROWS, Mode
 from tests.deepspeed.parallel import Parallelism, whole_batch
 from tests.deepspeed.runs import build, used
-from tests.models import CLASSES, FEATURES, cross_entropy, make_batch, make_net
+from tests.models import CLASSES, FEATURES, make_batch, make_net
 
 TOKENS = 12  # more rows than any side is wide: else Adam's eigenbasis is not unique
 PARTS = {"up": (None, 8), "gate": (None, 8), "down": (8, None), "gathered": (None, 5)}
@@ -154,14 +154,9 @@ class Shards(Parallelism):
             setattr(model, name, kind(getattr(model, name), grid, self.first))
         return build(mode, model=model, given={"mpu": grid})
 
-    def train(self, engine, steps: int = STEPS, first: int = 0) -> None:
-        rank, replicas = dist.get_rank(), dist.get_world_size() // 2
-        dtype = next(engine.module.parameters()).dtype
-        for step in range(first, first + steps):
-            x, y = make_batch(step, replicas * MICRO_ROWS, TOKENS)
-            x, y = (t.chunk(replicas)[rank // 2] for t in (x, y))
-            engine.backward(cross_entropy(engine(x.to(dtype)), y))
-            engine.step()
+    def batch(self, step: int) -> list[Tensor]:
+        whole = make_batch(step, dist.get_world_size() // 2 * MICRO_ROWS, TOKENS)
+        return [t.split(MICRO_ROWS)[dist.get_rank() // 2] for t in whole]
 
     def losses(self, mode: Mode):
         return whole_batch(dist.get_world_size() // 2 * MICRO_ROWS, 1, TOKENS)

@@ -1,7 +1,7 @@
 """Several ranks that share one device: gloo, with tensors of the device. NCCL refuses two ranks on
 one GPU.
 
-    results = run_together("tests.deepspeed.runs:compare", world=2, device="cuda", payload=[...])
+    results = run_apart(target, "tests.gpu.shared:work", 2, device="cuda", payload=..., timeout=...)
 
 Collectives that gloo does not have for CUDA tensors in every torch go by way of the CPU.
 """
@@ -26,15 +26,9 @@ STAGED = (
 )
 
 
-def run_together(target: str, *, world: int, device: str, payload: Any = None) -> list:
-    """Call ``target`` on ``world`` ranks of one device; returns its results by rank."""
-    start = "tests.gpu.shared:work"
-    return ranks.run_apart(target, start, world, device=device, payload=payload, timeout=400)
-
-
 def work(target: str, folder: str) -> None:
-    """What :func:`run_together` starts. gloo is there, and what it may lack, before DeepSpeed looks
-    for it."""
+    """What is started instead of ``tests.ranks.work_here``. gloo is there, and what it may lack,
+    before DeepSpeed looks for it."""
     dist.init_process_group("gloo")
     for name in STAGED:
         setattr(dist, name, staged(getattr(dist, name)))

@@ -9,24 +9,23 @@ of these runs says what rounding alone may do.
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ds_kfac.curvature.eigen import choose
 from tests import oracle
 from tests.deepspeed import runs
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.test_modes import check
 from tests.gpu.test_modes import at_once, dealt
 from tests.ranks import run_alone
-from tests.spread import FACTOR, FLOOR, OTHERS, PLAIN, Variation, difference
+from tests.spread import FACTOR, FLOOR, OTHERS, PLAIN, difference
 
 TARGET = "tests.gpu.test_coarse:compare"
 LARGEST = 0.5
@@ -94,40 +93,24 @@ def rounded_oracle() -> Iterator[None]:
         yield
 
 
-def spread_of(mode, accumulation: int, world: int, initial: dict, plain: dict) -> float:
-    """Of the rounded runs from the plain one."""
-
-    def run(variation: Variation) -> dict:
-        with rounded_oracle():
-            return runs.reference(mode, accumulation, world, initial, variation=variation)
-
-    return max(difference(run(variation), plain, initial) for variation in ORDERS)
-
-
 def compare(cases) -> dict:
-    """As ``tests.deepspeed.runs.compare``, at the precision that the device has by default."""
-    results = {}
-    world = dist.get_world_size()
-    precision = choose(None, torch.device(get_accelerator().current_device_name()))
+    """As ``tests.deepspeed.runs.compare``, at the precision that the device has by default; the
+    bound is of the rounded runs' distance from the plain one."""
+    results, world = {}, dist.get_world_size()
     for name, accumulation in cases:
         mode = BY_NAME[name]
         preconditioner = {**mode.kfac_block["preconditioner"], "precision": None}
-        block = {**mode.kfac_block, "preconditioner": preconditioner}
-        engine = runs.build(mode, accumulation, kfac=block)
-        initial = runs.weights(engine)
-        found = runs.expected(mode, accumulation, world, initial)
-        spread = spread_of(mode, accumulation, world, initial, found.weights)
-        with runs.patched(mode):
-            runs.train(engine, accumulation)
-        results[name, accumulation] = {
-            "difference": difference(runs.weights(engine), found.weights, initial),
-            "bound": FACTOR * max(spread, found.spread) + FLOOR,
-            "fp32 bound": found.bound,
-            "wrapper": type(engine.optimizer).__name__,
-            "counts": dict(engine.kfac.preconditioner.metrics.counts),
-            "precision": str(precision),
-        }
-        engine.destroy()
+        mode = replace(mode, kfac={**mode.kfac, "preconditioner": preconditioner})
+        initial = runs.weights(runs.build(mode, accumulation))
+        with patch.dict(BY_NAME, {name: mode}):
+            result = runs.compared(name, accumulation)
+        plain, spread = runs.expected(mode, accumulation, world, initial).weights, 0.0
+        for variation in ORDERS:
+            with rounded_oracle():
+                run = runs.reference(mode, accumulation, world, initial, variation=variation)
+            spread = max(spread, difference(run, plain, initial))
+        bound = max(FACTOR * spread + FLOOR, result["bound"])
+        results[name, accumulation] = {**result, "fp32 bound": result["bound"], "bound": bound}
     return results
 
 

