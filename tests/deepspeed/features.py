@@ -21,6 +21,7 @@ from ds_kfac.curvature import eigen
 from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.table import DIRECTIONS
 from ds_kfac.model.convolutions import phase
+from ds_kfac.update import rotation
 from tests.choices import HALF, STAGGERED
 from tests.deepspeed.modes import BY_NAME, KFAC, LR, OPTIMIZERS, Mode
 from tests.deepspeed.runs import build, expected, patched, weights
@@ -435,6 +436,8 @@ NO_G = {"factor": {"fisher": "activations_only"}}
 BLOCKS = {"factor": {"dense_max": 8}}
 BATCHED = {"plan": {"batched": True}}
 ADAM = {"adam": True}
+IN_PIECES = partial(patch.object, rotation, "AT_ONCE", 20)
+"""Matrices are large: they meet eigenvalues, and change their bases, some rows at a time."""
 MAPS = {"up": 3, r"twins\.\d": [2, 1, 1], "down": [2, 5]}
 """One after the other, in turn, and of unequal shapes."""
 FUSED = {"adam": True, "orthogonal": True, "maps": MAPS}
@@ -448,7 +451,7 @@ def tiled_loss(**changes: bool) -> Feature:
 
 
 CASES: dict[str, Feature] = {
-    "corrected": Feature(CORRECTED),
+    "corrected": Feature(CORRECTED, around=IN_PIECES),
     "activations_only": Feature(NO_G),
     "monte_carlo": Feature(SAMPLED, modes=SAMPLED_MODES, worlds=(1, 2, 4)),
     "monte_carlo-masked": Feature(SAMPLED, masked=True, modes=SAMPLED_MODES),
@@ -474,9 +477,9 @@ CASES: dict[str, Feature] = {
     "items": Feature(ALL, TrainerNet, items=True),
     "items-tiled": Feature(ALL, TiledNet, items=True),
     "items-cut": Feature(ALL, CutNet, items=True),
-    "adam-all": Feature(ALL, changes=ADAM, worlds=(1, 2, 4)),
+    "adam-all": Feature(ALL, changes=ADAM, worlds=(1, 2, 4), around=IN_PIECES),
     "adam-blocks": Feature(BLOCKS, changes=ADAM),
-    "adam-activations_only": Feature(NO_G, changes=ADAM),
+    "adam-activations_only": Feature(NO_G, changes=ADAM, around=IN_PIECES),
     "adam-maps": Feature(model=FusedNet, changes=FUSED),
     "batched-adam-maps": Feature(
         BATCHED, FusedNet, FUSED, modes=("z0", "z1", "z2", "z2-not_contiguous", "z3"), check=batched

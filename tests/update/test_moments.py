@@ -1,5 +1,5 @@
-"""Moments of layers: in eigenbases and out of them, in groups of one shape, large matrices some
-rows at a time, and what lies in null spaces."""
+"""Moments of layers: in eigenbases and out of them, in groups of one shape, and what lies in null
+spaces."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis
 from ds_kfac.curvature.factor import SETTLED, SPIKE, Side
 from ds_kfac.update import rotation
 from ds_kfac.update.groups import LayerGroup, evenly_spaced, group_by_shape
-from ds_kfac.update.rotation import Rotation, change_basis_, mask_null_space, norms, range_mask
+from ds_kfac.update.rotation import Rotation, mask_null_space, norms, range_mask
 from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues
 from tests.close import close, exact
 from tests.curvature.one_factor import random_basis
@@ -40,20 +40,6 @@ def test_a_spike_counts_for_ten_times_the_average_once_that_is_settled(settled):
     close(moments.second_OI[0], expected, sums=2 * 3)
     close(quotient[0], spike / (expected + 0.1 * expected.mean()), sums=2 * 3)
     close(dot[0], (quotient[0] * spike).sum(), sums=2 * 3)
-
-
-def test_a_large_matrix_meets_its_eigenvalues_some_rows_at_a_time(monkeypatch):
-    whole, by_rows = (CorrectedEigenvalues.empty((1, 7, 5)) for _ in range(2))
-    for step in range(2):
-        x_OI = torch.randn(7, 5, generator=torch.Generator().manual_seed(step))
-        expected = divide_(whole, x_OI)
-        with monkeypatch.context() as patch:
-            patch.setattr(rotation, "AT_ONCE", 2 * 5)
-            given = x_OI.clone()
-            found = divide_(by_rows, given)
-        assert found[0].data_ptr() == given.data_ptr(), "in place"
-        close(found[:2], expected[:2], sums=7 * 5)
-        exact(list(vars(by_rows).values()), list(vars(whole).values()))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
@@ -165,26 +151,6 @@ def test_layers_of_one_shape_and_structure_are_together_as_far_as_memory_allows(
     assert grouped(large) == ["abc", "d", "e"], "256 MiB of eigenvectors"
     monkeypatch.setattr(rotation, "BATCHED", 8 * 35)
     assert grouped(layers) == ["acf", "b", "d", "e"], "matrices that are large stay alone"
-
-
-@pytest.mark.parametrize("side", ["A alone", "both"])
-def test_rows_at_a_time_are_as_the_whole(side, monkeypatch):
-    old, new = (random_basis(ROWS, COLUMNS, seed=seed) for seed in range(2))
-    if side == "A alone":
-        still = Eigenbasis((), torch.ones(ROWS))
-        old, new = LayerBasis(still, old.A), LayerBasis(still, new.A)
-    turn, x_OI = Rotation.of([new], HIGHEST), torch.randn(1, ROWS, COLUMNS)
-    rotated, back, turned = turn.rotate(x_OI), turn.restore(x_OI), x_OI[0].clone()
-    change_basis_(turned, old, new)
-    monkeypatch.setattr(rotation, "AT_ONCE", 2 * COLUMNS)
-    for method, result in ((turn.rotate, rotated), (turn.restore, back)):
-        given = x_OI.clone()
-        found = method(given, overwrite=True)
-        close(found, result, sums=ROWS + COLUMNS)
-        assert (found is given) == (side == "A alone"), "in place where rows stay apart"
-    given = x_OI[0].clone()
-    change_basis_(given, old, new)
-    close(given, turned, sums=2 * (ROWS + COLUMNS))
 
 
 EPS = torch.finfo(torch.float32).eps
