@@ -2,7 +2,6 @@
 ask."""
 
 import tempfile
-from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -31,13 +30,6 @@ class Deep(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return cross_entropy(x, y)
-
-
-class Own(nn.Linear):
-    """A model that is one layer."""
-
-    def forward(self, x, y):
-        return cross_entropy(super().forward(x), y)
 
 
 @pytest.mark.parametrize("name", ["z2", "adam-z2"])
@@ -121,10 +113,6 @@ SAYS = {
     "no gradient": (
         {"layer": "first", "model": Zero},
         ["no basis: A has taken no batch yet", "step 0, 0 rows", "step 1; next refresh: step 1"],
-    ),
-    "a model that is a layer": (
-        {"layer": "(model)", "model": partial(Own, 13, 13)},
-        ["(model) (Linear, [13, 14])", "state: basis of step 0"],
     ),
     "failed": ({"event": fail}, ["no basis: A could not be decomposed on rank 0 in step 0"]),
     "kept": (

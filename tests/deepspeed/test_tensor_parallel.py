@@ -199,12 +199,6 @@ class Shards(Parallelism):
         assert "down.bias" in engine.kfac.report and "belongs to no shard" in engine.kfac.report
         if mode.clip == CLIPPED and mode.stage:
             assert float(engine.get_global_grad_norm()) > 2 * CLIPPED, "there is something to clip"
-        initial = dict(make_net(ShardedNet).named_parameters())
-        for layer in kfac.layers:  # a bias that belongs to no shard is in none
-            shape = tuple(initial[layer.weight].shape)
-            if len(shape) > 1:
-                outputs, inputs = layer.whole_shape
-                assert outputs == shape[0] and 0 <= inputs - shape[1] <= 1, layer.name
 
 
 @pytest.mark.ranks(2)
