@@ -102,12 +102,8 @@ def test_the_burn_in_and_every_tenth_refresh_after_it_are_by_eigh_and_the_gradie
 def of_another_layer(work, workers, **options):
     """As the plan places eigen workers where that pays: on a rank that has another of the layers
     than the first."""
-    placed = dict(place_eigen_workers(work, workers, **options))
-    for factor in work.factors:
-        others = {rank for name in factor.layers for rank in workers[name]}
-        others -= set(workers[factor.layers[0]])
-        placed[factor.key] = min(others, default=placed[factor.key])
-    return placed
+    placed = place_eigen_workers(work, workers, **options)
+    return placed | {factor.key: workers[factor.layers[-1]][0] for factor in work.factors}
 
 
 @pytest.mark.ranks(4)

@@ -17,13 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from tests import ranks
 
-STAGED = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "reduce_scatter_tensor",
-    "all_to_all_single",
-    "reduce",
-)
+STAGED = "all_gather all_gather_into_tensor reduce_scatter_tensor all_to_all_single reduce".split()
 
 
 def work(target: str, folder: str) -> None:

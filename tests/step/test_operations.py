@@ -40,19 +40,10 @@ PLAIN, UPDATE = 1000, STEPS - 1
 MOST = {PLAIN: (246, 64.9), UPDATE: (376, 81.0)}
 """Operations and bytes an element. Only to be made smaller."""
 KFAC = {"eigenbasis": {"refresh_interval": 1000}, "burn_in": {"steps": 0}, "report": "none"}
-FREE = {
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-    "detach",
-    "_unsafe_view",
-    "is_set_to",
-    "_local_scalar_dense",
-    "profiler::_record_function_enter_new",
-    "profiler::_record_function_exit",
-}
+FREE = """
+empty empty_like empty_strided new_empty new_empty_strided detach _unsafe_view is_set_to
+_local_scalar_dense profiler::_record_function_enter_new profiler::_record_function_exit
+""".split()
 """Allocations, and what only a CPU asks of a scalar."""
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
 ONLY_WRITE = {"copy_", "_foreach_copy_", "fill_", "zero_"}
