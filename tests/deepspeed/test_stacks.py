@@ -32,29 +32,29 @@ from tests.deepspeed.runs import build, patched
 from tests.ranks import of_ranks
 
 pytestmark = pytest.mark.ranks
-ROWS, STEPS = 48, 4
+ROWS, STEPS, PARTS = 48, 4, 2
+"""Of a micro-batch; of a run; micro-batches of a step."""
 SIZE = 0.1
 """Of steps: with those of other tests a batch is soon fitted, and its gradient is what rounding
 leaves of it."""
-TWICE, RESUMES = {"parts": 2}, {"resumes": True}
 MODES = {
-    "z0": (Upright, {}),
-    "z2": (Grouped, TWICE | RESUMES),
-    "z3-zero_init": (Upright, {}),
-    "z2-bf16": (Upright, {}),
-    "adam-z0": (Dispatched, {}),
-    "adam-z1": (Lying, RESUMES),
-    "adam-z3-offload": (Picked, RESUMES),
-    "adam-z3-bf16-accum32": (Upright, TWICE),
+    "z0": Upright,
+    "z2": Grouped,
+    "z3-zero_init": Upright,
+    "z2-bf16": Upright,
+    "adam-z0": Dispatched,
+    "adam-z1": Lying,
+    "adam-z3-offload": Picked,
+    "adam-z3-bf16-accum32": Upright,
 }
 
 
 @cache
-def whole_rows(world: int, parts: int):
+def whole_rows(world: int):
     """The mean over the batch of all ranks and micro-batches."""
 
     def losses(model, kfac, step, variation):
-        x, y = variation.rows(*rows_of(step, world * parts))
+        x, y = variation.rows(*rows_of(step, world * PARTS))
         kfac.batch = x.to(next(model.parameters()).dtype), y
         yield model(*kfac.batch)
 
@@ -67,24 +67,16 @@ def rows_of(step: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Stacks(Parallelism):
-    """Experts of a kind, all of them on every rank.
-
-    Attributes:
-        parts: micro-batches of a step.
-        resumes: whether half of the steps are another engine's, from a checkpoint.
-    """
+    """Experts of a kind, all of them on every rank. Half of the steps are another engine's, from a
+    checkpoint."""
 
     kind: type
-    parts: int = 1
-    resumes: bool = False
 
     @property
     def whole(self):
         return partial(make, Apart, bias=self.kind in BIASED)
 
     def make(self, mode: Mode):
-        if not self.resumes:
-            return self.started(mode)
         saved, resumed, folder = self.started(mode), self.started(mode, seed=1), shared_folder()
         self.train(saved, STEPS // 2)
         saved.save_checkpoint(folder)
@@ -95,20 +87,20 @@ class Stacks(Parallelism):
         model, mode = make(self.kind, bias=self.kind in BIASED, seed=seed), replace(mode, maps={})
         # small as they are, each expert has its own A if they may share
         with patch.object(kfac_config, "SHARES", mode.adam):
-            return build(mode, self.parts, model=model, train_micro_batch_size_per_gpu=ROWS)
+            return build(mode, PARTS, model=model, train_micro_batch_size_per_gpu=ROWS)
 
     def train(self, engine, steps: int = STEPS) -> None:
         """Up to so many steps."""
         world, rank = dist.get_world_size(), dist.get_rank()
         for step in range(engine.global_steps, steps):
-            parts = [t.split(ROWS) for t in rows_of(step, world * self.parts)]
-            for number in range(rank * self.parts, (rank + 1) * self.parts):
+            parts = [t.split(ROWS) for t in rows_of(step, world * PARTS)]
+            for number in range(rank * PARTS, (rank + 1) * PARTS):
                 x, y = (part[number] for part in parts)
                 engine.backward(engine(x.to(engine.get_data_types()[0]), y))
                 engine.step()
 
     def losses(self, mode: Mode):
-        return whole_rows(dist.get_world_size(), self.parts)
+        return whole_rows(dist.get_world_size())
 
     def part(self, values):
         return as_stacks(values, self.kind)
@@ -123,11 +115,10 @@ class Stacks(Parallelism):
 # on one rank no stage cuts a stack
 @pytest.mark.parametrize(("name", "world"), [("z2", 1), *((name, 2) for name in MODES)])
 def test_stacked_experts_step_as_experts_apart(name, world):
-    kind, options = MODES[name]
     maps = {r"experts\.into\.\d+": 2} if "adam" in name else {}
     mode = replace(BY_NAME[name], size=SIZE, maps=maps)
     with patched(mode):
-        assert_trained_alike(Stacks(kind, **options), mode)
+        assert_trained_alike(Stacks(MODES[name]), mode)
 
 
 class Avoids(nn.Module):
