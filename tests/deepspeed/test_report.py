@@ -311,7 +311,7 @@ def test_the_logs_say_how_far_a_step_goes_and_how_spread_curvature_is():
         after = engine.kfac.counters()
         assert before.keys() == after.keys() - MEASURED and after["steps"] == 3, name
         if name == "adam-z2":
-            deepspeed.comm.log_summary(show_straggler=True)  # sizes that are the same on all ranks
+            deepspeed.comm.log_summary(show_straggler=True)  # it takes sizes to be alike
         if name == "z2":  # the KL divergence of a clipped step is half of what the clip allows
             assert after["nu"] < 1
             kl_clip = KFAC["preconditioner"]["kl_clip"]
