@@ -104,8 +104,12 @@ def test_rank_0_prints_a_summary_whatever_the_level_of_loggers_is():
 
 @pytest.mark.ranks(1)
 def test_warnings_are_in_the_summary():
-    idle, _ = reported(damping={"value": 2.0})
-    assert "no effect with KFACAdamW: kfac.damping.value" in "\n".join(idle)
+    blocks = {"lm_head": 2, "up_proj|lm_head": 2, "gone": 2}
+    idle = "\n".join(reported(damping={"value": 2.0}, adam={"blocks": blocks})[0])
+    assert "no effect with KFACAdamW: kfac.damping.value" in idle
+    assert "kfac.adam.blocks 'gone': no layer's name ends with it" in idle
+    assert "kfac.adam.blocks 'lm_head', whose layers keep Adam's direction" in idle
+    assert "'up_proj|lm_head'" not in idle, "which has an effect on some"
     (far,) = [line for line in reported(lr=0.3)[0] if "recipe" in line]
     assert far.startswith("  WARNING: this run is far from every recipe for a language model"), far
     assert "'Masked model'" in far and ": lr 0.3 (0.002 there)" in far, far

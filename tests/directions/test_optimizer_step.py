@@ -18,11 +18,6 @@ from ds_kfac.directions.kfac_adamw.optimizer import (
 )
 from tests.close import close, exact
 
-GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 @pytest.fixture
 def _without_compilers(monkeypatch):
@@ -92,7 +87,7 @@ def test_hooks_run_once_around_the_whole_step(kind, plain, plain_was_made, monke
 
 
 @pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_rates_and_decay_of_bfloat16_masters_are_not_rounded_to_bfloat16(device, rate):
     """CUDA rounds a tensor without dimensions to the other tensor's dtype, and CPUs the alpha of a
     sum: 0.99 would be 0.988, and 0.1 would be 0.1001."""

@@ -41,25 +41,18 @@ def test_what_changes_all_the_time_is_recorded_a_few_times_only():
     assert calls.replays == ATTEMPTS
 
 
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (RuntimeError("operation not permitted\nmore"), "operation not permitted"),
-        (RuntimeError(), "RuntimeError"),
-    ],
-)
-def test_what_cannot_be_recorded_runs_as_it_is_and_says_so_once(error, told):
+def test_what_cannot_be_recorded_runs_as_it_is_and_says_so_once():
     function, said = Doubled(), list[str]()
 
     def fails(function):
-        raise error
+        raise RuntimeError("operation not permitted\nmore")
 
     calls = Recorded(fails, said.append)
     for value in range(9):
         function.x.fill_(value)
         exact(calls(function, [], 0), torch.full((3,), 2.0 * value))
     assert calls.replays == 0 and len(said) == 1
-    assert said[0].endswith(f"slower: {told}")
+    assert said[0].endswith("slower: operation not permitted")
 
 
 def test_after_a_capture_that_fails_at_its_end_the_stream_is_the_one_before():
