@@ -86,7 +86,7 @@ The tested versions are 0.17.0 ->
 On a GPU only 0.19.8 has run -> GPU
 If your version is newer than all of these ->
     test_an_older_deepspeed_is_refused_and_a_newer_one_is_named
-In any version a self-test at attach -> test_the_self_test_notices_a_changed_layout_on_every_rank
+In any version, the attach self-test -> test_the_self_test_notices_a_changed_layout_on_every_rank
 `gradient_clipping` is 0 up to DeepSpeed 0.19.0 -> NOT_OURS
 ## Faults of DeepSpeed versions
 0.17.6, 0.18.0 | ZeRO 2, accumulation -> test_faults_are_found_in_the_code_of_a_version
