@@ -322,11 +322,6 @@ def test_an_optimizer_made_before_the_layers_were_replaced_is_refused():
 IN_SHARED = Mode("autoep-shared", 2, clip=0.0)
 
 
-def shared_factors(engine) -> set[str]:
-    keys = {key for kfac in engine.kfac.job.preconditioners for key in kfac.curvature.factors}
-    return {key for key in keys if key.startswith("mlp.experts") and key.endswith("/A")}
-
-
 @pytest.mark.ranks(2)
 def test_grouped_experts_that_share_A_step_as_experts_in_a_loop():
     """The bound is of a loop over experts, in other orders of the rows."""
@@ -335,7 +330,9 @@ def test_grouped_experts_that_share_A_step_as_experts_in_a_loop():
         engine = replace(SHARED, grouped=grouped).make(IN_SHARED)
         initial = SHARED.weights(engine)
         replace(SHARED, order=order).train(engine)
-        assert shared_factors(engine) == {"mlp.experts.w1.0/A", "mlp.experts.w2.0/A"}
+        keys = {key for kfac in engine.kfac.job.preconditioners for key in kfac.curvature.factors}
+        shared = {key for key in keys if key.startswith("mlp.experts") and key.endswith("/A")}
+        assert shared == {"mlp.experts.w1.0/A", "mlp.experts.w2.0/A"}
         finals.append(SHARED.weights(engine))
     plain, *others, grouped = finals
     spread = max(difference(other, plain, initial) for other in others)

@@ -49,12 +49,8 @@ class Exchange:
         results: layer name -> matrix, of the last step.
     """
 
-    device, layout, plan = (
-        torch.device("cpu"),
-        SimpleNamespace(rank=0),
-        SimpleNamespace(of_layer={}),
-    )
-    shards, params = {}, {}
+    device, layout = torch.device("cpu"), SimpleNamespace(rank=0)
+    plan, shards, params = SimpleNamespace(of_layer={}), {}, {}
 
     def __init__(self, layers, bias: bool = False) -> None:
         self.worker_layers, self.bias = tuple(layers), bias
