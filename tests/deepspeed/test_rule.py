@@ -16,7 +16,7 @@ from tests.deepspeed.modes import Mode
 from tests.deepspeed.runs import build
 from tests.models import CLASSES, FEATURES, make_net
 from tests.ranks import of_ranks
-from tests.rule_cases import CASES, Case, truth_of
+from tests.rule_cases import CASES, Case, Tasks, truth_of, vectors
 from tests.truth import factors_of_ranks
 
 pytestmark = pytest.mark.ranks
@@ -92,7 +92,12 @@ def off(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
-RUNS = [(name, 0, "fp32") for name in CASES]
+def a_task_of_each_rank(forward, backward, rank: int) -> None:
+    backward(forward(*vectors(rank), task=("head", "other")[rank]))
+
+
+ON_RANKS = CASES | {"a task of each rank": Case(Tasks, a_task_of_each_rank)}
+RUNS = [(name, 0, "fp32") for name in ON_RANKS]
 RUNS += [("llama, padded micro-batches", stage, "fp32") for stage in (2, 3)]
 RUNS += [("micro-batches", stage, "fp16") for stage in (1, 2)]
 
@@ -100,7 +105,7 @@ RUNS += [("micro-batches", stage, "fp16") for stage in (1, 2)]
 @pytest.mark.parametrize("world", [2])  # tests/model/test_rule.py has one rank
 @pytest.mark.parametrize(("name", "stage", "dtype"), RUNS)
 def test_an_engines_factors_are_those_of_the_rule(name, stage, dtype, world):
-    case = CASES[name]
+    case = ON_RANKS[name]
     engine = make_engine(case, stage, dtype)
     take_step(engine, case)
     factors = factors_of(engine)
