@@ -78,17 +78,12 @@ def compiled(
     return initial, final, history
 
 
-COMPILED = [("z2-bf16", "aot_eager", 1), ("adam-z2", "aot_eager", 1), ("z3", "aot_eager", 2)]
-
-
 @pytest.mark.ranks
-@pytest.mark.parametrize(("name", "backend", "world"), [*COMPILED, ("z2", "inductor", 1)])
-def test_compiled_training_is_the_same_in_the_graphs_of_the_plain_engine(name, backend, world):
-    initial, final, plain = compiled(name.removeprefix("adam-"), {"enabled": False}, backend)
-    if backend == "inductor" and all(value.equal(initial[key]) for key, value in final.items()):
-        return  # torch's inductor makes NaN of this model without K-FAC: with instructions of AVX2
+@pytest.mark.parametrize(("name", "world"), [("z2-bf16", 1), ("adam-z2", 1), ("z3", 2)])
+def test_compiled_training_is_the_same_in_the_graphs_of_the_plain_engine(name, world):
+    *_, plain = compiled(name.removeprefix("adam-"), {"enabled": False}, "aot_eager")
     initial, eager, _ = compiled(name, BLOCK, None)
-    _, actual, history = compiled(name, BLOCK, backend)
+    _, actual, history = compiled(name, BLOCK, "aot_eager")
     options = {"steps": STEPS, "kfac_config": BLOCK}
     found = on_rank_0(lambda: expected(BY_NAME[name], 1, world, initial, **options))
     start = {key: torch.zeros_like(value) for key, value in eager.items()} | initial
@@ -372,7 +367,7 @@ def test_training_is_the_same_by_either_backend_and_the_report_names_it():
     exact(*map(weights, engines))
     by_torch, by_cuda = (engine.kfac.report for engine in engines)
     assert "  ops: torch (syrk_accumulate_, " in by_torch and "cuda" not in by_torch
-    assert "  ops: cuda (ema_update_); torch (" in by_cuda
+    assert "  ops: torch (" in by_cuda and "; cuda (ema_update_)" in by_cuda
 
 
 @pytest.mark.ranks(2)
