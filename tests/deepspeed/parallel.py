@@ -79,7 +79,7 @@ class Parallelism:
             engine.step()
 
     def options(self, mode: Mode) -> dict[str, Any]:
-        """Of the reference; see ``runs.trained``."""
+        """Of the reference; see ``runs.reference``."""
         return {}
 
     def weights(self, engine) -> dict[str, Tensor]:

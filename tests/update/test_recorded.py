@@ -125,14 +125,10 @@ def eventful(name: str, records: bool) -> tuple[dict[str, Tensor], int]:
             else:
                 group["lr"] *= 0.5
         train(engine, 1, steps=6, first=40)
-        before = weights(engine)["first.bias"].clone()
         # its column of the direction is not zero
         engine.module.first.bias.requires_grad_(False)
         train(engine, 1, steps=4, first=50)
-        found = weights(engine)
-        if mode.adam:  # SGD's momentum goes on
-            assert torch.equal(found["first.bias"], before)
-        return found, replays[0]
+        return weights(engine), replays[0]
 
 
 @pytest.mark.ranks(1)
