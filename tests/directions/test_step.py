@@ -26,7 +26,6 @@ from tests.close import close, exact, polar_condition
 from tests.curvature.one_factor import random_basis
 from tests.deepspeed.toys import Mean, SoftSign
 from tests.models import linear_layer
-from tests.tape import taped
 
 ROWS, COLUMNS, RATE = 5, 8, 0.3
 SUMS = ROWS + COLUMNS
@@ -302,21 +301,3 @@ def test_a_layer_without_a_basis_beside_others_keeps_its_gradient_and_moments(ei
         sums=2 * sums,
         scale=RATE**2 * products.abs().sum(),
     )
-
-
-@pytest.mark.parametrize("kind", [gradient_direction, adam_direction])
-def test_a_step_that_was_recorded_without_a_basis_uses_the_first_one(kind):
-    results, replays = [], []
-    for steady in (1, math.inf):  # recorded at the second step; never
-        with taped(steady) as repeated:
-            direction = make(kind, batched=True, based="", groups=ADAM)
-            for step in range(4):
-                if step == 3:
-                    basis = random_basis(ROWS, COLUMNS)
-                    direction.layer_groups[0].rebase(0, A=basis.A, G=basis.G)
-                direction.exchange.begin()
-                direction.step(StepContext(step, ADAM), whole(gradients_of("a")))
-        results.append(direction.exchange.results["a"].clone())
-        replays.append(repeated[0])
-    assert replays[0] > 0 == replays[1]
-    exact(*results)
