@@ -209,8 +209,5 @@ class Experts(Parallelism):
             (group, 3 * self.local),
         ]
         assert not any(kfac.proving.unfit for kfac in kfacs)
-        if self.auto:
-            stacks = {f"mlp.experts.{w}.{index}" for w in STACKS for index in range(self.local)}
-            assert {layer.name for layer in kfacs[1].layers} == stacks
         if mode.clip:
             assert float(engine.get_global_grad_norm()) > 2 * CLIPPED, "there is something to clip"
