@@ -70,36 +70,3 @@ def test_results_are_compared_by_terms_or_with_a_reason():
         if told and path.name != "close.py":
             found[str(path.relative_to(TESTS))] = told
     assert found == {}, found
-
-
-REFUSED = """
-torch.testing.assert_close(a, b)
-assert not torch.allclose(a, b)
-assert a == pytest.approx(b, rel=0.1)
-from pytest import approx
-same = partial(torch.isclose, a)
-compare(a, b, rtol=LOOSE)
-assert (a - b).norm() < 1e-5
-assert 1e-6 >= error
-assert error < 1e-4 * size, (name, error)
-assert all(error <= 2**-9 for error in errors)
-assert worst == 0 and error < 0.01
-return error < 1e-5
-fine = [error < 1e-5 for error in errors]
-"""
-FINE = """
-close(a, b, sums=7)
-assert error < BOUND
-assert error < 1e-4  # a float32 square root
-assert error < 1e-4, "four digits are written"
-assert share < 0.5 and rate == 1e-4 and count > 0.0
-"""
-
-
-def test_a_tolerance_without_a_reason_is_refused():
-    for source in REFUSED.strip().splitlines():
-        assert complaints(source), source
-    for source in FINE.strip().splitlines():
-        assert not complaints(source), source
-    reason = "# one step of four digits\n{}assert error < 1e-4"
-    assert not complaints(reason.format("")) and complaints(reason.format("x = 1\n"))
