@@ -76,36 +76,20 @@ LONGEST = (
 one of them last, the other workers would wait for it."""
 
 
-def begins(path: str, *, distributed: bool) -> tuple[int, bool]:
-    """Of two tests the one with the smaller key comes first: long files, then tests of several
-    ranks, then others."""
-    place = next(
-        (index for index, name in enumerate(LONGEST) if path.endswith(f"tests/{name}")),
-        len(LONGEST),
-    )
-    return place, not distributed
-
-
 def pytest_collection_modifyitems(items):
-    """Where there is no GPU, its tests say so; torch.compile refuses a dispatch mode. Long ones
-    come first: the short ones fill the end."""
-    if SHUFFLED:
-        skip = pytest.mark.skip(
-            reason="SHUFFLED_SUMS is a dispatch mode, which torch.compile refuses"
-        )
-        for item in items:
-            if item.path.name == "test_library.py":
-                item.add_marker(skip)
-    if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="needs a CUDA device; torch finds none")
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(skip)
-    items.sort(
-        key=lambda item: begins(
-            item.path.as_posix(), distributed=item.get_closest_marker("distributed") is not None
-        )
-    )
+    """Where there is no GPU, its tests say so. Long files come first, then tests of several ranks:
+    the short ones fill the end."""
+
+    def place(item) -> tuple[int, bool]:
+        path = item.path.as_posix()
+        of_long = [index for index, name in enumerate(LONGEST) if path.endswith(f"tests/{name}")]
+        return min(of_long, default=len(LONGEST)), not item.get_closest_marker("distributed")
+
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device; torch finds none")
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
+    items.sort(key=place)
 
 
 def pytest_collection_finish():

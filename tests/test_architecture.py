@@ -6,6 +6,7 @@ import logging
 import logging.config
 import re
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -49,6 +50,7 @@ FILES = {path.relative_to(PACKAGE): path for path in PACKAGE.rglob("*.py")}
 INSIDE = {name: path for name, path in FILES.items() if len(name.parts) > 1}
 
 
+@cache
 def imports(path: Path) -> set[str]:
     """Full names of what a file imports; ``from package import module`` counts as the module."""
     names = set()

@@ -92,14 +92,6 @@ def test_what_cannot_be_built_or_loaded_is_a_reason(compile_, nvcc, tmp_path):
         build.load("100a")
 
 
-def test_a_compilation_is_said_once(nvcc, caplog):
-    with caplog.at_level("INFO", logger="ds_kfac"):
-        for _ in range(2):
-            build.build(lambda: build.NVCC, [])
-    (said,) = (text for text in caplog.messages if "compiling csrc/cuda" in text)
-    assert "DS_KFAC_BUILD_OPS=1" in said
-
-
 def test_what_is_built_ahead_is_used_where_it_runs_and_needs_no_compiler(nvcc):
     built = build.build_ahead(build.BUILT, {"DS_KFAC_BUILD_OPS": "1"})
     assert sorted(build.BUILT.iterdir()) == sorted(built)

@@ -278,5 +278,5 @@ def test_experts_have_an_a_each_within_the_bound_where_moments_turn_with_it(monk
     ]
     more = sum(sum(kinds[0][kind]) - sum(kinds[1][kind]) for kind in ("factors", "eigenbases"))
     assert more <= part * sum(kinds[0]["moments"]) and (more > 0) == (part > 0)
-    text = f"these As take {more / 1e6:,.1f} MB"
+    text = f"which takes {more / 1e6:,.1f} MB"
     assert any(text in reason for reason in made.reasons) == (part > 0)
