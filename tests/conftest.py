@@ -1,8 +1,10 @@
 """Shared by all tests."""
 
 import contextlib
+import json
 import logging
 import os
+from pathlib import Path
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -67,10 +69,6 @@ LONGEST = (
     "deepspeed/test_first_start.py",
     "deepspeed/test_interruptions.py",
     "deepspeed/test_memory.py",
-    "integrations/test_commands.py",
-    "benchmarks/test_gpu_script.py",
-    "test_processors.py",
-    "benchmarks/test_step.py",
 )
 """Files of tests that take more than 15 seconds. They run first: if a worker of pytest-xdist got
 one of them last, the other workers would wait for it."""
@@ -97,9 +95,11 @@ def pytest_collection_finish():
 
 
 def pytest_sessionfinish(session):
-    """A worker of pytest-xdist sends what tests/close.py measured."""
+    """A worker of pytest-xdist sends what tests/close.py measured; tests/processors.py reads it."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["ratios"] = RATIOS
+    elif "RATIOS_FILE" in os.environ:
+        Path(os.environ["RATIOS_FILE"]).write_text(json.dumps(RATIOS))
 
 
 @pytest.hookimpl(optionalhook=True)

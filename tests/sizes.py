@@ -36,20 +36,6 @@ def words_of(page: Path) -> int:
     return sum(any(letter.isalnum() for letter in word) for word in text.split())
 
 
-def pages_of_navigation() -> list[Path]:
-    """Return the pages in the navigation of the site."""
-    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
-    pages = []
-    for name in re.findall(r": (\S+\.md)", navigation):
-        if name == "index.md":
-            pages.append(ROOT / "README.md")
-        elif name.startswith("files/"):
-            pages.append(ROOT / name.removeprefix("files/"))
-        else:
-            pages.append(ROOT / "docs" / name)
-    return pages
-
-
 def function_lengths() -> list[int]:
     """Return the number of lines of every function of the package, docstrings left out."""
     lengths = []
@@ -88,7 +74,6 @@ def measured() -> Iterator[tuple[str, float]]:
     yield "lines of a function: median", statistics.median(lengths)
     yield "lines of a function: 90 % have at most", lengths[len(lengths) * 9 // 10]
     yield "words: README.md", words_of(ROOT / "README.md")
-    yield "words: navigation", sum(map(words_of, pages_of_navigation()))
     yield "words: docs", sum(map(words_of, (ROOT / "docs").rglob("*.md")))
     yield "lines: CHANGELOG.md", len((ROOT / "CHANGELOG.md").read_text().splitlines())
     kinds = {"plain step": test_operations.PLAIN, "factor update": test_operations.UPDATE}

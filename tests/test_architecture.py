@@ -22,25 +22,9 @@ from tests.ranks import ROOT
 
 PACKAGE = Path(__file__).parent.parent / "ds_kfac"
 FLOORS = (
-    "ops",
-    "curvature",
-    "schedule",
-    "model",
-    "update",
-    "assignment",
-    "comm",
-    "zero",
-    "lr_schedulers",
-    "config",
-    "plan",
-    "directions",
-    "step",
-    "diagnostics",
-    "checkpoint",
-    "factors",
-    "engine",
-    "estimate",
-    "integrations",
+    *("ops", "curvature", "schedule", "model", "update", "assignment", "comm", "zero"),
+    *("lr_schedulers", "config", "plan", "directions", "step", "diagnostics", "checkpoint"),
+    *("factors", "engine", "estimate", "integrations"),
 )
 """Folders, lowest first: a file imports files of its own folder and of those before it."""
 ANYWHERE = {"log", "metrics"}
@@ -167,15 +151,8 @@ def test_the_names_of_methods_and_backends_are_those_of_their_tables():
     assert get_args(get_args(backend.annotation)[0]) == tuple(BACKENDS)
 
 
-PRINTS = {
-    "__main__.py",
-    "estimate/command.py",
-    "factors/command.py",
-    "ops/build.py",
-    "factors/progress.py",
-    "log.py",
-}
-"""Files that print results of commands, a bar, or what pip shows while it builds."""
+PRINTS = {"__main__.py", "estimate/command.py", "factors/command.py", "ops/build.py", "log.py"}
+"""Files that print results of commands, or what pip shows while it builds."""
 
 
 def test_rank_0_says_it_once_whatever_the_root_logger_prints(capsys, monkeypatch):

@@ -6,14 +6,8 @@ import re
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-COMPARISONS = {
-    "allclose",
-    "approx",
-    "assert_allclose",
-    "assert_almost_equal",
-    "assert_close",
-    "isclose",
-}
+COMPARISONS = {"allclose", "approx", "assert_allclose", "assert_almost_equal", "isclose"}
+COMPARISONS |= {"assert_close"}
 """Of torch, numpy, pytest and math: their defaults were chosen for nobody's sums."""
 TOLERANCES = {"abs_tol", "atol", "rel_tol", "rtol"}
 SMALL = re.compile(r"[<>]=? *(\d(\.\d*)?e-\d|2\*\*-\d|0\.0[01]).*[^:]$")

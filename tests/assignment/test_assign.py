@@ -40,9 +40,6 @@ def owners(assignment: Assignment) -> dict[str, int]:
     return {name: ranks[0] for name, ranks in assignment.workers.items()}
 
 
-# --- where the gradient is ---
-
-
 def test_a_layer_stays_with_its_majority_holder():
     specs = layers((8, 8), (8, 8), (8, 8), (8, 8))
     held = {"l0": [64, 0], "l1": [40, 24], "l2": [20, 44], "l3": [0, 64]}
@@ -62,9 +59,6 @@ def test_layers_that_could_be_anywhere_are_shared_out(width, held, options):
     specs = layers(*[(width, width)] * (2 * len(held)))
     assignment = place(specs, len(held), held={spec.name: held for spec in specs}, **options)
     assert set(Counter(owners(assignment).values()).values()) == {2}
-
-
-# --- balance ---
 
 
 def kaisa_greedy(work: Work, workers: int) -> Assignment:
@@ -132,9 +126,6 @@ def test_an_eigenbasis_is_paid_for_where_it_leaves_and_where_it_arrives():
     )
 
 
-# --- the grid ---
-
-
 @pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("world", [1, 6, 7, 8])
 def test_workers_are_columns_and_results_stay_in_rows_of_consecutive_ranks(world, paired):
@@ -162,9 +153,6 @@ def test_no_layers_and_those_without_factors_are_placed():
     bare = replace(linear_layer("bare", 5, 3), A=Side.identity(5), G=Side.identity(3))
     assignment = place([bare], 2)
     assert assignment.eigen_workers == {} and len(assignment.workers["bare"]) == 1
-
-
-# --- memory; tests/deepspeed/test_estimate.py compares the bytes with an engine's ---
 
 
 @pytest.mark.parametrize("zero", [False, True], ids=["replicated", "zero"])

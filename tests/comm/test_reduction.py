@@ -110,9 +110,6 @@ def test_no_rank_sends_or_receives_more_than_the_bound_in_a_message(count, nbyte
     assert covered == {slot.factor: slot.numel for slot in slots if slot.senders}
 
 
-# a collective that fails
-
-
 def launch_fails(**_) -> None:
     raise RuntimeError("connection closed")
 

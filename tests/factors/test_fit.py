@@ -154,9 +154,6 @@ def test_factors_and_eigenvalues_are_those_of_the_rows(kind, data, sharing, tmp_
     assert found.header["sequences"] == N * len(data) and found.header["batches"] == len(data)
 
 
-# ways to give it
-
-
 class Checkpointed(Sequences):
     def body(self, x: Tensor) -> Tensor:
         return checkpoint(super().body, x, use_reentrant=False)
@@ -290,9 +287,6 @@ def test_an_autocast_around_the_call_counts_whatever_the_fisher(fisher, tmp_path
     own, config = nn.Sequential(nn.Linear(WIDTH, CLASSES)), {"factor": {"fisher": fisher}}
     with torch.autocast("cpu", torch.bfloat16):
         assert fit(own, data, loss, out=tmp_path, config=config).count("0", "A") == 2
-
-
-# what goes wrong
 
 
 class Broken(Sequences):

@@ -32,8 +32,6 @@ def fraction(value: float | None) -> dict:
     return {"assignment": {"gradient_worker_fraction": value}}
 
 
-# inverses in place of eigenbases
-
 INVERSE = {"preconditioner": {"method": "inverse"}}
 
 
@@ -61,9 +59,6 @@ def test_layers_share_the_inverse_of_a_only_if_g_is_the_identity_for_all_or_none
         for method, same in (("eigen", True), ("inverse", alike)):
             kinds = sharing_candidates((first, other), METHODS[method])
             assert (len(set(kinds.values())) == 1) == same, (method, alike)
-
-
-# how many ranks precondition a layer
 
 
 @pytest.mark.parametrize(("given", "workers"), [(0.01, 1), (0.5, 2), (1, 4), (0.499, 2)])
@@ -165,8 +160,6 @@ def test_the_wire_has_16_bits_if_the_model_has_and_the_traffic_is_costly(facts, 
     assert any(told in reason for reason in made.reasons) == (wire == torch.bfloat16)
 
 
-# when
-
 COSTLY = replace(COSTS, eigh_seconds=((16, 0.02),))
 """An eigh that takes long: everything at once is over 50 ms."""
 
@@ -199,9 +192,6 @@ def test_the_worst_step_has_what_is_not_spread():
     (spread,) = [reason for reason in made.reasons if reason.startswith("refreshes spread")]
     costly = 2 * len(copied) * BUILTIN["cuda"].decompose(side)
     assert float(spread.split("predicted ")[1].split(" ms")[0]) >= 990 * costly
-
-
-# experts
 
 
 def test_experts_have_one_a_where_own_ones_are_over_the_budget():

@@ -7,11 +7,7 @@ from ds_kfac.config.resolve import resolve
 from ds_kfac.directions.kfac_gradient import KFACGradientRule
 from ds_kfac.schedule.timetable import Value
 
-NONE = {
-    "factor.prediction",
-    "factor.rows",
-    "assignment.memory_budget_gb",
-}
+NONE = {"factor.prediction", "factor.rows", "assignment.memory_budget_gb"}
 """Null is a value of these: the model's own output, so many rows as a factor needs, no limit."""
 PLANNED = {"preconditioner.precision", "assignment.gradient_worker_fraction", "communication.dtype"}
 """Answered by the plan."""

@@ -35,9 +35,6 @@ def test_a_piece_holds_from_its_step_on():
     assert constant(0.25).at(10**9) == 0.25 and constant(1).settled == 0
 
 
-# what is due
-
-
 def simulated(schedule: Schedule, steps: int) -> list[Due]:
     """The rules step by step, with neither memory between calls nor a closed form."""
     result, capture, refresh = [], None, None

@@ -89,9 +89,6 @@ def test_the_adaptive_rule_never_sits_out_the_first_refresh_and_a_load_changes_n
     assert refreshed[1] - refreshed[0] < 20 and found.count(False) > 1 and found[-1]
 
 
-# adaptive
-
-
 def walked(table: Timetable, steps: range, similar) -> list[FactorsDue]:
     """Applied steps one by one; ``similar(step, key)`` are the flags of a captured factor."""
     result = []
