@@ -54,6 +54,7 @@ def test_builtin_rates_of_a_gpu_are_those_that_one_showed():
         ("{", "Expecting"),
         ([], "not an object"),
         ({"eigh": 1}, "eigh is none of eigh_seconds"),
+        ({"gemm_flops": 0}, "0 is not a positive number"),
         ({"gemm_flops": True}, "True is not a positive number"),
         ({"eigh_seconds": [[16, 1.0], [8, 1.0]]}, "eigh_seconds: sizes must be in ascending"),
     ],

@@ -84,6 +84,6 @@ def test_a_folder_that_cannot_be_written_is_said_before_the_pass(tmp_path):
         raise AssertionError("the data was read")
         yield
 
-    (tmp_path / "file").write_text("")
-    with pytest.raises(FactorsError, match="NotADirectoryError"):
-        fit(Sequences(), untouched(), out=tmp_path / "file" / "made", corrected=False)
+    (tmp_path / SHARD).mkdir()
+    with pytest.raises(FactorsError, match="could not be written"):
+        fit(Sequences(), untouched(), out=tmp_path, corrected=False)
