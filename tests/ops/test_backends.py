@@ -19,7 +19,7 @@ from ds_kfac.ops.dispatch import Backend
 from ds_kfac.ops.triton import MODULES
 from tests.ops.calls import spoiled
 from tests.ops.cuda_emulation import emulated
-from tests.ops.triton_tools import interpreted, interpreted_ops
+from tests.ops.triton_tools import interpreted_ops
 
 CPU = torch.device("cpu")
 OLD = "needs compute capability 8.0, Old GPU has 7.5"
@@ -146,10 +146,7 @@ def test_a_gpu_gets_the_best_of_both(monkeypatch, unchecked):
 
 
 def test_a_triton_that_is_missing_or_does_not_import_or_has_no_gpu_is_a_reason(monkeypatch):
-    pytest.importorskip("triton", reason="triton is not installed")
     assert (triton_backend.unavailable() is None) == torch.cuda.is_available()
-    with interpreted("") as (backend,):
-        assert backend.unavailable() is None
     monkeypatch.setattr(triton_backend, "find_spec", lambda name: None)
     assert triton_backend.unavailable() == "triton is not installed"
     monkeypatch.setattr(triton_backend, "find_spec", lambda name: object())
@@ -221,6 +218,13 @@ def test_a_kernel_that_breaks_the_context_ends_the_attach_and_is_noted_alone(mon
             dispatch.use(None, "cpu")
     assert [op for op, why in notes()[0].items() if why] == ["adam_step_ by fake"]
     assert list(dispatch.use(None, "cpu").replaced) == ["adam_step_"]
+
+
+def test_memory_that_is_full_is_no_fault_and_not_noted(monkeypatch, notes):
+    offer(monkeypatch, adam_step_=failing(torch.OutOfMemoryError("full")))
+    with pytest.raises(torch.OutOfMemoryError):
+        dispatch.use(None, "cpu")
+    assert notes() == [{}]
 
 
 def test_an_op_that_ends_its_process_is_not_tried_by_the_next(monkeypatch, tmp_path):

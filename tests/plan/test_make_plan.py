@@ -13,6 +13,7 @@ from ds_kfac.plan import common
 from ds_kfac.plan.plan import EngineFacts, Plan, make_plan, sharing_candidates
 from tests.choices import STAGGERED, chosen, resolved
 from tests.layer_tables import gpt2_small, zero_shards
+from tests.models import linear_layer
 
 LAYERS, FACTORS = gpt2_small(blocks=2, width=64)
 COSTS = BUILTIN["cpu"]
@@ -196,10 +197,7 @@ def test_the_worst_step_has_what_is_not_spread():
 
 def test_experts_have_one_a_where_own_ones_are_over_the_budget():
     stacked, one = 4, replace(FP32, world=1)
-    own = tuple(
-        replace(LAYERS[0], name=f"stack.{i}", weight="stack", part=(i, stacked))
-        for i in range(stacked)
-    )
+    own = [replace(LAYERS[0], name=f"stack.{i}", weight="stack", part=(i, 4)) for i in range(4)]
     model = (*own, *LAYERS[1:])
     apart, shared = (plan(one, model=each) for each in (model, common.common_inputs(model)))
     assert len(apart.assignment.factors) - len(shared.assignment.factors) == stacked - 1
@@ -218,26 +216,18 @@ EXPERTS, ADAM = 4, replace(FP32, world=1, moments=2, rotates=True)
 def mixture(width: int, inner: int, block: int = 0) -> list:
     """Gate and up, which see the same tokens, and down, as the scan leaves them: those that enter
     have one A, those of what an expert makes, too, if it is wider than the model."""
-    stacks = [
-        ("gate", inner, width, "gate.0"),
-        ("up", inner, width, "gate.0"),
-        ("down", width, inner, "down.0" if inner > width else None),
-    ]
-    return [
-        replace(
-            LAYERS[0],
-            name=f"{block}.{stack}.{index}",
-            weight=f"{block}.{stack}",
-            A=Side.dense(I),
-            G=Side.identity(O),
-            bias=None,
-            product=True,
-            part=(index, EXPERTS),
-            shares=f"{block}.{first}" if first and (stack, index) != (first[:-2], 0) else None,
-        )
-        for stack, O, I, first in stacks  # noqa: E741
-        for index in range(EXPERTS)
-    ]
+    layers = []
+    for stack, rows, columns, first in (
+        ("gate", inner, width, "gate"),
+        ("up", inner, width, "gate"),
+        ("down", width, inner, "down" if inner > width else None),
+    ):
+        for index in range(EXPERTS):
+            own = linear_layer(f"{block}.{stack}.{index}", columns, 1)
+            shares = f"{block}.{first}.0" if first and f"{block}.{first}.0" != own.name else None
+            of_stack = {"weight": f"{block}.{stack}", "part": (index, EXPERTS), "shares": shares}
+            layers.append(replace(own, G=Side.identity(rows), product=True, **of_stack))
+    return layers
 
 
 def owners(layers, block: int = 0) -> dict[str, bool]:

@@ -51,7 +51,6 @@ def test_what_is_given_stays_and_has_no_reason():
     ("optimizer", "block", "eigenvalues"),
     [
         ("AdamW", {}, "corrected"),
-        ("DeepSpeedCPUAdam", {}, "corrected"),
         ("FusedLamb", {}, "corrected"),
         ("SGD", {}, "kronecker"),
         ("AdamW", {"preconditioner": {"eigenvalues": "kronecker"}}, "kronecker"),

@@ -3,6 +3,7 @@
 import json
 import random
 from functools import partial
+from itertools import product
 
 import pytest
 
@@ -133,9 +134,7 @@ def simulated(schedule: Schedule, similar, steps: int) -> list[tuple[bool, bool,
 def test_the_rule_thins_out_any_schedule_as_a_simulation_does(seed):
     rng = random.Random(seed)
     schedule = rng.choice(list(SCHEDULES.values()))
-    flags = {
-        (step, key): (rng.random() < 0.8, rng.random() < 0.7) for step in range(500) for key in KEYS
-    }
+    flags = {at: (rng.random() < 0.8, rng.random() < 0.7) for at in product(range(500), KEYS)}
     displaced = {key: schedule.displaced(OFFSETS.get(key, 0)) for key in KEYS}
     expected = {
         key: simulated(displaced[key], lambda step, key=key: flags[step, key], 500) for key in KEYS
@@ -173,20 +172,20 @@ def test_an_extra_capture_loses_no_record_that_was_not_read_yet():
 def test_a_restored_table_continues_identically():
     """What it did before does not matter."""
     rng = random.Random(1)
-    flags = {
-        (step, key): (rng.random() < 0.9, rng.random() < 0.8) for step in range(300) for key in KEYS
-    }
+    grid = product(range(300), KEYS)
+    flags = {at: (rng.random() < 0.9, rng.random() < 0.8) for at in grid}
     table, restored = (
         Timetable(SCHEDULES["ramps"], KEYS, offsets=OFFSETS, adaptive=True) for _ in range(2)
     )
-    walked(table, range(137), lambda step, key: flags[step, key])
+
+    def similar(step: int, key: str) -> tuple[bool, bool]:
+        return flags[step, key]
+
+    walked(table, range(137), similar)
     walked(restored, range(40), lambda step, key: (True, True))
     restored.restore(json.loads(json.dumps(table.state())))
-    rest = [
-        walked(each, range(137, 300), lambda step, key: flags[step, key])
-        for each in (table, restored)
-    ]
-    assert rest[0] == rest[1] and table.state() == restored.state()
+    assert walked(table, range(137, 300), similar) == walked(restored, range(137, 300), similar)
+    assert table.state() == restored.state()
 
 
 def test_factors_of_another_model_are_ignored_and_new_ones_start_afresh():
