@@ -237,16 +237,6 @@ def test_a_model_is_left_as_it_was(tmp_path):
     assert not torch.distributed.is_initialized()
 
 
-def test_without_gradients_only_A_is_there(tmp_path):
-    config = {"factor": {"fisher": "activations_only"}}
-    found = fit(Sequences(), DATA, out=tmp_path / "A", config=config)
-    both = fit(Sequences(), DATA, out=tmp_path / "both")
-    exact(found.factor("head", "A"), both.factor("head", "A"))
-    exact(found.factor("head", "G"), torch.eye(CLASSES))
-    with pytest.raises(FactorsError, match=r"no head/corrected"):
-        found.corrected("head")
-
-
 class Pair(NamedTuple):
     x: Tensor
     y: Tensor

@@ -2,7 +2,6 @@
 compiled op is compared with torch before it is used; a faulty one is replaced."""
 
 import json
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -133,16 +132,6 @@ def test_every_reason_why_a_gpu_is_not_used_is_told(monkeypatch):
         dispatch.use("cuda", "cuda")
     monkeypatch.setattr(torch.version, "hip", "6.0")
     assert "NVIDIA" in check.gpu_problem()
-
-
-def test_a_gpu_gets_the_best_of_both(monkeypatch, unchecked):
-    offered = {"cuda": CudaOps.OPS, "triton": tuple(MODULES)}
-    for name, ops in offered.items():
-        found = Backend("cuda", lambda ops=ops: dict.fromkeys(ops, math.hypot))
-        monkeypatch.setitem(dispatch.BACKENDS, name, found)
-    own = {op: name for name, ops in offered.items() for op in ops}
-    assert used("cuda") == {op: own.get(op, "torch") for op in dispatch.OPS}
-    assert len(own) == len(offered["cuda"]) + len(offered["triton"]), "no op is in both"
 
 
 def test_a_triton_that_is_missing_or_does_not_import_or_has_no_gpu_is_a_reason(monkeypatch):

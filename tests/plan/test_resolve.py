@@ -34,19 +34,6 @@ def test_no_null_is_left_but_for_the_plan():
     assert {reason.split()[0] for reason in reasons} == nulls(parse({})) - nulls(config)
 
 
-def test_what_is_given_stays_and_has_no_reason():
-    block = {
-        "factor": {"fisher": "monte_carlo", "dense_max": 50},
-        "eigenbasis": {"refresh_interval": 20},
-        "damping": {"kind": "relative", "value": 0.5},
-        "preconditioner": {"kl_clip": 0.0, "eigenvalues": "kronecker"},
-        "layers": {"types": ["LayerNorm"]},
-    }
-    config, reasons = resolve(parse(block), fisher="empirical")
-    assert reasons == ()
-    assert config == parse(block)
-
-
 @pytest.mark.parametrize(
     ("optimizer", "block", "eigenvalues"),
     [
