@@ -300,8 +300,8 @@ def _check_files(arguments: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit status.
 
-    The status is 0 on success, 1 if ``doctor`` finds a fault, 1 with a message on standard error
-    if the config or the model is wrong, and 2 if the arguments are wrong.
+    The status is 0 on success, 1 if ``doctor`` finds a fault, and 2 if the arguments are wrong. If
+    the config or the model is wrong, the status is 1, and standard error has a message.
     """
     script = os.path.basename(sys.argv[0]) == "ds_kfac"
     program = "ds_kfac" if script else "python -m ds_kfac"

@@ -68,7 +68,7 @@ embeddings, and heads tied to them ->
 The [attach report] -> test_the_report_lists_every_module
 ## Refused at attach
 DeepCompile, ZenFlow, SuperOffload, NVMe offload -> test_refusals_say_what_to_change
-Muon, 1-bit optimizers, Adagrad of several groups ->
+Muon, 1-bit optimizers, Adagrad with several parameter groups ->
     test_refusals_say_what_to_change test_a_combination_is_refused_with_a_remedy
 some [combinations of model parallelism] -> test_a_combination_is_refused_with_a_remedy
 an attach between the micro-batches of a step ->
@@ -81,12 +81,13 @@ fp16 at stage 0 with DeepSpeed's fused Adam -> test_faults_are_found_in_the_code
 ## DeepSpeed versions
 Any version from 0.17 on is accepted; older ones are refused ->
     test_an_older_deepspeed_is_refused_and_a_newer_one_is_named
-Tested are 0.17.0 -> test_the_table_of_versions_has_a_row_a_tested_version_and_a_cell_a_column
+The tested versions are 0.17.0 ->
+    test_the_table_of_versions_has_a_row_a_tested_version_and_a_cell_a_column
 On a GPU only 0.19.8 has run -> GPU
 If your version is newer than all of these ->
     test_an_older_deepspeed_is_refused_and_a_newer_one_is_named
-In any version a self-test at attach -> test_the_self_test_notices_a_changed_layout_on_every_rank
-`gradient_clipping` is 0 up to 0.19.0 -> NOT_OURS
+In any version, the attach self-test -> test_the_self_test_notices_a_changed_layout_on_every_rank
+`gradient_clipping` is 0 up to DeepSpeed 0.19.0 -> NOT_OURS
 ## Faults of DeepSpeed versions
 0.17.6, 0.18.0 | ZeRO 2, accumulation -> test_faults_are_found_in_the_code_of_a_version
 before 0.19 | ZeRO 1 and 2 with offload ->
@@ -113,7 +114,8 @@ step that only preconditions | 1.22 -> test_the_mean_is_of_all_steps_and_beside_
 step that refreshes all eigenbases -> test_the_mean_is_of_all_steps_and_beside_adamws
 mean at the default intervals, 10/50 -> test_the_mean_is_of_all_steps_and_beside_adamws
 MB that a rank sends in every step -> test_bytes_calls_memory_and_shards_are_those_of_an_engine
-MB in a step that updates factors -> test_bytes_calls_memory_and_shards_are_those_of_an_engine
+MB that a rank sends in a step that updates factors ->
+    test_bytes_calls_memory_and_shards_are_those_of_an_engine
 K-FAC state of a rank -> test_bytes_calls_memory_and_shards_are_those_of_an_engine
 step that only preconditions | 102 -> GPU
 one step in ten -> GPU
@@ -143,7 +145,7 @@ A row-parallel bias -> test_model_parallelism_matches_one_process
 Layers that are not cut -> test_with_everything_on_what_several_ranks_have_is_the_same_bits
 ## Experts
 A is the mean over the tokens -> test_model_parallelism_matches_one_process
-Places that only fill the capacity -> test_places_without_a_token_are_no_rows_of_a_stack_s_expert
+Empty slots do not count -> test_places_without_a_token_are_no_rows_of_a_stack_s_expert
 AutoEP replaces a model's blocks -> test_model_parallelism_matches_one_process
 Name KFACAdamW in the DeepSpeed config ->
     test_an_optimizer_made_before_the_layers_were_replaced_is_refused
@@ -156,7 +158,7 @@ DeepSpeed 0.19.8 with transformers 5.23 -> NOT_OURS
 ## Names in checkpoints
 A checkpoint holds every layer of the job once ->
     test_a_checkpoint_holds_every_layer_of_the_job_once
-K-FAC's state therefore loads with other stages and at another `ep_size` ->
+K-FAC's state therefore loads with other pipeline stages and another `ep_size` ->
     test_another_number_of_stages_takes_weights_or_kfacs_state_alone
     test_a_checkpoint_holds_every_layer_of_the_job_once
 With another number of shards these layers start empty ->

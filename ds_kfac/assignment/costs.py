@@ -526,5 +526,5 @@ class Work:
 
     @staticmethod
     def users(factor: FactorSpec, workers: Workers) -> set[int]:
-        """Return the ranks that precondition a layer of the factor."""
+        """Return the ranks that precondition at least one of the layers that use the factor."""
         return {rank for layer in factor.layers for rank in workers[layer]}

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from ds_kfac.model.scan import LayerChoice
 
 SHARES = True
-"""Whether layers with the same input share one factor A, as do the experts of a stack. A test may
-set it to False."""
+"""Whether several layers may share one factor A: layers with the same input, or the experts of a
+stack. A test may set this to False."""
 
 
 class Block(BaseModel):
@@ -45,7 +45,7 @@ class FactorConfig(Block):
 
     ``empirical`` uses the training gradients. ``monte_carlo`` (the true Fisher matrix) uses
     gradients for labels that are drawn from the model's own prediction. This costs an extra
-    backward pass in each factor update, and memory to keep the graph for it.
+    backward pass in each factor update, and memory for its graph.
     ``activations_only`` uses no gradients: G is the identity."""
     sampler: Literal["cross_entropy", "mse", "squared_error"] = "cross_entropy"
     """The loss for which ``monte_carlo`` draws labels.
@@ -77,7 +77,7 @@ class FactorConfig(Block):
     Positions of a convolution are sampled on a grid. Every update samples different rows, and the
     samples are unbiased."""
     dense_max: int | None = Field(default=None, ge=2)
-    """Longest side of a weight matrix whose factor is one dense matrix. null: 4096.
+    """Longest side of a weight matrix for which the factor is one dense matrix. null: 4096.
 
     If a side is longer than this value, its factor is cut into blocks. Blocks are about as long as
     the weight's other side, but at least half as long as this value. If a side is longer than
@@ -199,15 +199,15 @@ class AdamConfig(Block):
     and is repeated until it covers all rows. ``{"qkv": 3}`` means queries, keys and values.
     ``{"qkv": [64, 64, 64]}`` means queries, keys and values of each head of size 64.
     ``{"q_proj": 32}`` treats each of 32 heads by itself, and ``{"q_proj": 1}`` treats all heads as
-    one map. This key has precedence over the names that ds_kfac knows
-    (``ds_kfac/model/blocks.py``): fused queries, keys and values, gates, latent attention and
-    Mamba. The full report lists the blocks of each layer."""
+    one map. This key overrides the splits that ds_kfac makes by module name
+    (``ds_kfac/model/blocks.py``): fused QKV, gates, latent attention and Mamba. The full report
+    lists each layer's blocks."""
     whiten: float = Field(default=0.125, ge=0, le=1)
     """Power p. A step is multiplied by A^-p before it is orthogonalized, and again afterwards. 0:
     no whitening.
 
-    A whitened step bounds the layer's response to each input direction, not the change of the
-    weights."""
+    Power 0 bounds how much a step changes the weights. Power 1/2 bounds how much it changes the
+    layer's outputs."""
 
 
 Kind = Literal[
@@ -246,13 +246,13 @@ class AssignmentConfig(Block):
     """Fraction of the ranks that precondition each layer (KAISA), at stage 0. null: the fraction
     predicted to be fastest within ``memory_budget_gb``.
 
-    KAISA calls the fraction 1/world MEM-OPT, and the fraction 1 COMM-OPT. Under ZeRO 1 to 3 a layer
-    always has one worker."""
+    In KAISA's terms, a fraction of 1/world is MEM-OPT, and a fraction of 1 is COMM-OPT. Under
+    ZeRO 1 to 3 a layer always has one worker."""
     memory_budget_gb: float | None = Field(default=None, gt=0)
     """Limit on the memory that K-FAC takes on a rank, in 10^9 bytes. null: no limit.
 
     The limit covers the state (factors, eigenbases, moments) and the batch sums, gradients and
-    results of a step. It does not cover messages, which take 256 MiB at most."""
+    results of a step. It does not cover the buffers of messages."""
 
 
 class CommunicationConfig(Block):
@@ -270,7 +270,8 @@ class OffloadConfig(Block):
     """Where K-FAC's state is kept between steps."""
 
     device: Literal["none", "cpu"] = "none"
-    """``cpu``: keep running factors and their history in (pinned) host memory.
+    """``cpu``: keep factors, and the earlier values that ``adaptive`` needs, in (pinned) host
+    memory.
 
     Eigenbases and moments stay on the device, because every step needs them."""
 
@@ -325,19 +326,19 @@ class OptimizerParams(BaseModel):
     weight_decay: float = Field(0.01, ge=0)
     """Decoupled weight decay: a step subtracts lr * weight_decay times the parameter.
 
-    All parameters decay by lr, not ``adam_lr``. A layer that is unused in a step does not decay in
-    that step."""
+    The decay of all parameters uses lr, not ``adam_lr``. A layer that is unused in a step does not
+    decay in that step."""
     adam_lr: float | None = Field(None, ge=0)
     """Learning rate of embeddings, of norms, and of biases outside K-FAC layers. null: 8 lr. 0:
     they are frozen, without weight decay.
 
-    The learning rate of heads follows ``adam_lr`` (docs/howto/tune.md). If ``adam_lr`` is 0, heads
-    use lr."""
+    The learning rate of heads depends on ``adam_lr`` (docs/howto/tune.md). If ``adam_lr`` is 0,
+    heads use lr."""
     torch_adam: bool = False
     """Which AdamW updates the parameters outside K-FAC layers. true: torch's. false: DeepSpeed's.
 
     DeepSpeed's fused Adam (on a GPU) and CPU Adam (for an offloaded optimizer) are compiled at
-    first use. On a CPU without offload torch's AdamW is used in both cases."""
+    first use. On a CPU without offload torch's AdamW is used for either value."""
 
 
 DEFAULTS: dict[str, Any] = {
@@ -357,7 +358,7 @@ class KFACConfig(Block):
     enabled: bool = True
     """false: K-FAC is not attached, and the engine stays as DeepSpeed made it."""
     report: Literal["summary", "full", "none"] = "summary"
-    """What rank 0 prints to standard error at attach. ``summary``: at most 12 lines.
+    """What rank 0 prints to standard error when K-FAC attaches. ``summary``: at most 12 lines.
 
     ``full`` adds the values chosen for null keys, and every layer with the ranks that work on it.
     ``none`` prints nothing, and keeps K-FAC's numbers out of a framework's logs.
@@ -427,8 +428,9 @@ def parse(block: Any) -> KFACConfig:
     """Check a ``"kfac"`` block.
 
     Raises:
-        ValueError: lists all errors: unknown keys (with the nearest valid key), wrong types, values
-            out of range, and keys that contradict each other.
+        ValueError: the block has errors. The message lists all of them: unknown keys (with the
+            nearest valid key), wrong types, values out of range, and keys that contradict each
+            other.
     """
     if not isinstance(block, Mapping):
         raise ValueError(f'"kfac" must be an object such as {{"enabled": true}}, got {block!r}')

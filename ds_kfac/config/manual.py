@@ -51,7 +51,7 @@ These keys are changed most often:
 | `factor.update_interval` | statistics cost too much (raise it), or steps are few (lower it) |
 | `eigenbasis.refresh_interval` | decompositions cost too much (raise it) |
 | `damping` | you keep your own optimizer, and the loss is noisy or diverges (raise it) |
-| `report` | you want to see every layer at attach: `"full"` |
+| `report` | you want the attach report to list every layer: `"full"` |
 
 `python -m ds_kfac schema > kfac.schema.json` writes a JSON schema for editors. In VS Code, add:
 
@@ -70,12 +70,13 @@ the start of the run.
 
 | schedule | value |
 |---|---|
-| `"linear"`, `"cosine"`, `"exponential"` | `start` until `delay`, then to `end` in `steps` steps |
+| `"linear"`, `"cosine"`, `"exponential"` | `start` until step `delay`, then a \
+ramp to `end` over `steps` steps |
 | `"piecewise"` | the first of `values` until the first of `steps`, then the second, and so on |
 
 The default of `delay` is 0. `"exponential"` needs `start` and `end` above 0. Intervals are rounded
-to whole steps. In this example the update interval is 5 at first, 20 from step 100 on, and 50 from
-step 1000 on:
+to whole steps. Here the update interval is 5 at first, 20 from step 100 on, and 50 from step 1000
+on:
 
 ```json
 "kfac": {
@@ -92,7 +93,7 @@ step 1000 on:
 
 ## The "kfac" block
 
-In the tables below, the column "why" says what a key is good for, and links to measurements.
+The column "why" says what a key is good for, and links to measurements.
 """
 _TUNE = "[measured](../howto/tune.md#other-keys-of-kfacadamw)"
 _OTHERS = "../howto/tune.md#k-fac-gradient-into-another-optimizer"

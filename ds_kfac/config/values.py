@@ -1,5 +1,5 @@
-"""Add to pydantic what the ``"kfac"`` block needs: types for schedules, counts and regexes, nulls,
-and errors that name the key, the value that was found, and what to write instead."""
+"""Extend pydantic for the ``"kfac"`` block: types for schedules, counts and regexes, the removal of
+nulls, and errors that name the key, the value that was found, and what to write instead."""
 
 import difflib
 import json
@@ -94,7 +94,7 @@ def _compiles(template: str, message: Any) -> pydantic.AfterValidator:
     """Return a validator of regexes.
 
     Args:
-        template: regex in which the value is put in place of ``{}`` before it is compiled.
+        template: a regex with ``{}``, which is replaced by the value before the regex is compiled.
         message: text of the error; ``{problem}`` in it stands for Python's own error.
     """
 
@@ -253,7 +253,8 @@ REMOVED = {
     "checkpoint.eigenbasis": "was removed in 0.2, because eigenbases are now always saved, so that "
     "resuming is exact: leave the key out",
 }
-"""dict from a key, or key=value, of an earlier version to why it is gone and what to do instead."""
+"""dict from a removed key, or key=value, to the text that says why it was removed and what to do
+instead."""
 AUTO = "auto"
 """Hugging Face's word for "choose for me"; the same as null."""
 KEY = "kfac"

@@ -47,7 +47,7 @@ def explain(job: Job, scan: Scan, name: str | None = None) -> str:
         if module.name == layer_name:
             return (
                 f"{name} ({module.kind}, {module.numel:,} parameters) is not preconditioned; the "
-                f"reason at attach: {module.reason}"
+                f"reason when K-FAC attached: {module.reason}"
             )
     near = get_close_matches(name, [*explanations, *(module.name for module in scan.skipped)])
     hint = f"similar names: {', '.join(near)}; " if near else ""

@@ -1,5 +1,5 @@
 """A table of the engine modes and config combinations in which K-FAC would be wrong or silently
-off. Either an engine or a DeepSpeed config alone can be checked against the table."""
+off. An engine can be checked against the table, and so can a DeepSpeed config without an engine."""
 
 import socket
 from collections.abc import Callable, Mapping

@@ -180,7 +180,7 @@ class _StackedProducts(TorchFunctionMode):
             self.trace.stacked[stack.name] = self.trace.stacked.get(stack.name, 0.0) + rows
 
     def _stack_of(self, x: Any) -> _Stack | None:
-        """Return the stack if x is a parameter that is a stack, a view of it or a copy of it.
+        """If x is a stacked parameter, or a view or copy of one, return that stacked parameter.
         Otherwise return None."""
         if not isinstance(x, Tensor):
             return None

@@ -69,7 +69,7 @@ class PolynomialDecay:
         return (1 - min(max(progress, 0.0), 1.0)) ** self.power
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Advance by one step of the optimizer, or to the step with a given number."""
+        """Advance by one step, or to step ``last_batch_iteration`` if this number is given."""
         self.steps = self.steps + 1 if last_batch_iteration is None else last_batch_iteration
         self._set()
 

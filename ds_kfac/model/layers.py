@@ -73,8 +73,8 @@ class LayerSpec:
     """Reason why the directions of the layer's updates are not orthogonalized; None if they are
     orthogonalized."""
     makes_words: bool = False
-    """Whether the layer is the head of a language model. A head is recognised by its shape, which
-    is the shape of an embedding."""
+    """Whether the layer is the head of a language model. The last layer is taken for a head if it
+    has the shape of an embedding."""
     part: tuple[int, int] = (0, 1)
     """(index, count): the layer's parameters are cut into ``count`` equal parts, and this layer is
     part ``index``. Each expert of a stack is such a part."""

@@ -151,7 +151,7 @@ class RowSums:
         Args:
             call: the call.
             x: its inputs [.., I], or images.
-            kept: bool, of the leading shape of the rows: whether each row counts.
+            kept: bool tensor of the rows' leading shape, True for rows that count.
             alive: bool scalar, whether any row counts.
             batch: the sum.
             stride: one of every ``stride`` rows is taken.
@@ -273,7 +273,7 @@ def pairs(call: Call, x: Tensor, gradient: Tensor, kept: Tensor) -> tuple[Tensor
         call: the call.
         x: its inputs [.., I], or images.
         gradient: its output gradients [.., O], or images.
-        kept: bool, of the leading shape of the rows: whether each row counts.
+        kept: bool tensor of the rows' leading shape, True for rows that count.
     """
     layer_type: Any = call.kind
     if isinstance(layer_type, Convolution):

@@ -55,8 +55,8 @@ class LastBatch(NamedTuple):
         column: the factor's column in ``numbers_4n``.
         numbers_4n: fp32 [4, n] on the device, with a column for each of the step's n batches. Row 0
             is 1 if the batch was scaled down, otherwise 0. Row 1 is 1 if the factor did not use the
-            batch, otherwise 0. Row 2 is the number of rows in the batch. Row 3 is the last step
-            whose batch changed the factor, or -1 if no batch has changed it.
+            batch, otherwise 0. Row 2 is the number of rows in the batch. Row 3 is the number of
+            the last step whose batch changed the factor, or -1 if no batch has changed it.
     """
 
     step: int

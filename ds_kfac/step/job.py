@@ -63,7 +63,7 @@ class Job:
         example for clipping) over all domains. If the step raises an error, some of K-FAC's state
         may already have changed, as in a torch optimizer.
         """
-        running = [(kfac, kfac.precondition()) for kfac in self.preconditioners]
+        running = [(kfac, kfac.compute_results()) for kfac in self.preconditioners]
         sums = None
         if self.everywhere and self.preconditioners[0].rule.numbers:
             # each gradient worker of a layer has counted the layer in its numbers, so divide by the

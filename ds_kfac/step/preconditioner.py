@@ -132,9 +132,12 @@ class KFACPreconditioner:
 
     # a step
 
-    def precondition(self) -> Running:
-        """Compute this rank's results, and write them to the exchange's outbox or to DeepSpeed's
-        memory. Return the state that :meth:`scatter` needs. Collective."""
+    def compute_results(self) -> Running:
+        """Update factors and eigenbases where they are due, gather gradients, and precondition them.
+
+        Write the results to the exchange's outbox or to DeepSpeed's memory. Return the state that
+        :meth:`scatter` needs. Collective.
+        """
         # a user may call engine.step() under autocast
         with torch.autocast(self.device.type, enabled=False):
             update = self._update_factors() if self.due.capture else None

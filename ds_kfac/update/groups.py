@@ -112,12 +112,12 @@ class LayerGroup:
     """Layers of the same shape, and all state that a gradient worker keeps for these layers.
 
     Note: Stacked tensors. If the group has several layers, there is one stacked tensor of each
-    kind, and the state of one layer is a slice of it. Terms and moments are allocated at attach and
-    change in place. The stacked eigenvectors are allocated when the first layer gets its basis, and
-    new eigenvectors are copied into them. All tensors therefore keep their addresses, as a recorded
-    step requires. A layer that is alone in its group has no stacked eigenvectors, unless ``stays``
-    is True. Without stacked eigenvectors, decompositions are kept without a copy, so that layers
-    with the same A share the tensors of A.
+    kind, and the state of one layer is a slice of it. Terms and moments are allocated when K-FAC
+    attaches, and change in place. The stacked eigenvectors are allocated when the first layer gets
+    its basis, and new eigenvectors are copied into them. All tensors therefore keep their
+    addresses, as a recorded step requires. A layer that is alone in its group has no stacked
+    eigenvectors, unless ``stays`` is True. Without stacked eigenvectors, decompositions are kept
+    without a copy, so that layers with the same A share the tensors of A.
 
     Args:
         moments: class of the moments; None: the update rule keeps no moments.
@@ -233,7 +233,7 @@ class LayerGroup:
         moments, they start at zero.
 
         Args:
-            state: the saved state; None: the state that the layer had at attach.
+            state: the saved state; None: the state that the layer had when K-FAC attached.
         """
         A, G = self._at_attach(index)
         if state is None:

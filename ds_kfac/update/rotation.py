@@ -26,8 +26,8 @@ longer than their launches."""
 
 
 def chunk_budget(*, batched: bool, numel: int) -> int:
-    """Return the largest total number of elements of the directions that are in memory at the same
-    time. A single layer may exceed it.
+    """Return the limit on the total number of elements of the directions that are in memory at the
+    same time. A single layer may exceed this limit.
 
     Args:
         batched: whether layers of the same shape are processed in one batch, as on GPUs.

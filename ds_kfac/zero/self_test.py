@@ -1,5 +1,5 @@
-"""Test at attach whether the installed DeepSpeed keeps gradients where ds_kfac reads and writes
-them. If the test fails, attach raises an error, so that no job trains with wrong gradients.
+"""Test at attach time whether the installed DeepSpeed keeps gradients where ds_kfac reads and
+writes them. If the test fails, attach raises an error, so that no job trains with wrong gradients.
 
 DeepSpeed's code fills its gradient buffers with known values. Then the outer optimizer takes two
 steps, in which the inner optimizer only records the gradients that it is given. The first step runs

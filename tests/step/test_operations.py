@@ -195,7 +195,7 @@ def worker(interval: int) -> tuple[int, float]:
                     assert kfac.capture.proof is None and all(
                         state.basis is not None for state in kfac.state.values()
                     )
-                    for name in ("precondition", "scatter"):
+                    for name in ("compute_results", "scatter"):
                         setattr(kfac, name, during(operations, getattr(kfac, name)))
                 engine.step()
     numel = sum(layer.numel for layer in kfac.worker_layers)
