@@ -34,11 +34,6 @@ SETTINGS: dict[str, dict[str, str]] = {
     "shuffled 1": {"SHUFFLED_SUMS": "1"},
     "shuffled 2": {"SHUFFLED_SUMS": "2"},
 }
-SETTINGS["everything default"] = {
-    name: value
-    for setting in ("ATen default", "MKL compatible", "oneDNN sse41")
-    for name, value in SETTINGS[setting].items()
-}
 SHORT = ("tests/directions", "tests/update/test_moments.py", "tests/model/test_rows.py")
 """Products, sums, eigenvectors and orthogonal factors in seconds: what is run where no tests are
 named."""

@@ -27,6 +27,8 @@ def test_a_shard_that_is_cut_off_or_missing_is_named(kept, made):
         (made / SHARD).unlink()
     with pytest.raises(FactorsError, match=rf"{SHARD}: head/A cannot be read"):
         Factors.load(made).factor("head", "A")
+    with pytest.raises(FactorsError, match="no layer 'twise'; there are layers such as twice"):
+        Factors.load(made).factor("twise", "A")
 
 
 @pytest.mark.parametrize(
@@ -42,11 +44,6 @@ def test_an_index_of_something_else_is_refused(change, said, made):
     path.write_text("{" if change is None else json.dumps({**header, **change}))
     with pytest.raises(FactorsError, match=said):
         Factors.load(made)
-
-
-def test_names_that_are_not_there_are_answered_with_near_ones(made):
-    with pytest.raises(FactorsError, match="no layer 'twise'; there are layers such as twice"):
-        Factors.load(made).factor("twise", "A")
 
 
 def test_a_full_disk_leaves_nothing_that_loads(tmp_path, monkeypatch):
