@@ -3,6 +3,7 @@ stays together."""
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -21,8 +22,7 @@ def of_A(count: int, width: int) -> tuple:
     return tuple(factor for factor in factor_specs(layers) if factor.is_A)
 
 
-def times(update, refresh, costs=COSTS) -> Work:
-    return Work([], [], 1, None, costs, update, refresh)
+times = partial(Work, [], [], 1, None)
 
 
 @pytest.mark.parametrize("world", [1, 4, 64])
@@ -31,7 +31,7 @@ def test_no_step_of_a_large_model_does_more_than_its_largest_factor_or_its_share
     layers, factors = TABLES[table]()
     intervals = {"update_interval": 10, "refresh_interval": 100}
     assignment = assign(Work(layers, factors, world, None, COSTS, **intervals), 1)
-    offsets, worst = refresh_offsets(factors, assignment.eigen_workers, times(10, 100))
+    offsets, worst = refresh_offsets(factors, assignment.eigen_workers, times(COSTS, 10, 100))
     seconds = {factor.key: COSTS.decompose(factor.side) for factor in factors}
     shares, busy, captured = Counter(), Counter(), [0] * 10
     for key, rank in assignment.eigen_workers.items():
@@ -51,7 +51,7 @@ def test_no_step_of_a_large_model_does_more_than_its_largest_factor_or_its_share
 def test_offsets_stay_under_the_largest_multiple_of_the_update_interval(update, refresh, last):
     factors = of_A(40, 100)
     home = {factor.key: 0 for factor in factors}
-    offsets, _ = refresh_offsets(factors, home, times(update, refresh))
+    offsets, _ = refresh_offsets(factors, home, times(COSTS, update, refresh))
     assert set(offsets.values()) == set(range(last))
 
 
@@ -60,7 +60,7 @@ def test_ranks_that_share_cores_are_not_all_busy_at_once():
     eigen_workers = {factor.key: index % 4 for index, factor in enumerate(factors)}
     shared = replace(COSTS, node_size=4, node_cores=2)
     seconds = COSTS.decompose(factors[0].side)
-    found = [refresh_offsets(factors, eigen_workers, times(1, 4, own)) for own in (COSTS, shared)]
+    found = [refresh_offsets(factors, eigen_workers, times(own, 1, 4)) for own in (COSTS, shared)]
     close([worst for _, worst in found], [seconds, seconds])
     at_once = [[*offsets.values()].count(step) for offsets, _ in found for step in range(4)]
     assert max(at_once[:4]) == 4 and max(at_once[4:]) == 2, at_once
@@ -72,10 +72,10 @@ def test_on_a_gpu_all_captures_are_in_the_same_steps_and_refreshes_at_some_of_th
     costs = replace(COSTS, gpu=True)
     factors = of_A(12, 200)
     home = {factor.key: index % 2 for index, factor in enumerate(factors)}
-    offsets, worst = refresh_offsets(factors, home, times(10, 43, costs), alone=alone)
+    offsets, worst = refresh_offsets(factors, home, times(costs, 10, 43), alone=alone)
     assert Counter(offsets.values()) == {0: 4, 10: 4, 20: 2, 30: 2}
     close(worst, 2 * costs.decompose(factors[0].side))
     # an interval of one update has one step for them all, so they are spread over its steps as
     # elsewhere
-    offsets, _ = refresh_offsets(factors, home, times(10, 10, costs), alone=alone)
+    offsets, _ = refresh_offsets(factors, home, times(costs, 10, 10), alone=alone)
     assert len(set(offsets.values())) == (6 if alone else 10)

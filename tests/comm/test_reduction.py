@@ -11,11 +11,10 @@ import torch.distributed as dist
 from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import factor_specs
 from ds_kfac.comm import lost
-from ds_kfac.comm.message import Channel, Scalars, deliver
+from ds_kfac.comm.message import Channel, Scalars, deliver, merged
 from ds_kfac.comm.reduce import DTYPES, Reducer, ReductionPlan, buckets, payloads
 from ds_kfac.model.rows import BatchSum
 from tests.models import linear_layer
-from tests.ranks import of_ranks
 
 CPU, WORLD = torch.device("cpu"), 4
 FACTORS = factor_specs([linear_layer(f"l{i}", 5 + 2 * i, 3 + i) for i in range(4)])
@@ -45,7 +44,7 @@ def reduced(name: str, values, *, first: int = 0) -> tuple[list, dict[str, Batch
     sums = {slot.factor: BatchSum(values(slot, rank), COUNTS + rank) for slot in slots}
     found = reducer.reduce(sums)
     assert set(found) == {slot.factor for slot in slots if slot.owner == rank}
-    return slots, {key: part for of_rank in of_ranks(found) for key, part in of_rank.items()}
+    return slots, merged(found, None)
 
 
 def random(slot, rank: int) -> torch.Tensor:

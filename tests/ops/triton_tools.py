@@ -68,13 +68,11 @@ class Compiled:
     """What became of one launch.
 
     Attributes:
-        name: the kernel's.
         ptx: what it was assembled from; ptxas keeps these instructions, one for one, but for its
             choice of registers.
         shared: bytes of shared memory.
     """
 
-    name: str
     ptx: str
     shared: int
 
@@ -119,7 +117,7 @@ def compiling(arch: int, **options: Any) -> Iterator[list[Compiled]]:
         kwargs |= {"ptx_options": "-warn-spills -Werror", **options}
         kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
         assert kernel.asm["cubin"]  # by ptxas
-        done.append(Compiled(kernel.metadata.name, kernel.asm["ptx"], kernel.metadata.shared))
+        done.append(Compiled(kernel.asm["ptx"], kernel.metadata.shared))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", compile_only)
