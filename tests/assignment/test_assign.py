@@ -142,7 +142,7 @@ def test_workers_are_columns_and_results_stay_in_rows_of_consecutive_ranks(world
             assert all(sources[rank] == rank for rank in ranks)
             for row in range(count):
                 assert set(sources[row * columns : (row + 1) * columns]) == {ranks[row]}
-        assert set(assignment.eigen_workers) == {factor.key for factor in factors}
+        assert [*assignment.eigen_workers] == [factor.key for factor in factors]
         for factor in factors:
             users = {rank for name in factor.layers for rank in assignment.workers[name]}
             assert assignment.eigen_workers[factor.key] in users
