@@ -124,17 +124,9 @@ OPTIMIZERS = {
     "fp16": {"type": "SGD", "params": {"lr": LR, "momentum": 0.9}},
 }
 # 16 bits: an eps of about a gradient's size, for the same reason
+ADAM_PARAMS = {"lr": LR, "betas": [0.8, 0.9], "weight_decay": 0.1, "torch_adam": True}
 KFAC_ADAMW = {
-    precision: {
-        "type": "KFACAdamW",
-        "params": {
-            "lr": LR,
-            "betas": [0.8, 0.9],
-            "eps": eps,
-            "weight_decay": 0.1,
-            "torch_adam": True,
-        },
-    }
+    precision: {"type": "KFACAdamW", "params": {**ADAM_PARAMS, "eps": eps}}
     for precision, eps in (("fp32", 0.01), ("bf16", 0.1), ("fp16", 0.1))
 }
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}

@@ -113,7 +113,7 @@ class Parallelism:
     ``train(engine, steps, first)`` trains it, and ``losses(mode)`` are the reference's."""
 
     def options(self, mode: Mode) -> dict[str, Any]:
-        """Of the reference; see ``runs.trained``."""
+        """Of the reference; see ``runs.reference``."""
         return {}
 
     def whole_layer(self, name: str) -> str:

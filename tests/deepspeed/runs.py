@@ -46,36 +46,19 @@ def parameter_groups(model: nn.Module, groups: str) -> list[dict]:
 
 
 @contextmanager
-def sized(mode: Mode):
-    """KFACAdamW's steps have the mode's size; it is read when an engine is built."""
-    with patch.object(group_step, "SIZE", mode.size), patch.object(group_step, "BASE", mode.base):
-        yield
-
-
-@contextmanager
 def patched(mode: Mode):
     """fp16 on a CPU, and torch's optimizers in place of compiled ones: this only chooses
-    DeepSpeed's classes. Steps are :func:`sized`."""
-    import deepspeed.runtime.engine as engine_module
-    import deepspeed.runtime.zero.stage3 as stage3_module
-
-    accelerator, fused, cpu_adam = (
-        get_accelerator(),
-        engine_module.FusedAdam,
-        stage3_module.DeepSpeedCPUAdam,
-    )
-    supported = accelerator.is_fp16_supported
-    accelerator.is_fp16_supported = lambda: True
-    if mode.fused:
-        engine_module.FusedAdam = torch.optim.AdamW if mode.adam else torch.optim.SGD
-        stage3_module.DeepSpeedCPUAdam = torch.optim.AdamW
-    try:
-        with sized(mode):
-            yield
-    finally:
-        accelerator.is_fp16_supported = supported
-        engine_module.FusedAdam = fused
-        stage3_module.DeepSpeedCPUAdam = cpu_adam
+    DeepSpeed's classes. KFACAdamW's steps have the mode's size, which an engine reads when it is
+    built."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(get_accelerator(), "is_fp16_supported", lambda: True))
+        stack.enter_context(patch.multiple(group_step, SIZE=mode.size, BASE=mode.base))
+        if mode.fused:
+            fused = torch.optim.AdamW if mode.adam else torch.optim.SGD
+            cpu_adam = "deepspeed.runtime.zero.stage3.DeepSpeedCPUAdam"
+            stack.enter_context(patch("deepspeed.runtime.engine.FusedAdam", fused))
+            stack.enter_context(patch(cpu_adam, torch.optim.AdamW))
+        yield
 
 
 _engines: list = []
@@ -210,12 +193,7 @@ def whole_batch(rows: int, ranks: int, tokens: int = 3) -> Losses:
     return losses
 
 
-def reference(mode: Mode, accumulation: int, world: int, initial: dict, **options) -> dict:
-    """Return the weights of :func:`trained`."""
-    return trained(mode, accumulation, world, initial, **options)[0]
-
-
-def trained(
+def reference(
     mode: Mode,
     accumulation: int,
     world: int,
@@ -230,8 +208,8 @@ def trained(
     kind: Callable[..., ReferenceKFAC] = ReferenceKFAC,
     variation: Variation = PLAIN,
     **options,
-) -> tuple[dict, ReferenceKFAC]:
-    """Weights after training ``initial`` with tests/oracle.py and the same optimizer; the oracle.
+) -> dict[str, torch.Tensor]:
+    """Weights after training ``initial`` with tests/oracle.py and the same optimizer.
 
     In 16 bits the forward and backward run on a rounded copy, the optimizer on fp32 masters, as in
     DeepSpeed. On the device of the engines, whose 16-bit products and autocast rules are those that
@@ -257,7 +235,7 @@ def trained(
     kfac = kind(work, **{**reference_options(kfac_config or mode.kfac_block), **options})
     divisor = 2.0**8 if mode.dtype == "fp16" and mode.stage == 0 and unscaled() else 1.0
     rounding = Rounding16(mode, model, world, accumulation) if variation.rounded else None
-    step = ReferenceStep(mode, model, work, kfac, rounding=rounding)
+    step = ReferenceStep(mode, model, work, kfac, rounding)
     autocast_dtype = mode.extra.get("torch_autocast", {}).get("dtype")
     autocast = {
         "dtype": getattr(torch, autocast_dtype or "bfloat16"),
@@ -283,7 +261,7 @@ def trained(
         with torch.no_grad():
             for p, value in frozen:  # ReferenceStep decays everything
                 p.copy_(value)
-    return {name: p.detach().clone().cpu() for name, p in model.named_parameters()}, kfac
+    return {name: p.detach().clone().cpu() for name, p in model.named_parameters()}
 
 
 def reference_options(kfac: dict) -> dict:
@@ -352,11 +330,8 @@ class Rounding16:
         sums = [torch.zeros_like(p, dtype=self.kept) for p in params]
         for z, labels in zip(outputs.chunk(self.parts), y.chunk(self.parts), strict=True):
             loss = cross_entropy(z, labels) * (self.scale / self.parts)
-            for total, g in zip(
-                sums,
-                torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True),
-                strict=True,
-            ):
+            gradients = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
+            for total, g in zip(sums, gradients, strict=True):
                 if g is not None:
                     total += g
         for p, total in zip(trained, sums, strict=True):
@@ -381,11 +356,10 @@ class ReferenceStep:
         model: nn.Module,
         work: nn.Module,
         kfac: ReferenceKFAC,
-        *,
-        rounding: Rounding16 | None = None,
+        rounding: Rounding16 | None,
     ) -> None:
-        self.rounding = rounding
         self.mode, self.model, self.work, self.kfac = mode, model, work, kfac
+        self.rounding = rounding
         options = {
             key: value
             for key, value in mode.optimizer["params"].items()
@@ -444,8 +418,10 @@ class ReferenceStep:
             )
         else:
             self.kfac.step(LR)
-        self._round(params)
+        ours = {id(p) for layer in self.kfac.layers.values() for p in layer.params}
         for master, p in zip(masters, params, strict=True):
+            if self.rounding and id(p) in ours and p.grad is not None:
+                p.grad = self.rounding.result(p.grad)
             master.grad = p.grad
         self._step()
         if self.work is not self.model:
@@ -454,12 +430,6 @@ class ReferenceStep:
                     p.copy_(master)
         for p in params:
             p.grad = None
-
-    def _round(self, params: list[torch.Tensor]) -> None:
-        ours = {id(p) for layer in self.kfac.layers.values() for p in layer.params}
-        for p in params:
-            if self.rounding and id(p) in ours and p.grad is not None:
-                p.grad = self.rounding.result(p.grad)
 
     @torch.no_grad()
     def _step(self) -> None:

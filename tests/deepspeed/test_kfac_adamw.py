@@ -5,7 +5,6 @@ import contextlib
 import copy
 import io
 import pickle
-from unittest.mock import patch
 
 import deepspeed
 import pytest
@@ -21,7 +20,7 @@ from tests.close import close, exact, near
 from tests.deepspeed.modes import BY_NAME, LR
 from tests.deepspeed.runs import build, parameter_groups, patched, train, weights
 from tests.deepspeed.said import error_of, heard
-from tests.models import CLASSES, FEATURES, cross_entropy, make_batch, make_net
+from tests.models import make_net
 
 pytestmark = pytest.mark.distributed
 OPTIONS = {"lr": LR, "adam_lr": LR / 4, "betas": (0.8, 0.9), "eps": 0.01, "weight_decay": 0.1}
@@ -37,7 +36,6 @@ def engine_of(
     initialize=ds_kfac.initialize,
     options=OPTIONS,
     groups=lambda model: parameter_groups(model, "decay"),
-    model=None,
     **more,
 ):
     """An engine, which also has the user's optimizer if there is one.
@@ -45,11 +43,10 @@ def engine_of(
     Args:
         way: the optimizer is "named" in the config, an "object", or a function, "made late".
         schedules: makes a scheduler of an optimizer.
-        options: of the optimizer.
-        groups: makes its parameter groups of the model.
+        groups: makes the optimizer's parameter groups of the model.
         more: of the config.
     """
-    model, given = model or make_net(), {}
+    model, given = make_net(), {}
     config = {**BY_NAME[f"adam-z{stage}"].config(1, dist.get_world_size()), **more}
     del config["optimizer"]
     if way == "object":
@@ -138,12 +135,10 @@ def test_callables_and_lists_see_the_groups_of_the_user():
             train(engine, 1, steps=3)
             exact(weights(engine), weights(made_before), what=f"{way} {stage}")
             assert rates(engine.basic_optimizer) == rates(made_before.basic_optimizer)
-        for way in ("named", "made late"):
-            engine = engine_of(stage, way, scheduler=warmup)
-            train(engine, 1, steps=3)
-            first, other = 0.05 * 2 / 8, 0.01 + 0.01 * 2 / 8
-            close(rates(engine.basic_optimizer), [first, other, other], sums=4, what=way)
-            assert type(engine.lr_scheduler).__name__ == "WarmupLR"
+        engine = engine_of(stage, "made late", scheduler=warmup)
+        train(engine, 1, steps=3)
+        first, other = 0.05 * 2 / 8, 0.01 + 0.01 * 2 / 8
+        close(rates(engine.basic_optimizer), [first, other, other], sums=4)
         model, config = make_net(), BY_NAME[f"z{stage}"].config(1, 2)
         del config["optimizer"]
         engine, *_ = ds_kfac.initialize(
@@ -177,14 +172,10 @@ NEW = {"lr": 0.7 * LR, "weight_decay": 0.3}
 """Of the second group, whose parameters are of layers and of a norm."""
 
 
-def load(optimizer, saved: dict) -> None:
+def load(optimizer) -> None:
+    saved = copy.deepcopy(optimizer).state_dict()
     saved["param_groups"][1] |= NEW
     optimizer.load_state_dict(saved)
-
-
-def one_by_one(optimizer) -> None:
-    for key, value in NEW.items():
-        optimizer.param_groups[1][key] = value
 
 
 def anew(optimizer) -> None:
@@ -194,24 +185,21 @@ def anew(optimizer) -> None:
 
 
 WAYS = {
-    "items": one_by_one,
     "update": lambda optimizer: optimizer.param_groups[1].update(NEW),
     "|=": lambda optimizer: optimizer.param_groups[1].__ior__(NEW),
     "pop and setdefault": anew,
-    "load_state_dict": lambda optimizer: load(optimizer, optimizer.state_dict()),
-    "load a copy's": lambda optimizer: load(optimizer, copy.deepcopy(optimizer).state_dict()),
+    "load_state_dict": load,
 }
 
 
 @pytest.mark.ranks(1)
 def test_a_group_is_what_deepspeed_steps_however_it_is_changed():
-    for stage in (0, 2, 3):
+    for stage in (0, 2):
         changed_inside = engine_of(stage, "object")
         for group in changed_inside.basic_optimizer.param_groups[1:]:
             group.update(NEW)
         train(changed_inside, 1, steps=3)
-        # what a group passes on is no matter of the stage
-        for way, change in list(WAYS.items())[:: 1 + stage]:
+        for way, change in WAYS.items():
             engine = engine_of(stage, "object")
             group = engine.given.param_groups[1]
             change(engine.given)
@@ -322,27 +310,19 @@ def test_an_object_that_is_not_passed_on_is_an_error(initialize):
         text = said(*given, **more)
         assert "KFACAdamW was made" not in text and "Error" not in text, text
 
-    for kind, more in (
-        (None, {"optimizer": TRAINS_WITH}),
-        (torch.optim.AdamW, {}),
-        (None, {"optimizer": TRAINS_WITH, "kfac": {}}),
-    ):
+    for kind, more in ((None, {"optimizer": TRAINS_WITH, "kfac": {}}), (torch.optim.AdamW, {})):
         model = make_net()
         kept = ds_kfac.KFACAdamW(model.parameters(), LR)
         optimizer = kind(model.parameters(), LR) if kind else None
         text, count = said(model, optimizer, **more), len([*model.parameters()])
         made = f"ValueError: ds_kfac: a KFACAdamW was made for {count} of the parameters"
-        assert text.startswith(made), text
-        assert "optimizer_cls_and_kwargs=" in text and '{"lr": 1e-3}' in text, text
+        assert text.startswith(made) and "optimizer_cls_and_kwargs=" in text, text
         scheduler = LambdaLR(kept, schedule)  # they hold each other
         del kept, scheduler
         check_silent(model, optimizer, **more)
-    model = make_net()
     kept = ds_kfac.KFACAdamW(model.parameters(), LR)
     text = said(model, optimizer={"type": "KFACAdamW", "params": DEFAULTS})
     assert "this engine trains with the learning rates of the config" in text
-    model = make_net()
-    kept = ds_kfac.KFACAdamW(model.parameters(), LR)
     check_silent(make_net(), optimizer=TRAINS_WITH)  # another model
     check_silent(model, kept)  # it is passed on
     check_silent(model, optimizer=TRAINS_WITH)  # and stepped no more
@@ -361,47 +341,32 @@ def test_detaching_stops_training():
     assert "K-FAC was detached" in error_of(lambda: train(engine, 1, steps=1))
 
 
-def sizes_and_scales(name: str, clip: float, window: int, parts: list[float]) -> tuple[list, list]:
-    """Sizes of a layer's steps, and loss scales, which grow every ``window`` steps.
-
-    Args:
-        parts: gets which part of its gradient each step is given; if it has any, they are that of
-            the losses.
-    """
+def sizes_and_scales(name: str, clip: float, window: int, halved=()) -> tuple[list, list]:
+    """Sizes of a layer's steps, of which some have half the loss; and loss scales, which grow every
+    ``window`` steps."""
     fp16 = {"enabled": True, "initial_scale_power": 10, "loss_scale_window": window}
     engine = build(BY_NAME[name], fp16=fp16, gradient_clipping=clip)
-    kfac, sizes, scales = engine.kfac.preconditioner, [], [float(engine.optimizer.loss_scale)]
-    plain, losses = kfac.direction.step, list(parts)
-
-    def measured(*given):
-        factor = kfac.seam.factor
-        parts.append(1.0 if factor is None else float(factor) * scales[-1])
-        return plain(*given)
-
-    before = weights(engine)["middle.weight"]
-    measuring = patch.object(kfac.direction, "step", plain if losses else measured)
-    with patched(BY_NAME[name]), measuring:
+    sizes, scales = [], [float(engine.optimizer.loss_scale)]
+    with patched(BY_NAME[name]):
         for step in range(12):
-            times = losses[step] if losses and window > 12 else 1.0
-            train(engine, 1, steps=1, first=step, times=times)
-            now = weights(engine)["middle.weight"]
-            sizes.append(float((now - before).norm()))
+            before = weights(engine)["middle.weight"]
+            train(engine, 1, steps=1, first=step, times=0.5 if step in halved else 1.0)
+            sizes.append(float((weights(engine)["middle.weight"] - before).norm()))
             scales.append(float(engine.optimizer.loss_scale))
-            before = now
     return sizes, scales
 
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("name", ["adam-z0-fp16", "adam-z2-fp16", "adam-z3-fp16"])
 def test_a_step_is_as_long_where_the_loss_scale_grows(name):
-    """ZeRO 1 and 2 double the scale before they divide by it, so that the gradients of that step
-    are half as large, for every optimizer. Where the scale never grows, that step's loss is half
-    as large instead."""
-    parts: list[float] = []
+    """ZeRO doubles the scale before it divides by it, so that the gradients of that step are half
+    as large, for every optimizer. Where the scale never grows, that step's loss is half as large
+    instead."""
     for clip in (0.0, 1e-3):
-        sizes, scales = sizes_and_scales(name, clip, 4, parts)
-        wanted, same = sizes_and_scales(name, clip, 1000, parts)
-        assert scales[-1] >= 4 * scales[1] and same[-1] == same[0], scales
+        sizes, scales = sizes_and_scales(name, clip, 4)
+        grown = [step for step in range(12) if scales[step + 1] > scales[step]]
+        wanted, same = sizes_and_scales(name, clip, 1000, () if "z0" in name else grown)
+        assert len(grown) > 1 and same[-1] == same[0], scales
         for size, expected in zip(sizes, wanted, strict=True):
             assert 0.99 < size / expected < 1.01, (sizes, wanted)
 
@@ -454,22 +419,9 @@ def test_matrices_in_no_layer_and_their_biases_have_lr_and_all_else_adam_lr(stag
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_parameters_without_elements_may_be_all_that_is_in_no_layer(stage):
-    model = torch.nn.Sequential(torch.nn.Linear(FEATURES, CLASSES))
-    model.register_parameter("none", torch.nn.Parameter(torch.zeros(0)))
-    engine = by_default(stage, model=model)
-    before, (x, y) = weights(engine)["0.weight"], make_batch(0, 4)
-    engine.backward(cross_entropy(engine(x), y))
-    engine.step()
-    assert not torch.equal(weights(engine)["0.weight"], before)
-
-
-@pytest.mark.ranks(1)
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(
-    ("key", "groups"),
-    [("lr", slice(0)), ("lr", slice(2)), ("lr", slice(1)), ("weight_decay", slice(1))],
+    ("key", "groups"), [("lr", slice(2)), ("lr", slice(1)), ("weight_decay", slice(1))]
 )
 def test_a_rate_that_is_set_for_a_part_of_a_group_alone_is_told_once(stage, key, groups):
     engine = by_default(stage, kfac={"report": "none"})
@@ -482,24 +434,20 @@ def test_a_rate_that_is_set_for_a_part_of_a_group_alone_is_told_once(stage, key,
     assert told == (groups == slice(1))
 
 
-def updates_of(engine) -> dict[str, float]:
-    """How many gradients each layer's moments have."""
-    states = engine.kfac.preconditioner.state.items()
-    return {name: float(state.moments.updates) for name, state in states}
-
-
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_moments_that_a_program_takes_from_the_optimizers_state_begin_at_zero(stage):
     """Those of the layer, or of all where DeepSpeed's parameters are flat."""
     engine = by_default(stage)
     optimizer, middle = engine.optimizer, engine.module.middle.weight
 
     def updates(action=lambda: None) -> dict[str, float]:
+        """How many gradients each layer's moments have in the end."""
         train(engine, 1, steps=4)
         action()
         train(engine, 1, steps=1)
-        return updates_of(engine)
+        states = engine.kfac.preconditioner.state.items()
+        return {name: float(state.moments.updates) for name, state in states}
 
     assert set(updates().values()) <= {5}
     assert set(updates(optimizer.state.clear).values()) <= {1}
@@ -511,16 +459,3 @@ def test_moments_that_a_program_takes_from_the_optimizers_state_begin_at_zero(st
     ):
         for name, count in updates(action).items():
             assert count == (of_middle if name == "middle" else others), name
-
-
-@pytest.mark.ranks(1)
-def test_loaded_moments_of_a_layer_without_a_step_stay_where_anothers_are_taken_away():
-    engine = by_default(0)
-    train(engine, 1, steps=4)
-    engine.optimizer.load_state_dict(engine.optimizer.state_dict())
-    hook = engine.module.first.register_forward_hook(lambda module, inputs, output: output.detach())
-    train(engine, 1, steps=1)
-    hook.remove()
-    engine.optimizer.state.pop(engine.module.middle.weight)
-    train(engine, 1, steps=1)
-    assert updates_of(engine) == {"first": 5, "middle": 1, "head": 6}

@@ -59,17 +59,11 @@ class Twice(FusedHead):
         return super().forward(x, y)
 
 
+CASES = [("z2", FusedHead), ("adam-z3", FusedHead), ("adam-z2", Late), ("adam-z2", Twice)]
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("name", "model"),
-    [
-        ("z2", FusedHead),
-        ("adam-z2", FusedHead),
-        ("adam-z3", FusedHead),
-        ("adam-z2", Late),
-        ("adam-z2", Twice),
-    ],
-)
+@pytest.mark.parametrize(("name", "model"), CASES)
 def test_a_head_without_rows_leaves_the_share_and_is_counted(name, model):
     """It is said whatever frameworks mute, as transformers' Trainer does with log_level="error"."""
     with patch.object(proving, "RAISES", False):

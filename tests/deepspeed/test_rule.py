@@ -16,10 +16,9 @@ from tests.deepspeed.modes import Mode
 from tests.deepspeed.runs import build
 from tests.models import CLASSES, FEATURES, make_net
 from tests.ranks import of_ranks
-from tests.rule_cases import CASES, Case, truth_of
+from tests.rule_cases import CASES, Case, Tasks, truth_of, vectors
 from tests.truth import factors_of_ranks
 
-pytestmark = pytest.mark.ranks
 TOLERANCES = {"fp32": 1e-4, "fp16": 1e-2}
 """Relative to a factor's norm."""
 STILL = {"type": "SGD", "params": {"lr": 0.0}}
@@ -92,19 +91,24 @@ def off(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
-RUNS = [(name, 0, "fp32") for name in CASES]
+def a_task_of_each_rank(forward, backward, rank: int) -> None:
+    backward(forward(*vectors(rank), task=("head", "other")[rank]))
+
+
+ON_RANKS = CASES | {"a task of each rank": Case(Tasks, a_task_of_each_rank)}
+RUNS = [(name, 0, "fp32") for name in ON_RANKS]
 RUNS += [("llama, padded micro-batches", stage, "fp32") for stage in (2, 3)]
 RUNS += [("micro-batches", stage, "fp16") for stage in (1, 2)]
 
 
-@pytest.mark.parametrize("world", [2])  # tests/model/test_rule.py has one rank
+@pytest.mark.ranks(2)  # tests/model/test_rule.py has one
 @pytest.mark.parametrize(("name", "stage", "dtype"), RUNS)
-def test_an_engines_factors_are_those_of_the_rule(name, stage, dtype, world):
-    case = CASES[name]
+def test_an_engines_factors_are_those_of_the_rule(name, stage, dtype):
+    case = ON_RANKS[name]
     engine = make_engine(case, stage, dtype)
     take_step(engine, case)
     factors = factors_of(engine)
-    rule = factors_of_ranks([truth_of(case, rank)[1].sums() for rank in range(world)])
+    rule = factors_of_ranks([truth_of(case, rank)[1].sums() for rank in (0, 1)])
     excluded = case.layers.get("exclude", ())
     expected = {layer: (A, G) for layer, (A, G, _) in rule.items() if layer not in excluded}
     assert factors.keys() == expected.keys()
@@ -134,8 +138,8 @@ def test_a_layer_without_a_row_in_a_step_keeps_its_factors():
 
 # what a step's loss is a mean over: ``kfac.factor.loss_mean``
 
-SIZES = {1: [[60, 4, 19, 13]], 2: [[60, 4], [19, 13]]}
-"""Number of ranks -> rows of each micro-batch on each rank."""
+SIZES = [60, 4], [19, 13]
+"""Rows of each micro-batch on each rank."""
 TERMS = 96
 
 
@@ -150,11 +154,11 @@ class TermLoss(nn.Linear):
         return F.cross_entropy(logits, y, reduction="sum") / num_items_in_batch
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("stage", "loss_mean"), [(0, "step"), (2, "step"), (0, "micro_batch"), (2, "micro_batch")]
 )
-def test_G_is_the_second_moment_of_gradients_of_single_terms(stage, loss_mean, world):
+def test_G_is_the_second_moment_of_gradients_of_single_terms(stage, loss_mean):
     """Whether a step's loss is a mean over the terms of each micro-batch or over those of the whole
     step. Micro-batches, each a mean over its terms, weigh alike."""
     generator = torch.Generator().manual_seed(1)
@@ -162,19 +166,18 @@ def test_G_is_the_second_moment_of_gradients_of_single_terms(stage, loss_mean, w
     y = torch.randint(CLASSES, (TERMS,), generator=generator)
     model = make_net(lambda: TermLoss(FEATURES, CLASSES))
     g = (x @ model.weight.T + model.bias).softmax(-1).detach() - F.one_hot(y, CLASSES)
-    own, count = SIZES[world][dist.get_rank()], len(SIZES[world][0])
-    first = sum(map(sum, SIZES[world][: dist.get_rank()]))
+    own, first = SIZES[dist.get_rank()], dist.get_rank() * sum(SIZES[0])
     parts = (t[first : first + sum(own)].split(own) for t in (x, y))
     factor = {"rows": "all", "update_interval": 1, "loss_mean": loss_mean}
-    engine = build(Mode("terms", stage, clip=0.0, kfac={"factor": factor}), count, model=model)
+    engine = build(Mode("terms", stage, clip=0.0, kfac={"factor": factor}), 2, model=model)
     for inputs, labels in zip(*parts, strict=True):
         if loss_mean == "step":  # DeepSpeed divides by the ranks and the micro-batches
-            loss = engine(inputs, labels, num_items_in_batch=TERMS) * world * count
+            loss = engine(inputs, labels, num_items_in_batch=TERMS) * 2 * 2
         else:
             loss = engine(inputs, labels)
         engine.backward(loss)
         engine.step()
-    parts = [g] if loss_mean == "step" else g.split(SIZES[1][0])
+    parts = [g] if loss_mean == "step" else g.split([*SIZES[0], *SIZES[1]])
     G = sum(part.T @ part / len(part) for part in parts) / len(parts)
     ((_, found),) = factors_of(engine).values()
     close(found, G.double(), sums=2 * TERMS, dtype=torch.float32)

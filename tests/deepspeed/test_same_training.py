@@ -4,6 +4,7 @@ orders of dtypes, sparse gradients, other backends of operations, or rescaled by
 import ast
 import contextlib
 import tempfile
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from unittest.mock import patch
@@ -14,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 
 import ds_kfac
-from ds_kfac import log
 from ds_kfac.ops import dispatch, functional
 from ds_kfac.ops.dispatch import Backend
 from tests.close import close, exact, near
@@ -79,21 +79,11 @@ def compiled(
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("name", "backend", "world"),
-    [
-        ("z2-bf16", "aot_eager", 1),
-        ("adam-z2", "aot_eager", 1),
-        ("z3", "aot_eager", 2),
-        ("z2", "inductor", 1),
-    ],
-)
-def test_compiled_training_is_the_same_in_the_graphs_of_the_plain_engine(name, backend, world):
-    initial, final, plain = compiled(name.removeprefix("adam-"), {"enabled": False}, backend)
-    if backend == "inductor" and all(value.equal(initial[key]) for key, value in final.items()):
-        return  # torch's inductor makes NaN of this model without K-FAC: with instructions of AVX2
+@pytest.mark.parametrize(("name", "world"), [("z2-bf16", 1), ("adam-z2", 1), ("z3", 2)])
+def test_compiled_training_is_the_same_in_the_graphs_of_the_plain_engine(name, world):
+    *_, plain = compiled(name.removeprefix("adam-"), {"enabled": False}, "aot_eager")
     initial, eager, _ = compiled(name, BLOCK, None)
-    _, actual, history = compiled(name, BLOCK, backend)
+    _, actual, history = compiled(name, BLOCK, "aot_eager")
     options = {"steps": STEPS, "kfac_config": BLOCK}
     found = on_rank_0(lambda: expected(BY_NAME[name], 1, world, initial, **options))
     start = {key: torch.zeros_like(value) for key, value in eager.items()} | initial
@@ -111,10 +101,8 @@ def test_compiled_training_is_the_same_in_the_graphs_of_the_plain_engine(name, b
     assert history[STEPS]["graphs"] == history[STEPS + 1]["graphs"], "evaluation is compiled once"
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("world", [1])
-@pytest.mark.parametrize("whole_step", [False, True])
-def test_a_compiled_function_may_call_the_engine(whole_step, world):
+@pytest.mark.ranks(1)
+def test_a_compiled_function_may_call_the_engine():
     import torch._dynamo
 
     final = []
@@ -122,20 +110,13 @@ def test_a_compiled_function_may_call_the_engine(whole_step, world):
         torch._dynamo.reset()
         engine = build(BY_NAME["z0"])
 
-        def loss_of(x, y, engine=engine):
-            loss = engine(x, y)
-            if whole_step:
-                engine.backward(loss)
-                engine.step()
-            return loss
+        def take_step(x, y, engine=engine):
+            engine.backward(engine(x, y))
+            engine.step()
 
-        run = loss_of if backend is None else torch.compile(loss_of, backend=backend)
+        run = take_step if backend is None else torch.compile(take_step, backend=backend)
         for step in range(STEPS):
-            ((x, y),) = micro_batches(step, 1)
-            loss = run(x, y)
-            if not whole_step:
-                engine.backward(loss)
-                engine.step()
+            run(*next(micro_batches(step, 1)))
         assert engine.kfac.counters()["steps"] == STEPS
         final.append(weights(engine))
     exact(final[1], final[0])
@@ -181,7 +162,7 @@ CHANGES = {
     "device": lambda: torch.device("meta"),
     "inference": contextlib.nullcontext,
 }
-DEFAULT_MODES = ["z0", "z2", "adam-z0", "adam-z2", "adam-z3", "z2-bf16-corrected"]
+DEFAULT_MODES = ["z0", "adam-z0", "adam-z3", "z2-bf16-corrected"]
 
 
 def with_defaults(name: str, change: str = "") -> tuple[dict, tuple]:
@@ -228,7 +209,7 @@ WIDTHS = {"first": (FEATURES, 17), "middle": (17, 19), "head": (19, CLASSES)}
 class Mixed(nn.Module):
     """Layers of their dtypes, registered in this order. Their values do not depend on it."""
 
-    def __init__(self, dtypes: dict[str, torch.dtype], order: list[str]) -> None:
+    def __init__(self, dtypes: dict[str, torch.dtype], order: Iterable[str]) -> None:
         super().__init__()
         for name in order:
             torch.manual_seed(len(name))
@@ -241,12 +222,16 @@ class Mixed(nn.Module):
         return cross_entropy(x.float(), y)
 
 
-def with_dtypes(mode: str, dtypes: dict, order: list[str]):
+def with_dtypes(mode: str, dtypes: dict, order: Iterable[str] = tuple(WIDTHS)) -> dict:
+    """The parameters after training, with gradients that travel in fp32 where that is wanted."""
     engine = build(BY_NAME[mode], model=Mixed(dtypes, order), gradient_clipping=0.0)
     train(engine, 1, steps=3)
     kfac = engine.kfac.preconditioner
     assert not kfac.proving.unfit
-    return engine, kfac.plan.gradient_dtypes
+    # else DeepSpeed adds up gradients in the first layer's dtype
+    if not engine.zero_optimization() or dtypes is not NARROW:
+        assert kfac.plan.gradient_dtypes == (torch.float32, torch.float32)
+    return dict(engine.module.named_parameters())
 
 
 @pytest.mark.ranks(2)
@@ -254,18 +239,14 @@ def with_dtypes(mode: str, dtypes: dict, order: list[str]):
 def test_it_does_not_matter_of_which_dtype_the_first_layer_is(mode):
     """At stage 0 the optimizer steps parameters as they are; gradients travel in the widest dtype
     of any."""
-    orders = ["first", "middle", "head"], ["middle", "head", "first"]
-    (narrow, dtypes), (wide, others) = (with_dtypes(mode, NARROW, order) for order in orders)
-    assert dtypes == others == (torch.float32, torch.float32)
-    exact(dict(narrow.module.named_parameters()), dict(wide.module.named_parameters()))
+    exact(with_dtypes(mode, NARROW), with_dtypes(mode, NARROW, ["middle", "head", "first"]))
 
 
 @pytest.mark.ranks(2)
 def test_results_of_a_float64_model_are_not_rounded_to_16_bits():
-    _, dtypes = with_dtypes("adam-z2", dict.fromkeys(WIDTHS, torch.float64), list(WIDTHS))
-    assert dtypes == (torch.float32, torch.float32)
-    for mode in ("z1", "z2", "adam-z2"):  # DeepSpeed adds up gradients in the first layer's dtype
-        with_dtypes(mode, NARROW, list(WIDTHS))
+    with_dtypes("adam-z2", dict.fromkeys(WIDTHS, torch.float64))
+    for mode in ("z2", "adam-z2"):
+        with_dtypes(mode, NARROW)
 
 
 # sparse gradients: at stage 0 DeepSpeed trains an nn.Embedding(sparse=True), but does not clip it
@@ -306,10 +287,10 @@ def with_a_table(sparse: bool, clip: float) -> list[dict[str, torch.Tensor]]:
 @pytest.mark.ranks(2)
 def test_a_sparse_gradient_trains_as_the_dense_one_and_is_not_clipped():
     plain, clipped = with_a_table(False, 0.0), with_a_table(False, TABLE_CLIP)
-    tables = [steps[0]["table.weight"] for steps in (plain, clipped)]
-    assert (tables[0] - tables[1]).abs().max() > 1e-2, "dense ones are clipped"
+    table = plain[0]["table.weight"]
+    assert (table - clipped[0]["table.weight"]).abs().max() > 1e-2, "dense ones are clipped"
     # what is not clipped goes another way afterwards
-    expected = {**clipped[0], "table.weight": tables[0]}
+    expected = {**clipped[0], "table.weight": table}
     # three steps, each 1 / damping as sensitive as its factors
     for actual, wanted in (
         (with_a_table(True, 0.0)[-1], plain[-1]),
@@ -372,26 +353,21 @@ def offered(load):
         yield
 
 
-def start(backend: str | None):
+def start(backend: str | None = None):
     mode = BY_NAME["z2"]
     return build(mode, kfac=merged(mode.kfac_block, {"ops": {"backend": backend}}))
 
 
-def some_ops() -> dict:
-    return {op: getattr(functional, op) for op in ("syrk_accumulate_", "ema_update_")}
-
-
 @pytest.mark.ranks(2)
 def test_training_is_the_same_by_either_backend_and_the_report_names_it():
-    with offered(some_ops):
-        engines = {name: start(name) for name in ("torch", "cuda")}
-    for engine in engines.values():
+    with offered(lambda: {"ema_update_": functional.ema_update_}):
+        engines = [start("torch"), start("cuda")]
+    for engine in engines:
         train(engine, 1, steps=4)
-    exact(weights(engines["cuda"]), weights(engines["torch"]))
-    report = engines["torch"].kfac.report
-    assert "  ops: torch (syrk_accumulate_, " in report and "cuda" not in report
-    chosen = "  ops: cuda (syrk_accumulate_, ema_update_); torch ("
-    assert chosen in engines["cuda"].kfac.report
+    exact(*map(weights, engines))
+    by_torch, by_cuda = (engine.kfac.report for engine in engines)
+    assert "  ops: torch (syrk_accumulate_, " in by_torch and "cuda" not in by_torch
+    assert "  ops: torch (" in by_cuda and "; cuda (ema_update_)" in by_cuda
 
 
 @pytest.mark.ranks(2)
@@ -399,10 +375,10 @@ def test_a_backend_that_one_rank_lacks_is_chosen_on_none_and_refused_on_all():
     def broken() -> dict:
         if dist.get_rank() == 1:
             raise RuntimeError("no compiler on this node")
-        return some_ops()
+        return {"ema_update_": functional.ema_update_}
 
     with offered(broken):
-        report = start(None).kfac.report
+        report = start().kfac.report
         error = error_of(lambda: start("cuda"))
     assert "  ops: torch (syrk_accumulate_, " in report
     assert dist.get_rank() or "not cuda: rank 1: no compiler on this node" in report
@@ -410,19 +386,15 @@ def test_a_backend_that_one_rank_lacks_is_chosen_on_none_and_refused_on_all():
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("backend", [None, "cuda"])
-def test_an_op_that_is_wrong_on_one_rank_is_torch_s_on_all_with_one_warning(backend):
+def test_an_op_that_is_wrong_on_one_rank_is_torch_s_on_all_with_one_warning():
     def wrong(*arguments, **options):
         functional.adam_step_(*arguments, **options)
         if dist.get_rank() == 1:
             arguments[0].mul_(2)
 
-    said: list[str] = []
-    with (
-        offered(lambda: {"ema_update_": functional.ema_update_, "adam_step_": wrong}),
-        patch.object(log.logger, "log", lambda level, text: said.append(text)),
-    ):
-        report = start(backend).kfac.report
+    ops = {"ema_update_": functional.ema_update_, "adam_step_": wrong}
+    with offered(lambda: ops), heard() as said:
+        report = start().kfac.report
     assert "  ops: torch (" in report and "; cuda (ema_update_); not adam_step_: " in report
     warnings = [text for text in said if "plain torch runs instead" in text]
     assert len(warnings) == (dist.get_rank() == 0)
@@ -431,18 +403,19 @@ def test_an_op_that_is_wrong_on_one_rank_is_torch_s_on_all_with_one_warning(back
 
 
 RESCALED_MODES = (
-    "z0 z1 z2 z2-round_robin z2-offload z3 z3-persistence_0 z3-sub_groups z3-offload z0-bf16"
+    "z0 z1 z2-round_robin z2-offload z3-persistence_0 z3-sub_groups z3-offload z0-bf16 "
+    "z0-bf16-fused z1-bf16-accum32 z2-bf16 z3-bf16 adam-z2"
 )
-RESCALED_MODES += " z0-bf16-fused z1-bf16-accum32 z2-bf16 z3-bf16 adam-z2"
+RESCALE = {**KFAC, "rescale_weights": True}
 WEIGHTS = ("first.weight", "middle.weight", "head.weight")
 
 
-def scaled_net(**times: float):
-    """Its layers' weights multiplied."""
+def wide_net():
+    """Two layers' weights are larger than the rule leaves them."""
     model = make_net()
     with torch.no_grad():
-        for name, factor in times.items():
-            model.get_submodule(name).weight.mul_(factor)
+        for layer in (model.first, model.middle):
+            layer.weight.mul_(5)
     return model
 
 
@@ -451,14 +424,7 @@ def scaled_net(**times: float):
 def test_every_stage_rescales_masters_and_weights(name):
     mode = BY_NAME[name]
     block = {**KFAC, **mode.kfac}
-    plain, rescaling = (
-        build(
-            mode,
-            model=scaled_net(first=5, middle=5),
-            kfac={**block, "rescale_weights": rescale},
-        )
-        for rescale in (False, True)
-    )
+    plain, rescaling = (build(mode, model=wide_net(), kfac=k) for k in (block, RESCALE | mode.kfac))
     with patched(mode):
         for engine in (plain, rescaling):
             train(engine, 1, steps=1)
@@ -486,8 +452,7 @@ def test_every_stage_rescales_masters_and_weights(name):
 def test_a_weight_that_was_frozen_after_attach_keeps_its_norm(name):
     # ZeRO applies weight decay to a parameter that was frozen
     sgd = {"type": "SGD", "params": {"lr": 0.02}}
-    kfac = {**KFAC, "rescale_weights": True}
-    engine = build(BY_NAME[name], model=scaled_net(middle=20), kfac=kfac, optimizer=sgd)
+    engine = build(BY_NAME[name], model=wide_net(), kfac=RESCALE, optimizer=sgd)
     before = weights(engine)["middle.weight"]
     engine.module.middle.weight.requires_grad_(False)
     train(engine, 1, steps=1)
@@ -495,9 +460,7 @@ def test_a_weight_that_was_frozen_after_attach_keeps_its_norm(name):
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("name", ["z0", "z2"])
-def test_layers_without_a_matrix_are_trained_without_rescaling(name):
-    kfac = {**KFAC, "rescale_weights": True, "layers": {"types": ["LayerNorm"]}}
-    engine = build(BY_NAME[name], kfac=kfac)
+def test_layers_without_a_matrix_are_trained_without_rescaling():
+    engine = build(BY_NAME["z2"], kfac={**RESCALE, "layers": {"types": ["LayerNorm"]}})
     train(engine, 1, steps=2)
     assert engine.kfac.job.steps == 2

@@ -2,19 +2,22 @@
 without."""
 
 from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from benchmarks.held import bytes_in
 from ds_kfac.directions import step_tensors
 from ds_kfac.update import recorded
 from ds_kfac.update.recorded import ATTEMPTS, STEADY, Recorded
 from tests.close import exact
+from tests.deepspeed import runs
+from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.test_modes import check
-from tests.ranks import run_ranks
-from tests.tape import tape
+from tests.tape import tape, taped
 
 
 class Doubled:
@@ -92,59 +95,68 @@ def test_who_is_recorded(case):
     )
 
 
-CASES = {
-    "adam": "z0-fp16 z0-clipped z1-offload z1-bf16 z2-fp16 z3 z2-relative_damping "
-    "z2-bf16-clipped z2-bf16-accum32 z1-unrotated",
-    "gradient": "z0-noclip z0-groups z1-offload z1-bf16 z2-relative_damping z2-fp16-corrected "
-    "z2-bf16-corrected z3-clipped z3-fp16-corrected z3-bf16-accum32-corrected",
-}
-"""Modes that are recorded, by rule."""
+MODES = """
+adam-z0-fp16 adam-z1-offload adam-z2-relative_damping adam-z2-bf16-clipped adam-z3
+adam-z1-unrotated z0-noclip z0-groups z1-offload z2-relative_damping z2-fp16-corrected z3-clipped
+z3-bf16-accum32-corrected
+"""
 REPLAYS = 3
 """Of four steps. The first is launched as it is. New eigenbases are copied to where the last ones
 were."""
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("rule", CASES)
-def test_engines_with_recorded_steps_match_the_reference(rule):
-    prefix = "adam-" if rule == "adam" else ""
-    cases = [(prefix + name, 4) for name in CASES[rule].split()]
-    results = run_ranks("tests.deepspeed.recorded:compare", world=2, payload=cases)[0]
-    assert len(results) == len(cases)
-    for case, result in results.items():
-        check(case, result)
-        assert result["replays"] == REPLAYS, case
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", MODES.split())
+def test_engines_with_recorded_steps_match_the_reference(name):
+    with taped():
+        result = runs.compared(name, 4)
+    check((name, 4), result)
+    assert result["replays"] == REPLAYS
 
 
-@pytest.mark.distributed
+def eventful(name: str, steady: int) -> tuple[dict[str, torch.Tensor], int]:
+    """Weights after a run with events, and the number of replays."""
+    mode = BY_NAME[name]
+    with taped(steady) as replays, TemporaryDirectory() as folder, runs.patched(mode):
+        engine = runs.build(mode)
+        runs.train(engine, 1, steps=12)
+        infinite = float("inf") if "fp16" in name else 1.0
+        for first, times in ((20, infinite), (21, 1.0)):  # a spike: DeepSpeed skips the step
+            runs.train(engine, 1, steps=1, first=first, times=times)
+        assert engine.skipped_steps == ("fp16" in name)
+        engine.save_checkpoint(folder)
+        runs.train(engine, 1, steps=6, first=30)
+        engine.load_checkpoint(folder)
+        for group in engine.optimizer.param_groups:
+            if mode.adam:
+                group["betas"] = (0.8, group["betas"][1])
+            else:
+                group["lr"] *= 0.5
+        runs.train(engine, 1, steps=6, first=40)
+        # its column of the direction is not zero
+        engine.module.first.bias.requires_grad_(False)
+        runs.train(engine, 1, steps=4, first=50)
+        return runs.weights(engine), replays[0]
+
+
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("name", ["adam-z1-fp16", "adam-z2", "z1", "z2-fp16-corrected"])
 def test_recorded_steps_are_those_of_a_run_without_to_the_bit(name):
     """Refreshes in place, a step that is skipped, betas or rates that change, a checkpoint that is
     loaded, a frozen bias."""
-    results = run_ranks("tests.deepspeed.recorded:eventful", world=1, payload=name)[0]
-    assert results["recorded"] > 20 and results["plain"] == 0
-    for name, (one, other) in results["weights"].items():
-        exact(one, other, what=name)
+    (recorded, replays), (plain, launched) = (eventful(name, steady) for steady in (1, 10**6))
+    assert replays > 20 and launched == 0
+    exact(recorded, plain)
 
 
-@pytest.mark.distributed
-def test_gradients_of_several_dtypes_keep_theirs():
-    weights, replays = run_ranks("tests.deepspeed.recorded:mixed", world=1)[0]
-    assert replays == 5
-    for one, other in weights.values():
-        exact(one, other)
-
-
-@pytest.mark.distributed
-def test_a_load_keeps_moments_where_a_recorded_step_finds_them():
-    assert all(run_ranks("tests.deepspeed.recorded:loaded", world=1)[0])
-
-
-@pytest.mark.distributed
-def test_a_recorded_step_keeps_what_the_report_and_the_estimate_say():
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("name", ["adam-z2", "z2", "z2-bf16-corrected"])
+def test_a_recorded_step_keeps_what_the_report_and_the_estimate_say(name):
     """Of corrected eigenvalues there is no second copy: those of a layer with a new eigenbasis
     change in place."""
-    names = ["adam-z2", "z2", "z2-bf16-corrected"]
-    (found,) = run_ranks("tests.deepspeed.recorded:kept", world=1, payload=names)
-    for name, (kept, said) in found.items():
-        assert kept == said > 0, name
+    with taped():
+        engine = runs.build(BY_NAME[name])
+        runs.train(engine, 1, steps=4)
+        kfac = engine.kfac.preconditioner
+        kept = bytes_in([*kfac.direction.recorded.tensors.matrices.values()])
+        assert kept == kfac.rule.facts.kept(kfac.plan, kfac.worker_layers, "cpu") > 0
