@@ -176,7 +176,7 @@ release: $(STAMP)
 campaign: $(STAMP)
 	$(BIN)/python -m pytest -s tests/campaign $(ARGS)
 
-# lines, widths, words and operations of a step, beside those of the last commit
+# lines, widths, words, functions and operations of a step, beside those of the last commit
 report: $(STAMP)
 	$(BIN)/python -m tests.sizes $(ARGS)
 

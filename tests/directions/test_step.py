@@ -73,7 +73,7 @@ def exchange_of(
     """
     return Exchange(
         results={},
-        owned=tuple(layers),
+        worker_layers=tuple(layers),
         device=torch.device("cpu"),
         group_indices=lambda layer: groups,
         parts=parts,
