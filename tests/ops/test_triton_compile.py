@@ -3,11 +3,12 @@ Spills are errors."""
 
 from collections.abc import Callable, Iterator
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.ops.triton_tools import Compiled, compiling
+from tests.ops.triton_tools import Compiled, compiling, cuobjdump, usage
 
 pytest.importorskip("triton", reason="triton is not installed: its kernels are not compiled")
 
@@ -20,6 +21,7 @@ from ds_kfac.ops.triton.syrk import CHOSEN, SyrkConfig, config_for, family
 ARCHITECTURES = (80, 90, 100)
 SHARED_PER_MULTIPROCESSOR = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
 TENSOR_CORE = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+REGISTERS = 65536
 
 
 def scale(n: int, rows: int, columns: int, result: torch.dtype) -> None:
@@ -44,6 +46,23 @@ def compile_one(arch: int, launch: Callable[[], None]) -> list[Compiled]:
     return done
 
 
+def registers_of(compiled: Compiled, directory: Path) -> int:
+    """A thread's; there is no local memory."""
+    if cuobjdump() is None:
+        pytest.skip("compiled without spills; cuobjdump is missing, so registers are not checked")
+    registers, local = usage(compiled.cubin, directory)
+    assert local == 0
+    print(f"{compiled.name}: {registers} registers, {compiled.shared} bytes shared")
+    return registers
+
+
+def fits(config: SyrkConfig, compiled: Compiled, registers: int, arch: int) -> bool:
+    """Whether a multiprocessor holds as many programs as the configuration says. A program has 1 KB
+    more."""
+    shared = config.resident * (compiled.shared + 1024) <= SHARED_PER_MULTIPROCESSOR[arch]
+    return shared and config.resident * config.warps * 32 * -(-registers // 8) * 8 <= REGISTERS
+
+
 def shipped() -> Iterator[tuple[int, str, SyrkConfig, int, bool]]:
     """(architecture, family, configuration, split, masked): all of them, in turn with and without
     atomic additions; those without a descriptor also with rows that do not count."""
@@ -59,7 +78,7 @@ def shipped() -> Iterator[tuple[int, str, SyrkConfig, int, bool]]:
 
 @pytest.mark.parametrize(("arch", "name", "config", "split", "masked"), shipped())
 def test_syrk_does_not_spill_and_multiplies_on_tensor_cores(
-    arch, name, config, split, masked, monkeypatch
+    arch, name, config, split, masked, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(syrk, "split_for", lambda *_: split)
     dtype = torch.float32 if name == "fp32" else (torch.bfloat16, torch.float16)[split == 1]
@@ -81,8 +100,7 @@ def test_syrk_does_not_spill_and_multiplies_on_tensor_cores(
         assert pieces >= 2 * (config.stages - 1) and copies == 0
     else:
         assert copies > 0 and pieces == 0  # rows arrive while others are multiplied
-    # a multiprocessor holds as many programs as the configuration says, which have 1 KB more each
-    assert config.resident * (compiled.shared + 1024) <= SHARED_PER_MULTIPROCESSOR[arch]
+    assert fits(config, compiled, registers_of(compiled, tmp_path), arch)
 
 
 def test_every_side_has_a_configuration():
@@ -101,5 +119,8 @@ def test_every_side_has_a_configuration():
 @pytest.mark.parametrize(
     ("arch", "case"), [(80, "wide"), (90, "wide"), (90, "narrow"), (100, "narrow")]
 )
-def test_scaling_does_not_spill(arch, case):
-    assert len(compile_one(arch, SCALE[case])) == 3
+def test_scaling_does_not_spill_and_leaves_room_for_many_programs(arch, case, tmp_path):
+    done = compile_one(arch, SCALE[case])
+    assert len(done) == 3
+    for compiled in done:  # two programs of 8 warps: loads of one while the other divides
+        assert registers_of(compiled, tmp_path) <= 128

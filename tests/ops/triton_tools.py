@@ -1,11 +1,14 @@
 """Triton kernels without a GPU: interpreted, or compiled for a device that is not there."""
 
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -68,11 +71,15 @@ class Compiled:
     """What became of one launch.
 
     Attributes:
+        name: the kernel's.
+        cubin: machine code.
         ptx: what it was assembled from; ptxas keeps these instructions, one for one, but for its
             choice of registers.
         shared: bytes of shared memory.
     """
 
+    name: str
+    cubin: bytes
     ptx: str
     shared: int
 
@@ -116,8 +123,11 @@ def compiling(arch: int, **options: Any) -> Iterator[list[Compiled]]:
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         kwargs |= {"ptx_options": "-warn-spills -Werror", **options}
         kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
-        assert kernel.asm["cubin"]  # by ptxas
-        done.append(Compiled(kernel.asm["ptx"], kernel.metadata.shared))
+        done.append(
+            Compiled(
+                kernel.metadata.name, kernel.asm["cubin"], kernel.asm["ptx"], kernel.metadata.shared
+            )
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", compile_only)
@@ -125,3 +135,23 @@ def compiling(arch: int, **options: Any) -> Iterator[list[Compiled]]:
             patch.setattr(module, "DEVICE_TYPE", "cpu")
         patch.setattr(driver, "_active", AbsentDevice(arch))
         yield done
+
+
+def cuobjdump() -> str | None:
+    """The one that triton brings, or the one on PATH."""
+    import triton
+
+    bundled = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    return str(bundled) if bundled.exists() else shutil.which("cuobjdump")
+
+
+def usage(cubin: bytes, directory: Path) -> tuple[int, int]:
+    """Registers a thread, and bytes of local memory and stack."""
+    path = directory / "kernel.cubin"
+    path.write_bytes(cubin)
+    text = subprocess.check_output(
+        [str(cuobjdump()), "-res-usage", path], text=True, stderr=subprocess.STDOUT
+    )
+    (registers, stack, local), *others = re.findall(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", text)
+    assert not others
+    return int(registers), int(stack) + int(local)
