@@ -1,19 +1,19 @@
 """csrc/cuda compiles for every architecture without warnings or spilled registers, and loads
-without a driver. Its index arithmetic holds in wide triangles."""
+without a driver. Its index arithmetic holds up to the widest triangle."""
 
 import ctypes
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 
-from ds_kfac.ops import build, functional
+from ds_kfac.ops import build
 from ds_kfac.ops.build import ARCHITECTURES, find_nvcc, nvcc_flags, sources
 from ds_kfac.ops.cuda import CudaError, CudaOps
 from ds_kfac.ops.functional import packed_numel
-from tests.ops.cuda_emulation import emulated
 
 STRICT = (
     *("-Werror", "all-warnings", "-Xcompiler=-Wall,-Wextra,-Werror"),
@@ -69,13 +69,39 @@ def test_the_compiled_library_loads_without_a_driver_and_names_its_errors(librar
         ops.symmetric_pack_into_(torch.zeros(6), [0], [torch.zeros(3, 3)])
 
 
-def test_places_are_right_where_a_float_no_longer_holds_their_number():
-    """Beyond 2^24 elements: the first and the last rows of a wide triangle, emulated."""
-    dim = 6000
-    x = torch.zeros(dim, dim)
-    rows = torch.arange(dim).float()
-    x[:, 0], x[:, 1], x.diagonal()[:] = rows, -rows, rows + 0.5
-    ours, torchs = torch.zeros(2, packed_numel(dim))
-    emulated().symmetric_pack_into_(ours, [0], [x])
-    functional.symmetric_pack_into_(torchs, [0], [x])
-    assert torch.equal(ours, torchs)
+INDICES = """
+#include "launch.h"
+using namespace ds_kfac;
+extern "C" void walk(int64_t start, int64_t step, int64_t count, int64_t *places) {
+    Cursor cursor(start);
+    for (int64_t i = 0; i < count; ++i, cursor.advance(step)) {
+        places[2 * i] = cursor.row;
+        places[2 * i + 1] = cursor.column;
+    }
+}
+"""
+
+
+def test_a_cursor_begins_at_both_ends_of_rows_up_to_the_widest_triangle(tmp_path):
+    """Compiled for the host."""
+    compiler = shutil.which("g++") or pytest.skip("index arithmetic is not tested: no g++")
+    (tmp_path / "walk.cpp").write_text(INDICES)
+    headers = [f"-I{build.source_folder()}", f"-I{Path(__file__).parent}"]
+    flags = ["-std=c++17", "-O2", "-shared", "-fPIC", "-fsanitize=undefined", *headers]
+    files = ["-fno-sanitize-recover", "-o", "walk.so", "walk.cpp"]
+    subprocess.run([compiler, *flags, *files], cwd=tmp_path, check=True)
+    library = ctypes.CDLL(str(tmp_path / "walk.so"))
+
+    def walked(start: int, step: int) -> list[list[int]]:
+        """Row and column of two places."""
+        found = torch.empty(2, 2, dtype=torch.int64)
+        numbers = [ctypes.c_int64(number) for number in (start, step, 2)]
+        library.walk(*numbers, ctypes.c_void_p(found.data_ptr()))
+        return found.tolist()
+
+    for row in (*range(0, 1 << 20, 997), 46_341, 100_003, (1 << 20) - 2):  # beyond 32 bits
+        for column in (0, row):
+            start = packed_numel(row) + column
+            first, (second, d) = walked(start, row + 1)
+            assert first == [row, column]
+            assert 0 <= d <= second and packed_numel(second) + d == start + row + 1
