@@ -63,23 +63,13 @@ def close(
         a, e = (torch.as_tensor(x, dtype=torch.float64) for x in (a, e))
         finite = e.isfinite()
         exact(a[~finite], e[~finite], what=f"{path} where not finite")
-        size = (
-            e[finite].abs().max()
-            if scale is None and finite.any()
-            else 0.0
-            if scale is None
-            else scale
-        )
-        bound = (
-            FACTOR
-            * eps
-            * math.sqrt(sums)
-            * torch.as_tensor(condition, dtype=torch.float64)
-            * torch.as_tensor(size, dtype=torch.float64)
-        )
-        ratio = _ratio(a, e, bound, finite)
+        largest = e[finite].abs().max() if finite.any() else 0.0
+        size = torch.as_tensor(largest if scale is None else scale, dtype=torch.float64)
+        bound = FACTOR * eps * math.sqrt(sums) * torch.as_tensor(condition).double() * size
+        terms = f"eps {eps:.1e}, sums {sums:g}"
+        ratio, message = _largest(path, a, e, bound, finite, terms)
         record(ratio)
-        assert ratio <= 1, _message(path, a, e, bound, finite, f"eps {eps:.1e}, sums {sums:g}")
+        assert ratio <= 1, message
 
 
 def exact(actual: Any, expected: Any, *, what: str = "") -> None:
@@ -104,12 +94,10 @@ def near(actual: Any, expected: Any, bound: Any, because: str, *, what: str = ""
     """
     assert because, "say what makes the difference"
     for path, a, e in _pairs(actual, expected, what):
-        a, e = (torch.as_tensor(x, dtype=torch.float64) for x in (a, e))
-        limit, finite = (
-            torch.as_tensor(bound, dtype=torch.float64),
-            torch.ones_like(e, dtype=torch.bool),
-        )
-        assert _ratio(a, e, limit, finite) <= 1, _message(path, a, e, limit, finite, because)
+        a, e, limit = (torch.as_tensor(x, dtype=torch.float64) for x in (a, e, bound))
+        everywhere = torch.ones_like(e, dtype=torch.bool)
+        ratio, message = _largest(path, a, e, limit, everywhere, because)
+        assert ratio <= 1, message
 
 
 def polar_condition(x: Tensor) -> Tensor:
@@ -133,15 +121,13 @@ def record(ratio: float) -> None:
 
 def _pairs(actual: Any, expected: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(expected, Mapping):
-        assert isinstance(actual, Mapping) and actual.keys() == expected.keys(), (
-            f"{path}: {actual}, expected {expected}"
-        )
+        alike = isinstance(actual, Mapping) and actual.keys() == expected.keys()
+        assert alike, f"{path}: {actual}, expected {expected}"
         for key in expected:
             yield from _pairs(actual[key], expected[key], f"{path}[{key!r}]")
     elif isinstance(expected, list | tuple):
-        assert isinstance(actual, list | tuple) and len(actual) == len(expected), (
-            f"{path}: {actual}, expected {expected}"
-        )
+        alike = isinstance(actual, list | tuple) and len(actual) == len(expected)
+        assert alike, f"{path}: {actual}, expected {expected}"
         for index, pair in enumerate(zip(actual, expected, strict=True)):
             yield from _pairs(*pair, f"{path}[{index}]")
     elif expected is None or actual is None:
@@ -153,31 +139,23 @@ def _pairs(actual: Any, expected: Any, path: str) -> Iterator[tuple[str, Any, An
 
 
 def _eps(x: Any) -> float:
-    dtype = (
-        torch.as_tensor(x).dtype
-        if isinstance(x, Tensor) or hasattr(x, "__array__")
-        else torch.float64
-    )
+    is_array = isinstance(x, Tensor) or hasattr(x, "__array__")
+    dtype = torch.as_tensor(x).dtype if is_array else torch.float64
     return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 
 
-def _ratio(actual: Tensor, expected: Tensor, bound: Tensor, where: Tensor) -> float:
-    """Largest |actual - expected| / bound; 0 / 0 is 0, and NaN is as far as can be."""
-    difference = (actual - expected).abs()
-    ratio = torch.where(difference == 0, 0.0, difference / bound.to(difference.device))[where]
-    return float(ratio.nan_to_num(math.inf, math.inf).max()) if ratio.numel() else 0.0
-
-
-def _message(
+def _largest(
     path: str, actual: Tensor, expected: Tensor, bound: Tensor, where: Tensor, terms: str
-) -> str:
-    ratio = torch.where(where, (actual - expected).abs() / bound, 0.0).nan_to_num(
-        math.inf, math.inf
-    )
-    worst = int(ratio.argmax())
-    values = f"{actual.flatten()[worst]:.9g}, expected {expected.flatten()[worst]:.9g}"
-    allowed = float(bound.expand_as(expected).flatten()[worst])
-    return (
-        f"{path}: element {worst} is {values}, allowed {allowed:.2e} ({terms}); "
-        f"{float(ratio.max()):.3g} of that"
-    )
+) -> tuple[float, str]:
+    """Largest |actual - expected| / bound, and a message; 0 / 0 is 0, and NaN is as far as can
+    be."""
+    difference = (actual - expected).abs()
+    if not difference.numel():
+        return 0.0, ""
+    bound = bound.to(difference.device).expand_as(difference)
+    ratios = torch.where(where & (difference != 0), difference / bound, 0.0)
+    ratios = ratios.nan_to_num(math.inf, math.inf)
+    worst = int(ratios.argmax())
+    a, e, allowed, ratio = (float(x.flatten()[worst]) for x in (actual, expected, bound, ratios))
+    values = f"element {worst} is {a:.9g}, expected {e:.9g}, allowed {allowed:.2e}"
+    return ratio, f"{path}: {values} ({terms}); {ratio:.3g} of that"

@@ -1,8 +1,10 @@
 """Shared by all tests."""
 
 import contextlib
+import json
 import logging
 import os
+from pathlib import Path
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -66,45 +68,25 @@ LONGEST = (
     "deepspeed/test_first_start.py",
     "deepspeed/test_interruptions.py",
     "deepspeed/test_memory.py",
-    "integrations/test_commands.py",
-    "benchmarks/test_gpu_script.py",
-    "test_processors.py",
-    "benchmarks/test_step.py",
 )
 """Files of tests that take more than 15 seconds. They run first: if a worker of pytest-xdist got
 one of them last, the other workers would wait for it."""
 
 
-def begins(path: str, *, distributed: bool) -> tuple[int, bool]:
-    """Of two tests the one with the smaller key comes first: long files, then tests of several
-    ranks, then others."""
-    place = next(
-        (index for index, name in enumerate(LONGEST) if path.endswith(f"tests/{name}")),
-        len(LONGEST),
-    )
-    return place, not distributed
-
-
 def pytest_collection_modifyitems(items):
-    """Where there is no GPU, its tests say so; torch.compile refuses a dispatch mode. Long ones
-    come first: the short ones fill the end."""
-    if SHUFFLED:
-        skip = pytest.mark.skip(
-            reason="SHUFFLED_SUMS is a dispatch mode, which torch.compile refuses"
-        )
-        for item in items:
-            if item.path.name == "test_library.py":
-                item.add_marker(skip)
-    if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="needs a CUDA device; torch finds none")
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(skip)
-    items.sort(
-        key=lambda item: begins(
-            item.path.as_posix(), distributed=item.get_closest_marker("distributed") is not None
-        )
-    )
+    """Where there is no GPU, its tests say so. Long files come first, then tests of several ranks:
+    the short ones fill the end."""
+
+    def place(item) -> tuple[int, bool]:
+        path = item.path.as_posix()
+        of_long = [index for index, name in enumerate(LONGEST) if path.endswith(f"tests/{name}")]
+        return min(of_long, default=len(LONGEST)), not item.get_closest_marker("distributed")
+
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device; torch finds none")
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
+    items.sort(key=place)
 
 
 def pytest_collection_finish():
@@ -112,9 +94,11 @@ def pytest_collection_finish():
 
 
 def pytest_sessionfinish(session):
-    """A worker of pytest-xdist sends what tests/close.py measured."""
+    """A worker of pytest-xdist sends what tests/close.py measured; tests/processors.py reads it."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["ratios"] = RATIOS
+    elif "RATIOS_FILE" in os.environ:
+        Path(os.environ["RATIOS_FILE"]).write_text(json.dumps(RATIOS))
 
 
 @pytest.hookimpl(optionalhook=True)

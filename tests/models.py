@@ -32,14 +32,8 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     )
 
 
-class _Stop(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        raise FloatingPointError("stopped")
+def stop(gradient: Tensor) -> Tensor:
+    raise FloatingPointError("stopped")
 
 
 class Stoppable(Net):
@@ -49,7 +43,9 @@ class Stoppable(Net):
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         z = self.norm(self.silu(self.first(x)))
-        z = self.head(torch.tanh(self.middle(_Stop.apply(z) if self.stops else z)))
+        if self.stops:
+            z.register_hook(stop)
+        z = self.head(torch.tanh(self.middle(z)))
         return z if y is None else cross_entropy(z, y)
 
 

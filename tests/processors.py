@@ -14,9 +14,11 @@ allowed.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
-from typing import Any
+import tempfile
+from pathlib import Path
 
 LIMIT = 0.3
 """Of what is allowed: the rest is for processors that nobody here has seen."""
@@ -32,40 +34,9 @@ SETTINGS: dict[str, dict[str, str]] = {
     "shuffled 1": {"SHUFFLED_SUMS": "1"},
     "shuffled 2": {"SHUFFLED_SUMS": "2"},
 }
-SETTINGS["everything default"] = {
-    name: value
-    for setting in ("ATen default", "MKL compatible", "oneDNN sse41")
-    for name, value in SETTINGS[setting].items()
-}
 SHORT = ("tests/directions", "tests/update/test_moments.py", "tests/model/test_rows.py")
 """Products, sums, eigenvectors and orthogonal factors in seconds: what is run where no tests are
 named."""
-
-
-class Failures:
-    """Names of tests that failed, for pytest."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.failed:
-            self.names.append(report.nodeid)
-
-    pytest_collectreport = pytest_runtest_logreport
-
-
-def run_tests(selection: list[str]) -> tuple[dict[str, float], list[str]]:
-    """Test -> largest difference / allowed; names of those that failed."""
-    import pytest
-
-    failures = Failures()
-    status = pytest.main(["-q", "-p", "no:cacheprovider", *selection], plugins=[failures])
-    if status not in (0, 1):
-        failures.names.append(f"pytest: exit status {int(status)}")
-    from tests.close import RATIOS
-
-    return RATIOS, failures.names
 
 
 def report(
@@ -88,27 +59,25 @@ def main(argv: list[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--only", nargs="+", default=[""], help="words of settings' names")
-    add("--here", action="store_true", help=argparse.SUPPRESS)
     add("selection", nargs="*", help="of tests, as pytest takes it, after --; default: a short one")
     options = parser.parse_args(argv)
-    selection = options.selection or list(SHORT)
-    if options.here:
-        print(json.dumps(run_tests(selection)))
-        return 0
-    command = [sys.executable, "-m", "tests.processors", "--here", "--", *selection]
+    tests = options.selection or list(SHORT)
+    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", *tests]
     plain: dict[str, float] = {}
     wrong = False
     for name, setting in SETTINGS.items():
         if not any(word in name for word in options.only):
             continue
         environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"} | setting
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            text, bad = f"{name}: failed\n{done.stdout[-2000:]}{done.stderr[-2000:]}", True
-        else:
-            ratios, failed = json.loads(done.stdout.splitlines()[-1])
-            plain = plain or ratios
-            text, bad = report(name, ratios, failed, plain)
+        with tempfile.NamedTemporaryFile() as kept:
+            environment["RATIOS_FILE"] = kept.name
+            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+            ratios = json.loads(Path(kept.name).read_text() or "{}")
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+        if done.returncode not in (0, 1):
+            failed.append(f"pytest: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+        plain = plain or ratios
+        text, bad = report(name, ratios, failed, plain)
         wrong |= bad
         print(text, flush=True)
     return int(wrong)

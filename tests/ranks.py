@@ -55,22 +55,21 @@ def free_port() -> int:
 
 def start_ranks(target: str, *, world: int, payload, folder: Path) -> list:
     """Fork the ranks; their logs and results will be in ``folder``. Returns their processes."""
-    port = str(free_port())
-    (folder / "payload").write_bytes(pickle.dumps(payload))
     processes = []
-    for rank in range(world):
-        environment = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "LOCAL_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            STORE: f"file://{folder}/store?rank={rank}&world_size={world}",
-        }
+    for rank, environment in enumerate(environments(world, payload, folder)):
+        environment[STORE] = f"file://{folder}/store?rank={rank}&world_size={world}"
+        environment["LOCAL_RANK"] = str(rank)
         processes.append(SERVER.Process(target=_worker, args=(target, folder, environment)))
         processes[-1].start()
     return processes
+
+
+def environments(world: int, payload, folder: Path) -> list[dict[str, str]]:
+    """Of ranks of one job, whose payload is written to the folder."""
+    (folder / "payload").write_bytes(pickle.dumps(payload))
+    job = {"WORLD_SIZE": str(world), "LOCAL_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
+    job["MASTER_PORT"] = str(free_port())
+    return [{"RANK": str(rank), "LOCAL_RANK": "0", **job} for rank in range(world)]
 
 
 def run_ranks(
@@ -84,27 +83,32 @@ def run_ranks(
     """
     __tracebackhide__ = True  # of a failure only the ranks' output says something
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        processes = start_ranks(target, world=world, payload=payload, folder=folder)
-        deadline = time.monotonic() + timeout
-        results = [folder / f"result{rank}" for rank in range(world)]
-        while time.monotonic() < deadline and any(process.is_alive() for process in processes):
-            dead = [
-                not p.is_alive() and not r.exists() for p, r in zip(processes, results, strict=True)
-            ]
-            if any(dead):
-                # a dead rank leaves the others waiting for ever
-                deadline = min(deadline, time.monotonic() + after)
-            time.sleep(0.05)
-        for process in processes:
-            process.kill()
-            process.join()
-        if not all(result.exists() for result in results):
-            logs = [
-                f"--- rank {r}\n" + (folder / f"log{r}").read_text()[-4000:] for r in range(world)
-            ]
-            raise AssertionError(f"{target} on {world} ranks did not finish\n" + "\n".join(logs))
-        return [pickle.loads(result.read_bytes()) for result in results]
+        processes = start_ranks(target, world=world, payload=payload, folder=Path(name))
+        return results_of(processes, target, Path(name), timeout, after)
+
+
+def results_of(processes: list, target: str, folder: Path, timeout: float, after: float) -> list:
+    """Wait for processes of ranks, forked or started; see :func:`run_ranks`."""
+    __tracebackhide__ = True
+    results = [folder / f"result{rank}" for rank in range(len(processes))]
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        codes = [p.poll() if isinstance(p, subprocess.Popen) else p.exitcode for p in processes]
+        if None not in codes:
+            break
+        ended = [r for r, code in zip(results, codes, strict=True) if code is not None]
+        if not all(result.exists() for result in ended):
+            # a dead rank leaves the others waiting for ever
+            deadline = min(deadline, time.monotonic() + after)
+        time.sleep(0.05)
+    for process in processes:
+        process.kill()
+        process.wait() if isinstance(process, subprocess.Popen) else process.join()
+    if not all(result.exists() for result in results):
+        logs = [(path.name[3:], path.read_text()[-6000:]) for path in sorted(folder.glob("log*"))]
+        told = [f"--- rank {rank}\n{text}" for rank, text in logs]
+        raise AssertionError(f"{target} on {len(results)} ranks did not finish\n" + "\n".join(told))
+    return [pickle.loads(result.read_bytes()) for result in results]
 
 
 def bodies(calls: list[tuple[str, str, str, dict]]) -> dict[str, float]:
@@ -173,40 +177,16 @@ def run_alone(target: str, *, device: str, payload=None, timeout: float = 900):
 def run_apart(target: str, start: str, world: int, *, device: str, payload, timeout: float) -> list:
     """:func:`run_ranks` in processes that are not forked; ``start`` ("module:function") gets the
     target and the folder."""
+    module, function = start.split(":")
+    code = f"import sys; import {module} as own; own.{function}(sys.argv[1], sys.argv[2])"
+    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     with tempfile.TemporaryDirectory() as name:
-        folder, port, processes = Path(name), str(free_port()), []
-        (folder / "payload").write_bytes(pickle.dumps(payload))
-        module, function = start.split(":")
-        code = f"import sys; import {module} as own; own.{function}(sys.argv[1], sys.argv[2])"
-        for rank in range(world):
-            environment = {
-                "RANK": str(rank),
-                "LOCAL_RANK": "0",
-                "WORLD_SIZE": str(world),
-                "LOCAL_SIZE": str(world),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                "DS_ACCELERATOR": device,
-                "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-            }
+        processes = []
+        for of_rank in environments(world, payload, Path(name)):
+            environment = os.environ | of_rank | {"DS_ACCELERATOR": device, "PYTHONPATH": path}
             command = [sys.executable, "-c", code, target, name]
-            environment = os.environ | environment
             processes.append(subprocess.Popen(command, env=environment, cwd=ROOT))
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline and any(p.poll() is None for p in processes):
-            if any(p.poll() for p in processes):
-                # a dead rank leaves the others waiting for ever
-                deadline = min(deadline, time.monotonic() + 2)
-            time.sleep(0.05)
-        for process in processes:
-            process.kill()
-            process.wait()
-        results = [folder / f"result{rank}" for rank in range(world)]
-        if not all(result.exists() for result in results):
-            logs = [path.read_text()[-6000:] for path in sorted(folder.glob("log*"))]
-            message = f"{target} on {world} ranks of one {device} did not finish\n"
-            raise AssertionError(message + "\n--- next rank\n".join(logs))
-        return [pickle.loads(result.read_bytes()) for result in results]
+        return results_of(processes, target, Path(name), timeout, after=2.0)
 
 
 def work_here(target: str, folder: str) -> None:

@@ -14,17 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PRODUCTS = {
-    "mm": 0,
-    "bmm": 0,
-    "mv": 0,
-    "dot": 0,
-    "vdot": 0,
-    "addmm": 1,
-    "baddbmm": 1,
-    "addbmm": 1,
-    "addmv": 1,
-}
+PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "addmm": 1, "baddbmm": 1, "addmv": 1}
 """Where the two factors are among the arguments; of any of them the last dimension of the first is
 summed with the last but one of the second, or its only one."""
 REDUCTIONS = {"sum", "mean", "linalg_vector_norm", "norm"}
@@ -42,7 +32,6 @@ class ShuffledSums(TorchDispatchMode):
         self.order = cache(
             lambda n: torch.randperm(n, generator=torch.Generator().manual_seed(seed + n))
         )
-        self.seen: set[str] = set()
 
     def permuted(self, x: Tensor, dim: int) -> Tensor:
         with torch._C._DisableTorchDispatch():
@@ -61,7 +50,6 @@ class ShuffledSums(TorchDispatchMode):
             args = (self.permuted(args[0], 1), self.permuted(args[1], 1), *args[2:])
         else:
             return func(*args, **kwargs)
-        self.seen.add(name)
         return func(*args, **kwargs)
 
     def product(self, first: int, args: tuple) -> tuple:
@@ -79,13 +67,8 @@ class ShuffledSums(TorchDispatchMode):
         dims = kwargs.get("dim", rest[where] if len(rest) > where else None)
         if not x.is_floating_point() or not x.ndim:
             return args
-        dims = (
-            range(x.ndim)
-            if dims is None or dims == []
-            else [dims]
-            if isinstance(dims, int)
-            else dims
-        )
-        for dim in dims:
+        if isinstance(dims, int):
+            dims = [dims]
+        for dim in dims or range(x.ndim):
             x = self.permuted(x, dim)
         return (x, *rest)

@@ -20,133 +20,108 @@ UNTESTED = {
 """Stands in place of a test -> why no test can hold the promise here."""
 TABLE = """
 ## Supported
-Each mode is tested to be equal to `tests/oracle.py` ->
-    test_engine_mode_matches_reference test_kfac_adamw_matches_reference
+Each mode is tested to be equal to `tests/oracle.py` -> test_engine_mode_matches_reference
+    test_kfac_adamw_matches_reference
 GPUs have run only -> GPU
 ## Modes
-ZeRO stages -> test_engine_mode_matches_reference test_kfac_adamw_matches_reference
-ZeRO options -> test_engine_mode_matches_reference test_kfac_adamw_matches_reference
+ZeRO stages / ZeRO options / accumulation, clipping -> test_engine_mode_matches_reference
+    test_kfac_adamw_matches_reference
 precision -> test_engine_mode_matches_reference test_autocast_matches_reference
-several dtypes in a model ->
-    test_it_does_not_matter_of_which_dtype_the_first_layer_is
+several dtypes in a model -> test_it_does_not_matter_of_which_dtype_the_first_layer_is
     test_results_of_a_float64_model_are_not_rounded_to_16_bits
-accumulation, clipping -> test_engine_mode_matches_reference test_kfac_adamw_matches_reference
-activation checkpointing -> test_every_way_to_run_a_model_trains_like_the_reference
+activation checkpointing / `loss.backward()` ->
+    test_every_way_to_run_a_model_trains_like_the_reference
 frozen parameters -> test_a_frozen_parameter_is_not_moved_whenever_it_was_frozen
 sparse gradients of an `nn.Embedding` ->
     test_a_sparse_gradient_trains_as_the_dense_one_and_is_not_clipped
-`loss.backward()` -> test_every_way_to_run_a_model_trains_like_the_reference
 `engine.compile` -> test_compiled_training_is_the_same_in_the_graphs_of_the_plain_engine
 torch defaults -> test_a_program_s_defaults_change_nothing
-optimizer ->
-    test_engine_mode_matches_reference test_kfac_adamw_matches_reference
+optimizer -> test_engine_mode_matches_reference test_kfac_adamw_matches_reference
     test_refusals_say_what_to_change
-preconditioning ->
-    test_engine_mode_matches_reference test_every_feature_matches_reference
+preconditioning -> test_engine_mode_matches_reference test_every_feature_matches_reference
     test_engines_have_curvlinops_matrices
 Fisher -> test_every_feature_matches_reference test_what_cannot_be_sampled_is_said
 padding -> test_every_feature_matches_reference
-batches that grow ->
-    test_it_trains_like_batches_fed_whole test_a_batch_ramp_changes_the_micro_batches_of_a_pipeline
-checkpoints ->
-    test_resuming_gives_the_losses_of_not_stopping test_state_loads_at_any_world_size_and_stage
+batches that grow -> test_it_trains_like_batches_fed_whole
+    test_a_batch_ramp_changes_the_micro_batches_of_a_pipeline
+checkpoints -> test_resuming_gives_the_losses_of_not_stopping
+    test_state_loads_at_any_world_size_and_stage
     test_weights_step_schedule_and_adamws_moments_move_to_the_other_optimizer
 model parallelism -> test_model_parallelism_matches_one_process
 ## Layers
-`nn.Linear`, transformers' `Conv1D` ->
-    test_engine_mode_matches_reference test_linear_and_conv1d_are_found_with_their_shapes
-`Conv1d` to `Conv3d` ->
-    test_every_feature_matches_reference test_the_hooks_have_the_factors_of_the_rule
-any module that multiplies ->
-    test_stacked_experts_step_as_experts_apart
+`nn.Linear`, transformers' `Conv1D` -> test_engine_mode_matches_reference
+    test_linear_and_conv1d_are_found_with_their_shapes
+`Conv1d` to `Conv3d` -> test_every_feature_matches_reference
+    test_the_hooks_have_the_factors_of_the_rule
+any module that multiplies -> test_stacked_experts_step_as_experts_apart
     test_a_matrix_of_a_modules_own_has_the_rows_of_its_products
     test_torchs_attention_has_the_rows_of_its_projections
-LayerNorm, RMSNorm, BatchNorm, GroupNorm ->
-    test_every_feature_matches_reference test_norms_have_the_structure_of_their_type
-embeddings, and heads tied to them ->
-    test_everything_else_is_listed_with_its_reason test_tables_are_no_matrices
+LayerNorm, RMSNorm, BatchNorm, GroupNorm -> test_every_feature_matches_reference
+    test_norms_have_the_structure_of_their_type
+embeddings, and heads tied to them -> test_everything_else_is_listed_with_its_reason
+    test_tables_are_no_matrices
 The [attach report] -> test_the_report_lists_every_module
 ## Refused at attach
 DeepCompile, ZenFlow, SuperOffload, NVMe offload -> test_refusals_say_what_to_change
-Muon, 1-bit optimizers, Adagrad with several parameter groups ->
-    test_refusals_say_what_to_change test_a_combination_is_refused_with_a_remedy
+Muon, 1-bit optimizers, Adagrad with several parameter groups -> test_refusals_say_what_to_change
+    test_a_combination_is_refused_with_a_remedy
 some [combinations of model parallelism] -> test_a_combination_is_refused_with_a_remedy
 an attach between the micro-batches of a step ->
     test_attaching_in_the_middle_of_a_step_is_refused_and_loses_nothing
-in some DeepSpeed versions, modes in which ranks ->
+in some DeepSpeed versions, modes in which ranks / ZeRO with torch_autocast fp16 ->
     test_a_stage_that_looks_for_overflow_itself_skips_on_all_ranks
-ZeRO with torch_autocast fp16 -> test_a_stage_that_looks_for_overflow_itself_skips_on_all_ranks
-ZeRO 1 on several ranks, in fp16 -> test_faults_are_found_in_the_code_of_a_version
-fp16 at stage 0 with DeepSpeed's fused Adam -> test_faults_are_found_in_the_code_of_a_version
+ZeRO 1 on several ranks, in fp16 / fp16 at stage 0 with DeepSpeed's fused Adam ->
+    test_faults_are_found_in_the_code_of_a_version
 ## DeepSpeed versions
-Any version from 0.17 on is accepted; older ones are refused ->
+Any version from 0.17 on is accepted; older ones are refused /
+    If your version is newer than all of these ->
     test_an_older_deepspeed_is_refused_and_a_newer_one_is_named
 The tested versions are 0.17.0 ->
     test_the_table_of_versions_has_a_row_a_tested_version_and_a_cell_a_column
 On a GPU only 0.19.8 has run -> GPU
-If your version is newer than all of these ->
-    test_an_older_deepspeed_is_refused_and_a_newer_one_is_named
 In any version, the attach self-test -> test_the_self_test_notices_a_changed_layout_on_every_rank
 `gradient_clipping` is 0 up to DeepSpeed 0.19.0 -> NOT_OURS
 ## Faults of DeepSpeed versions
-0.17.6, 0.18.0 | ZeRO 2, accumulation -> test_faults_are_found_in_the_code_of_a_version
-before 0.19 | ZeRO 1 and 2 with offload ->
-    test_what_a_version_mended_is_a_known_fault_of_those_before
-0.18.9 | BF16_Optimizer -> test_what_a_version_mended_is_a_known_fault_of_those_before
-before 0.19.4 | pipelines, accumulation ->
+0.17.6, 0.18.0 | ZeRO 2, accumulation / up to 0.19.4 | ZeRO 1 with `grad_accum_dtype` /
+    up to 0.19.4 | ZeRO 2 on CPUs / up to 0.19.4 | ZeRO 3 with gloo ->
+    test_faults_are_found_in_the_code_of_a_version
+before 0.19 | ZeRO 1 and 2 with offload / 0.18.9 | BF16_Optimizer /
+    before 0.19.4 | pipelines, accumulation ->
     test_what_a_version_mended_is_a_known_fault_of_those_before
 all | ZeRO with torch's Adagrad -> test_refusals_say_what_to_change
-up to 0.19.4 | ZeRO 1 with `grad_accum_dtype` -> test_faults_are_found_in_the_code_of_a_version
-up to 0.19.4 | ZeRO 2 on CPUs -> test_faults_are_found_in_the_code_of_a_version
 all | ZeRO in fp16, dynamic loss scale -> test_a_step_is_as_long_where_the_loss_scale_grows
-up to 0.19.4 | ZeRO 3 with gloo -> test_faults_are_found_in_the_code_of_a_version
 0.17 | `ds_to_universal` at ZeRO 3 -> VERSIONS
 ## torch and Python
-2.13.0 | 3.11 -> VERSIONS
-2.8.0, 2.10.0 -> VERSIONS
-2.13.0 | 3.10, 3.12 -> VERSIONS
+2.13.0 | 3.11 / 2.8.0, 2.10.0 / 2.13.0 | 3.10, 3.12 -> VERSIONS
 mypy and pyright see the package's types -> test_a_users_script_passes_mypy
 ## Cost
-KFACAdamW needs AdamW's optimizer state plus ->
-    test_bytes_calls_memory_and_shards_are_those_of_an_engine
-The attach report prints the bytes -> test_bytes_calls_memory_and_shards_are_those_of_an_engine
-step that only preconditions | 1.22 -> test_the_mean_is_of_all_steps_and_beside_adamws
-step that refreshes all eigenbases -> test_the_mean_is_of_all_steps_and_beside_adamws
-mean at the default intervals, 10/50 -> test_the_mean_is_of_all_steps_and_beside_adamws
-MB that a rank sends in every step -> test_bytes_calls_memory_and_shards_are_those_of_an_engine
-MB that a rank sends in a step that updates factors ->
-    test_bytes_calls_memory_and_shards_are_those_of_an_engine
-K-FAC state of a rank -> test_bytes_calls_memory_and_shards_are_those_of_an_engine
-step that only preconditions | 102 -> GPU
-one step in ten -> GPU
-mean at the default intervals | 102 -> GPU
-reserved memory -> GPU
+KFACAdamW needs AdamW's optimizer state plus / The attach report prints the bytes /
+    MB that a rank sends in every step / MB that a rank sends in a step that updates factors /
+    K-FAC state of a rank -> test_bytes_calls_memory_and_shards_are_those_of_an_engine
+step that only preconditions | 1.22 / step that refreshes all eigenbases /
+    mean at the default intervals, 10/50 -> test_the_mean_is_of_all_steps_and_beside_adamws
+step that only preconditions | 102 / one step in ten / mean at the default intervals | 102 /
+    reserved memory -> GPU
 ## Model parallelism
-Ulysses, by an `mpu` -> test_model_parallelism_matches_one_process
-`PipelineModule` -> test_model_parallelism_matches_one_process
-AutoTP -> test_model_parallelism_matches_one_process
-Megatron's `ColumnParallelLinear` -> test_model_parallelism_matches_one_process
-`deepspeed.moe.layer.MoE` -> test_model_parallelism_matches_one_process
-AutoEP -> test_model_parallelism_matches_one_process
+Ulysses, by an `mpu` / `PipelineModule` / AutoTP / Megatron's `ColumnParallelLinear` /
+    `deepspeed.moe.layer.MoE` / AutoEP -> test_model_parallelism_matches_one_process
 ## Ulysses
 DeepSpeed sums gradients over a sequence's ranks -> test_model_parallelism_matches_one_process
 ## Pipelines
-In a step that updates factors, all outputs of a stage -> test_model_parallelism_matches_one_process
+In a step that updates factors, all outputs of a stage / A stage's arguments have no names /
+    Each stage takes the [scale of G] -> test_model_parallelism_matches_one_process
 At stage 0 DeepSpeed clips by the norm -> NOT_OURS
-A stage's arguments have no names -> test_model_parallelism_matches_one_process
-Each stage takes the [scale of G] -> test_model_parallelism_matches_one_process
 KFACAdamW looks for a [head by its shape] ->
     test_a_head_is_found_by_its_shape_though_the_embedding_is_in_another_stage
 ## Tensor parallelism
-A shard is a layer of its own -> test_model_parallelism_matches_one_process
+A shard is a layer of its own / A row-parallel bias -> test_model_parallelism_matches_one_process
 KFACAdamW orthogonalizes each shard by itself ->
     test_a_shard_takes_steps_of_the_size_of_a_whole_layers
-A row-parallel bias -> test_model_parallelism_matches_one_process
 Layers that are not cut -> test_with_everything_on_what_several_ranks_have_is_the_same_bits
 ## Experts
-A is the mean over the tokens -> test_model_parallelism_matches_one_process
+A is the mean over the tokens / AutoEP replaces a model's blocks ->
+    test_model_parallelism_matches_one_process
 Empty slots do not count -> test_places_without_a_token_are_no_rows_of_a_stack_s_expert
-AutoEP replaces a model's blocks -> test_model_parallelism_matches_one_process
 Name KFACAdamW in the DeepSpeed config ->
     test_an_optimizer_made_before_the_layers_were_replaced_is_refused
 The experts of a rank share one A -> test_an_A_that_experts_share_continues_at_another_ep_size
@@ -156,38 +131,35 @@ DeepSpeed 0.19.8 with transformers 5.23 -> NOT_OURS
 `check` and `estimate` do not know AutoEP ->
     test_a_mixture_of_experts_of_transformers_is_stepped_whole
 ## Names in checkpoints
-A checkpoint holds every layer of the job once ->
+A checkpoint holds every layer of the job once /
+    With another number of shards these layers start empty ->
     test_a_checkpoint_holds_every_layer_of_the_job_once
 K-FAC's state therefore loads with other pipeline stages and another `ep_size` ->
     test_another_number_of_stages_takes_weights_or_kfacs_state_alone
     test_a_checkpoint_holds_every_layer_of_the_job_once
-With another number of shards these layers start empty ->
-    test_a_checkpoint_holds_every_layer_of_the_job_once
 ## Refused combinations
-`mesh_param`; tensor with sequence parallelism ->
-    test_refusals_say_what_to_change test_a_combination_is_refused_with_a_remedy
-    test_what_model_parallelism_cannot_do_is_refused_on_every_rank
-"reduce" weight sharing with Ulysses or experts ->
-    test_what_model_parallelism_cannot_do_is_refused_on_every_rank
-KFACAdamW with AutoTP -> test_what_model_parallelism_cannot_do_is_refused_on_every_rank
-deepspeed.moe's experts at stage 3 ->
-    test_refusals_say_what_to_change test_a_combination_is_refused_with_a_remedy
-AutoEP with AutoTP ->
+`mesh_param`; tensor with sequence parallelism -> test_refusals_say_what_to_change
     test_a_combination_is_refused_with_a_remedy
+    test_what_model_parallelism_cannot_do_is_refused_on_every_rank
+"reduce" weight sharing with Ulysses or experts / KFACAdamW with AutoTP ->
+    test_what_model_parallelism_cannot_do_is_refused_on_every_rank
+deepspeed.moe's experts at stage 3 -> test_refusals_say_what_to_change
+    test_a_combination_is_refused_with_a_remedy
+AutoEP with AutoTP -> test_a_combination_is_refused_with_a_remedy
     test_an_optimizer_made_before_the_layers_were_replaced_is_refused
 """
-"""Promise -> names of tests, which may begin in the next line."""
+"""Promises of a section / other promises of it -> names of their tests."""
 
 
 def read(table: str) -> dict[str, dict[str, list[str]]]:
     """Section -> promise -> names of tests."""
     promises: dict[str, dict[str, list[str]]] = {}
-    for line in table.replace(" ->\n    ", " -> ").replace("\n    ", " ").strip().splitlines():
+    for line in table.replace("\n    ", " ").strip().splitlines():
         if line.startswith("## "):
             section = promises.setdefault(line.removeprefix("## "), {})
         else:
-            promise, tests = line.split(" -> ")
-            section[promise] = tests.split()
+            alike, tests = line.split(" -> ")
+            section |= dict.fromkeys(alike.split(" / "), tests.split())
     return promises
 
 

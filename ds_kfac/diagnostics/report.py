@@ -23,7 +23,7 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import Scan
 from ds_kfac.ops.dispatch import chosen
 from ds_kfac.plan.plan import Plan
-from ds_kfac.schedule.timetable import Value
+from ds_kfac.schedule.timetable import Schedule, Value
 from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.update.groups import basis_bytes
 from ds_kfac.zero import deepspeed_versions
@@ -134,7 +134,7 @@ def summary(
     method = plan.method.words
     lines = [f"ds_kfac updates {share}"]
     if share.others:
-        others = facts.others(optimizer, ratio, share.matrices - share.stepped)
+        others = facts.others(optimizer, ratio, named(share.outside))
         lines.append(f"  all other trained parameters ({share.others:,}): {others}")
     if share.tables:
         lines.append(
@@ -143,8 +143,7 @@ def summary(
         )
     lines += [
         f"  step: {facts.described(plan, optimizer, ratio)}",
-        f"  factors every {_interval(plan.schedule.update)}, {method} every "
-        f"{_interval(plan.schedule.refresh)}",
+        f"  {_intervals(plan.schedule, method)}",
         f"  memory: K-FAC state at most {number(state_bytes, 'B')} on a rank (factors, {method}, "
         "moments)",
         f"  {mode}",
@@ -269,6 +268,18 @@ def _memory(kfac: KFACPreconditioner) -> str:
             "stays reserved"
         )
     return text
+
+
+def _intervals(schedule: Schedule, method: str) -> str:
+    update = _interval(schedule.update)
+    refresh = _interval(schedule.refresh)
+    text = f"factors every {update}, {method} every {refresh}"
+    if not schedule.burnt_in:
+        return text
+    first_update, first_refresh = schedule.intervals(0)
+    return (
+        f"{text} (in the first {schedule.burnt_in} steps: every {first_update} and {first_refresh})"
+    )
 
 
 def _interval(value: Value) -> str:

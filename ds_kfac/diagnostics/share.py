@@ -35,6 +35,8 @@ class Share:
         others: number of elements of all parameters outside of K-FAC layers.
         skipped: ``((type of module, reason), number of elements)`` pairs for the matrices outside
             of K-FAC layers, largest first.
+        outside: one ``(name, number of elements)`` pair for each matrix outside of K-FAC layers,
+            largest first.
         tables: one ``(name, number of elements)`` pair for each parameter that counts as a table
             because the model's code looks up rows in it, largest first. Weights of embedding
             modules are left out.
@@ -50,6 +52,7 @@ class Share:
     kinds: tuple[tuple[str, int], ...]
     others: int
     skipped: tuple[tuple[tuple[str, str], int], ...]
+    outside: tuple[tuple[str, int], ...]
     tables: tuple[tuple[str, int], ...]
     unclear: tuple[tuple[str, int], ...]
 
@@ -129,12 +132,13 @@ def share_of(model: nn.Module, scan: Scan, without: Collection[str] = ()) -> Sha
         if name in others or (name in stepped and is_matrix(parameter))
     }
     reasons = {module.name: (module.kind, module.reason) for module in scan.skipped}
+    outside = {name: size for name, size in matrices.items() if name not in stepped}
     skipped: Counter[tuple[str, str]] = Counter()
-    for name in matrices.keys() - stepped:
+    for name, size in outside.items():
         module_name = name.rpartition(".")[0]
         # scan.skipped has the name of the module, or of the parameter itself
         reason = reasons.get(module_name, reasons.get(name, UNKNOWN))
-        skipped[reason] += matrices[name]
+        skipped[reason] += size
     looked_up = tables_and_embeddings(model)
     found_in_code = looked_up - embeddings(model)
     tables = {
@@ -158,6 +162,7 @@ def share_of(model: nn.Module, scan: Scan, without: Collection[str] = ()) -> Sha
         kinds=tuple(Counter(layer.kind for layer in scan.layers).items()),
         others=sum(numel(p) for name, p in trained.items() if name not in stepped),
         skipped=tuple(skipped.most_common()),
+        outside=_largest_first(outside),
         tables=_largest_first(tables),
         unclear=_largest_first(unclear),
     )

@@ -39,13 +39,14 @@ class RuleFacts:
         """
         return f"the update rule's direction, applied by {optimizer}"
 
-    def others(self, optimizer: str, ratio: float, matrices: int) -> str:
+    def others(self, optimizer: str, ratio: float, matrices: str) -> str:
         """Describe how parameters that belong to no layer are updated.
 
         Args:
             optimizer: class name of the engine's innermost optimizer.
             ratio: see :meth:`rates`.
-            matrices: total number of elements of the matrices among these parameters.
+            matrices: names and sizes of the largest matrices among these parameters; empty if there
+                are none.
         """
         return f"{optimizer}, along their own gradients"
 

@@ -41,6 +41,11 @@ def build(name: str, lora: int | None = None) -> tuple[nn.Module, tuple[Any, ...
         raise ValueError(
             f"model {name}: {problem}; is it installed, or is its folder in PYTHONPATH?"
         ) from problem
+    except SystemExit as problem:
+        raise ValueError(
+            f"model {name}: importing {library} ran a program, which ended. Put the code that "
+            'trains below `if __name__ == "__main__":`, or move the model to a file of its own'
+        ) from problem
     with torch.device("meta"):
         made: Any
         if library == "hf":

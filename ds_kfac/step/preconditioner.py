@@ -133,7 +133,7 @@ class KFACPreconditioner:
     # a step
 
     def compute_results(self) -> Running:
-        """Update factors and eigenbases where they are due, gather gradients, and precondition them.
+        """Update the factors and eigenbases that are due, gather gradients, and precondition them.
 
         Write the results to the exchange's outbox or to DeepSpeed's memory. Return the state that
         :meth:`scatter` needs. Collective.

@@ -3,12 +3,12 @@ stays together."""
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from ds_kfac.assignment.assign import assign, refresh_offsets
 from ds_kfac.assignment.costs import BUILTIN, Work, factor_specs
-from ds_kfac.curvature.factor import Side
 from tests.close import close
 from tests.layer_tables import TABLES
 from tests.models import linear_layer
@@ -16,31 +16,13 @@ from tests.models import linear_layer
 COSTS = BUILTIN["cpu"]
 
 
-def eigh(width: int) -> float:
-    return COSTS.decompose(Side.dense(width))
+def of_A(count: int, width: int) -> tuple:
+    """So many factors, alike."""
+    layers = [linear_layer(f"l{i}", width, 1) for i in range(count)]
+    return tuple(factor for factor in factor_specs(layers) if factor.is_A)
 
 
-def stagger(widths, ranks, *, update=1, refresh=1) -> tuple[tuple, dict[str, int], float]:
-    """One factor per width; only A sides are looked at."""
-    layers = [linear_layer(f"l{i}", width, 1) for i, width in enumerate(widths)]
-    factors = tuple(factor for factor in factor_specs(layers) if factor.is_A)
-    eigen_workers = {factor.key: rank for factor, rank in zip(factors, ranks, strict=True)}
-    return factors, *refresh_offsets(factors, eigen_workers, times(update, refresh))
-
-
-def times(update, refresh, costs=COSTS) -> Work:
-    return Work([], [], 1, None, costs, update, refresh)
-
-
-def slowest(factors, eigen_workers, offsets, steps) -> list[float]:
-    """Seconds of the slowest rank, per step, summed again."""
-    busy = Counter()
-    for factor in factors:
-        busy[offsets[factor.key], eigen_workers[factor.key]] += COSTS.decompose(factor.side)
-    return [
-        max((seconds for (at, _), seconds in busy.items() if at == step), default=0.0)
-        for step in range(steps)
-    ]
+times = partial(Work, [], [], 1, None)
 
 
 @pytest.mark.parametrize("world", [1, 4, 64])
@@ -49,15 +31,14 @@ def test_no_step_of_a_large_model_does_more_than_its_largest_factor_or_its_share
     layers, factors = TABLES[table]()
     intervals = {"update_interval": 10, "refresh_interval": 100}
     assignment = assign(Work(layers, factors, world, None, COSTS, **intervals), 1)
-    offsets, worst = refresh_offsets(factors, assignment.eigen_workers, times(10, 100))
+    offsets, worst = refresh_offsets(factors, assignment.eigen_workers, times(COSTS, 10, 100))
     seconds = {factor.key: COSTS.decompose(factor.side) for factor in factors}
-    shares = Counter()
-    for factor in factors:
-        shares[assignment.eigen_workers[factor.key]] += seconds[factor.key] / 100
+    shares, busy, captured = Counter(), Counter(), [0] * 10
+    for key, rank in assignment.eigen_workers.items():
+        shares[rank] += seconds[key] / 100
+        busy[offsets[key], rank] += seconds[key]
     assert worst <= 1.2 * max(*seconds.values(), *shares.values())
-    close(worst, max(slowest(factors, assignment.eigen_workers, offsets, 100)))
-
-    captured = [0] * 10
+    close(worst, max(busy.values()))
     for factor in factors:
         captured[offsets[factor.key] % 10] += factor.side.dim**2
     largest = max(factor.side.dim**2 for factor in factors)
@@ -68,18 +49,18 @@ def test_no_step_of_a_large_model_does_more_than_its_largest_factor_or_its_share
     ("update", "refresh", "last"), [(3, 10, 9), (10, 4, 4), (1, 1, 1), (5, 5, 5)]
 )
 def test_offsets_stay_under_the_largest_multiple_of_the_update_interval(update, refresh, last):
-    _, offsets, _ = stagger([100] * 40, [0] * 40, update=update, refresh=refresh)
+    factors = of_A(40, 100)
+    home = {factor.key: 0 for factor in factors}
+    offsets, _ = refresh_offsets(factors, home, times(COSTS, update, refresh))
     assert set(offsets.values()) == set(range(last))
 
 
 def test_ranks_that_share_cores_are_not_all_busy_at_once():
-    specs = [linear_layer(f"l{i}", 500, 3) for i in range(8)]
-    factors = [factor for factor in factor_specs(specs) if factor.is_A]
+    factors = of_A(8, 500)
     eigen_workers = {factor.key: index % 4 for index, factor in enumerate(factors)}
-    own = BUILTIN["cpu"]
-    shared = replace(own, node_size=4, node_cores=2)
-    seconds = own.decompose(factors[0].side)
-    found = [refresh_offsets(factors, eigen_workers, times(1, 4, costs)) for costs in (own, shared)]
+    shared = replace(COSTS, node_size=4, node_cores=2)
+    seconds = COSTS.decompose(factors[0].side)
+    found = [refresh_offsets(factors, eigen_workers, times(own, 1, 4)) for own in (COSTS, shared)]
     close([worst for _, worst in found], [seconds, seconds])
     at_once = [[*offsets.values()].count(step) for offsets, _ in found for step in range(4)]
     assert max(at_once[:4]) == 4 and max(at_once[4:]) == 2, at_once
@@ -89,13 +70,12 @@ def test_ranks_that_share_cores_are_not_all_busy_at_once():
 def test_on_a_gpu_all_captures_are_in_the_same_steps_and_refreshes_at_some_of_them(alone):
     """A step with any capture costs the host more than its captures cost the device."""
     costs = replace(COSTS, gpu=True)
-    layers = [linear_layer(f"l{i}", 200, 1) for i in range(12)]
-    factors = tuple(factor for factor in factor_specs(layers) if factor.is_A)
+    factors = of_A(12, 200)
     home = {factor.key: index % 2 for index, factor in enumerate(factors)}
-    offsets, worst = refresh_offsets(factors, home, times(10, 43, costs), alone=alone)
+    offsets, worst = refresh_offsets(factors, home, times(costs, 10, 43), alone=alone)
     assert Counter(offsets.values()) == {0: 4, 10: 4, 20: 2, 30: 2}
     close(worst, 2 * costs.decompose(factors[0].side))
     # an interval of one update has one step for them all, so they are spread over its steps as
     # elsewhere
-    offsets, _ = refresh_offsets(factors, home, times(10, 10, costs), alone=alone)
+    offsets, _ = refresh_offsets(factors, home, times(costs, 10, 10), alone=alone)
     assert len(set(offsets.values())) == (6 if alone else 10)

@@ -1,5 +1,5 @@
 """Batch sums in messages of 32 and 16 bits: what travels in which, and what arrives; and what is
-said of a collective that failed. Ranks are threads here."""
+said of a collective that failed."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -11,13 +11,12 @@ import torch.distributed as dist
 from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import factor_specs
 from ds_kfac.comm import lost
-from ds_kfac.comm.message import Scalars, deliver
+from ds_kfac.comm.message import Channel, Scalars, deliver, merged
 from ds_kfac.comm.reduce import DTYPES, Reducer, ReductionPlan, buckets, payloads
 from ds_kfac.model.rows import BatchSum
-from tests.comm.fake_network import FakeNetwork
 from tests.models import linear_layer
 
-CPU = torch.device("cpu")
+CPU, WORLD = torch.device("cpu"), 4
 FACTORS = factor_specs([linear_layer(f"l{i}", 5 + 2 * i, 3 + i) for i in range(4)])
 KEYS = frozenset(factor.key for factor in FACTORS)
 LARGE = 2**28
@@ -28,36 +27,24 @@ COUNTS = torch.tensor([1000.5, 1.0, 2000.5])
 """Exact in fp32 only."""
 
 
-def reduced(world: int, name: str, values, *, first: int = 0) -> tuple[list, dict[str, BatchSum]]:
-    """The slots of one reduction of all factors, and what their owners have.
+def reduced(name: str, values, *, first: int = 0) -> tuple[list, dict[str, BatchSum]]:
+    """The slots of one reduction of all factors, and what their owners have. Collective.
 
     Args:
         values: (slot, rank) -> the sum's elements.
-        first: by how many ranks the owners are displaced. With three ranks and more one owns
-            nothing.
+        first: by how many ranks the owners are displaced. One rank owns nothing.
     """
-    owners = max(1, world - 1)
-    eigen_workers = {
-        factor.key: (first + 3 * i + i // 2) % owners for i, factor in enumerate(FACTORS)
-    }
-    plan = ReductionPlan(FACTORS, eigen_workers, Contributors(world), DTYPES[name], LARGE)
+    owners = {f.key: (first + 3 * i + i // 2) % (WORLD - 1) for i, f in enumerate(FACTORS)}
+    plan = ReductionPlan(FACTORS, owners, Contributors(WORLD), DTYPES[name], LARGE)
     slots, _ = plan.of(KEYS, 0)
-
-    def work(channel) -> dict[str, BatchSum]:
-        reducer = Reducer(plan, channel, CPU)
-        assert set(reducer.begin(KEYS, 0)) == KEYS
-        sums = {
-            slot.factor: BatchSum(values(slot, channel.rank), COUNTS + channel.rank)
-            for slot in slots
-        }
-        found = reducer.reduce(sums)
-        assert set(found) == {slot.factor for slot in slots if slot.owner == channel.rank}
-        return found
-
-    found: dict[str, BatchSum] = {}
-    for of_rank in FakeNetwork(world).run(work):
-        found |= of_rank
-    return slots, found
+    channel = Channel(dist.group.WORLD)
+    reducer = Reducer(plan, channel, CPU)
+    assert set(reducer.begin(KEYS, 0)) == KEYS
+    rank = channel.rank
+    sums = {slot.factor: BatchSum(values(slot, rank), COUNTS + rank) for slot in slots}
+    found = reducer.reduce(sums)
+    assert set(found) == {slot.factor for slot in slots if slot.owner == rank}
+    return slots, merged(found, None)
 
 
 def random(slot, rank: int) -> torch.Tensor:
@@ -65,41 +52,38 @@ def random(slot, rank: int) -> torch.Tensor:
     return torch.randn(slot.numel, generator=generator)
 
 
+@pytest.mark.ranks(WORLD)
 @pytest.mark.parametrize("name", DTYPES)
-def test_a_sum_is_the_same_bits_whoever_owns_it(name):
+def test_a_sum_is_in_32_bits_and_the_same_bits_whoever_owns_it(name):
     """Of layers that are not cut every tensor-parallel rank has an owner of its own."""
-    runs = [reduced(4, name, random, first=first) for first in range(3)]
+    runs = [reduced(name, random, first=first) for first in range(3)]
     assert len({slot.owner for slots, _ in runs for slot in slots}) == 3
     for slot in runs[0][0]:
-        expected = sum(random(slot, rank).double() for rank in range(4))
-        largest = sum(random(slot, rank).abs().max() for rank in range(4))
+        expected = sum(random(slot, rank).double() for rank in range(WORLD))
+        largest = sum(random(slot, rank).abs().max() for rank in range(WORLD))
         for _, found in runs:
             part, other = found[slot.factor], runs[0][1][slot.factor]
             assert torch.equal(part.sum_P, other.sum_P), slot.factor
             assert (part.sum_P - expected).abs().max() <= TOLERANCE[name] * largest
             assert torch.equal(part.counts, 4 * COUNTS + 6), "in fp32"
-
-
-def test_sums_are_added_up_in_32_bits():
-    """In 16 bits 256 + 1 is 256."""
-    _, found = reduced(
-        4, "bf16", lambda slot, rank: torch.full((slot.numel,), 256.0 if rank == 0 else 1.0)
-    )
+    # in 16 bits 256 + 1 is 256
+    _, found = reduced(name, lambda slot, rank: torch.full((slot.numel,), 1.0 + 255 * (rank == 0)))
     assert all((part.sum_P == 259).all() for part in found.values())
 
 
+@pytest.mark.ranks(WORLD)
 @pytest.mark.parametrize("name", DTYPES)
 def test_the_ends_of_the_range_zeros_and_what_is_not_finite_arrive(name):
     bad = {"l0/A": 1e-37, "l0/G": 1e37, "l1/A": float("nan"), "l2/G": float("inf")}
     _, found = reduced(
-        2, name, lambda slot, rank: torch.full((slot.numel,), bad.get(slot.factor, 0.0))
+        name, lambda slot, rank: torch.full((slot.numel,), bad.get(slot.factor, 0.0))
     )
     for key, part in found.items():
         value = bad.get(key, 0.0)
         if key in ("l0/A", "l0/G"):
-            assert ((part.sum_P / value - 2).abs() <= 2 * TOLERANCE[name]).all(), key
+            assert ((part.sum_P / value - WORLD).abs() <= WORLD * TOLERANCE[name]).all(), key
         else:
-            expected = torch.full_like(part.sum_P, 2 * value)
+            expected = torch.full_like(part.sum_P, WORLD * value)
             assert torch.equal(part.sum_P.nan_to_num(7.0), expected.nan_to_num(7.0)), key
 
 
@@ -125,9 +109,6 @@ def test_no_rank_sends_or_receives_more_than_the_bound_in_a_message(count, nbyte
     assert covered == {slot.factor: slot.numel for slot in slots if slot.senders}
 
 
-# a collective that fails
-
-
 def launch_fails(**_) -> None:
     raise RuntimeError("connection closed")
 
@@ -138,7 +119,7 @@ def wait_fails(**_) -> SimpleNamespace:
 
 def test_a_rank_whose_launch_fails_and_one_whose_wait_fails_do_not_miss_each_other(monkeypatch):
     """Ranks fail one after the other here."""
-    store, names = dist.HashStore(), [[0], [1], [2]]
+    store, names, channel = dist.HashStore(), [[0], [1], [2]], Channel.__new__(Channel)
     monkeypatch.setattr(lost, "_store", lambda: store)
     monkeypatch.setattr(lost, "WAIT_SECONDS", 0.0)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1, 2])
@@ -149,6 +130,8 @@ def test_a_rank_whose_launch_fails_and_one_whose_wait_fails_do_not_miss_each_oth
     ):
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
         monkeypatch.setattr(dist, "all_to_all_single", fails)
+        channel.group, channel.rank, channel.world = rank, rank, 3
+        channel.calls, channel.sent, channel.received = Counter(), Counter(), Counter()
         part = Scalars(names, rank).part({rank: 1.0}, CPU)
         with pytest.raises(lost.LostRank, match=words):
-            deliver([part], FakeNetwork(3).channel(rank), CPU)
+            deliver([part], channel, CPU)

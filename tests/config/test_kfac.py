@@ -36,24 +36,13 @@ def test_null_and_auto_mean_choose_for_me():
     [
         (0.5, Value.constant(0.5)),
         (RAMP, Value.ramp("linear", 0.1, 0.9, 200)),
-        (
-            {**RAMP, "schedule": "cosine", "delay": 50},
-            Value.ramp("cosine", 0.1, 0.9, 200, delay=50),
-        ),
-        (
-            {"schedule": "piecewise", "values": [0.5, 0.1], "steps": [30]},
-            Value.piecewise([0.5, 0.1], [30]),
-        ),
+        ({**RAMP, "delay": 50}, Value.ramp("linear", 0.1, 0.9, 200, delay=50)),
+        ({**PIECES, "values": [0.5, 0.1, 0.2]}, Value.piecewise([0.5, 0.1, 0.2], [10, 20])),
     ],
 )
 def test_a_number_may_be_a_schedule(given, value):
-    config = parse(
-        {
-            "factor": {"decay": given},
-            "damping": {"value": given},
-            "preconditioner": {"kl_clip": given},
-        }
-    )
+    block = {"factor": {"decay": given}, "damping": {"value": given}}
+    config = parse({**block, "preconditioner": {"kl_clip": given}})
     assert config.factor.decay == config.damping.value == config.preconditioner.kl_clip == value
     for step in (0, 30, 130, 1000):
         expected = value.at(step)
@@ -62,11 +51,9 @@ def test_a_number_may_be_a_schedule(given, value):
 
 
 def test_intervals_may_be_schedules_and_refreshes_follow_updates():
+    ramp = {**RAMP, "start": 7, "end": 100}
     config = parse(
-        {
-            "factor": {"update_interval": PIECES},
-            "eigenbasis": {"refresh_interval": {**RAMP, "start": 7, "end": 100}},
-        }
+        {"factor": {"update_interval": PIECES}, "eigenbasis": {"refresh_interval": ramp}}
     )
     assert config.schedule == Schedule(
         Value.piecewise([1, 2, 5], [10, 20]), Value.ramp("linear", 7, 100, 200), BurnIn(50, 1, 2)
@@ -84,7 +71,6 @@ def damped(value) -> dict:
     ("block", "message"),
     [
         ({"damp": {}}, "kfac.damp: unknown key; did you mean kfac.damping?"),
-        ({"damping": {"valeu": 1}}, "kfac.damping.valeu: unknown key; did you mean"),
         ({"factor": {"decay": 1}}, "kfac.factor.decay: got 1; input should be less than 1"),
         ({"factor": {"decay": {**RAMP, "end": 1}}}, "decay.end: got 1; input should be less than"),
         ({"factor": {"decay": {**RAMP, "schedule": "exponential", "start": 0}}}, "decay.start: "),
@@ -93,7 +79,6 @@ def damped(value) -> dict:
         ({"adam_lr": 1}, "KFACAdamW belongs in optimizer.params"),
         ({"kl_clip": 1}, "kfac.kl_clip: unknown key; did you mean kfac.preconditioner.kl_clip?"),
         ({"factor": {"update_interval": "10"}}, "update_interval: got '10'; input should be a val"),
-        ({"factor": 3}, "kfac.factor: got 3; must be an object"),
         ({"eigenbasis": {"refresh_interval": 15}}, "(15) must be a multiple of kfac.factor.update"),
         (
             {"preconditioner": {"method": "inverse", "eigenvalues": "corrected"}},
@@ -108,26 +93,19 @@ def damped(value) -> dict:
         (True, '"kfac" must be an object such as {"enabled": true}, got True'),
         ({"layers": {"include": ["b", "a("]}}, "include.1: got 'a('; must be a regular expression"),
         ({"adam": {"except_layers": ["(?i)head"]}}, "write flags as in (?i:head)"),
-        ({"adam": {"blocks": {"(?i)head": 3}}}, "write flags as in (?i:head)"),
         ({"assignment": {"gradient_worker_fraction": 0}}, "_fraction: got 0; input should be gre"),
         ({"assignment": {"memory_budget_gb": 0}}, "_gb: got 0; input should be greater than 0"),
         ({"offload": {"device": "nvme"}}, "device: got 'nvme'; input should be 'none' or 'cpu'"),
         # another form is told the right one
         ({"factor.update_interval": 5}, 'write {"factor": {"update_interval": 5}}'),
-        ({"kfac.damping.value": 3}, 'write {"damping": {"value": 3}}'),
         ({"damping": 0.001}, 'must be an object such as {"value": 0.001}'),
         ({"damping": {"schedule": "cosine", "start": 3}}, 'write {"value": {"schedule": ..}}'),
         ({"adam": 3}, "must be an object whose keys may be: rotate, "),
         ({"preconditioner": {"graft": "norm"}}, "was removed in 0.2, because corrected"),
-        ({"factor": {"sample_positions": False}}, 'unless "rows" is "all"'),
-        ({"assignment": {"costs": "costs.json"}}, "python -m ds_kfac estimate as --costs"),
-        ({"checkpoint": {"eigenbasis": False}}, "eigenbases are now always saved"),
-        ({"eigenbasis": {"lag": 10}}, "refreshes are now spread"),
         # in a schedule
         (damped({**RAMP, "strat": 1}), "value.strat: unknown key; did you mean kfac.damping.val"),
         (damped({"start": 1}), "value.schedule: got None; must be one of linear, cosine, "),
         (damped({**RAMP, "end": None}), "value.end: must be given"),
-        (damped({**RAMP, "start": 0}), "value.start: got 0; input should be greater than 0"),
         (damped({**PIECES, "values": []}), "value.values: got []; list should have at least 1 it"),
         (damped({**PIECES, "steps": [10]}), "value.steps: got [10]; must have one entry fewer"),
         (damped({**PIECES, "steps": [20, 20]}), "got [20, 20]; steps must be strictly incr"),
@@ -138,13 +116,6 @@ def test_an_error_says_where_what_and_what_instead(block, message):
     with pytest.raises(ValueError) as error:
         parse(block)
     assert message in str(error.value)
-
-
-def test_inverses_go_with_all_that_needs_no_eigenbasis():
-    """But for KFACAdamW, see tests/deepspeed/test_decompositions.py."""
-    inverse = {"preconditioner": {"method": "inverse"}}
-    assert parse({**inverse, "eigenbasis": {"refresh_interval": 20}})
-    assert parse({**inverse, "damping": {"kind": "tikhonov"}})
 
 
 def test_all_errors_come_in_one_message():

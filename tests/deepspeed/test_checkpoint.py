@@ -5,7 +5,6 @@ import dataclasses
 import io
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,11 +19,12 @@ from ds_kfac.checkpoint.save import save
 from ds_kfac.directions.kfac_adamw.optimizer import FLAG, KFACTorchAdamW
 from ds_kfac.step import proving
 from tests.close import exact, near
-from tests.deepspeed.modes import BY_NAME, CLIPPED
+from tests.deepspeed.features import QueryNet
+from tests.deepspeed.modes import BY_NAME, CLIPPED, CORRECTED
 from tests.deepspeed.modes import KFAC as OFTEN
 from tests.deepspeed.parallel import shared_folder
-from tests.deepspeed.runs import build, patched, train, weights
-from tests.deepspeed.said import error_of, heard
+from tests.deepspeed.runs import build, train, weights
+from tests.deepspeed.said import heard
 from tests.deepspeed.test_moving import ROWS, converted, train_rows
 from tests.models import CLASSES, FEATURES, Net, cross_entropy, make_net
 from tests.ranks import call_on_ranks, of_ranks, on_rank_0
@@ -41,54 +41,33 @@ KFAC = {
 # models of other people
 
 
-class Pair(nn.Module):
-    """An embedding, of which the head may have the weight; an adapter beside what is frozen
-    then."""
+class Adapted(nn.Module):
+    """A head that is tied to an embedding; a frozen layer; and adapters whose names are no file
+    names: they have slashes or 300 letters, or differ in case alone."""
 
-    def __init__(self, *, tied: bool = False, adapter: bool = False) -> None:
+    KEYS = ("en/de", "/tmp/escape", "x" * 300, "head", "Head")
+
+    def __init__(self) -> None:
         super().__init__()
-        self.first, self.layer = nn.Linear(FEATURES, 16), nn.Linear(16, 16)
-        self.norm = nn.LayerNorm(16)
+        self.first, self.norm = nn.Linear(FEATURES, 16).requires_grad_(False), nn.LayerNorm(16)
+        self.adapters = nn.ModuleDict({key: nn.Linear(16, 16) for key in self.KEYS})
         self.embed, self.head = nn.Embedding(CLASSES, 16), nn.Linear(16, CLASSES, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-        self.adapter = nn.Sequential()
-        if adapter:
-            self.requires_grad_(False)
-            self.adapter = nn.Sequential(nn.Linear(16, 3, bias=False), nn.Linear(3, 16, bias=False))
+        self.head.weight = self.embed.weight
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        h = torch.tanh(self.norm(self.first(x)))
-        h = h + torch.tanh(self.layer(h)) + self.embed(torch.zeros(1, dtype=torch.long))
-        return cross_entropy(self.head(torch.sin(h + self.adapter(h))), y)
-
-
-class Adapters(nn.Module):
-    """Names that are no file names: keys of a ModuleDict, one with a leading slash, one with 300
-    letters, two that differ in case alone."""
-
-    KEYS = ("en/de", "/tmp/escape", "up/", "x" * 300, "head", "Head")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.adapters = nn.ModuleDict({key: nn.Linear(FEATURES, FEATURES) for key in self.KEYS})
-        self.out = nn.Linear(FEATURES, CLASSES)
-
-    def forward(self, x, y):
+        h = self.norm(self.first(x)) + self.embed(torch.zeros(1, dtype=torch.long))
         for adapter in self.adapters.values():
-            x = x + torch.tanh(adapter(x))
-        return cross_entropy(self.out(x), y)
+            h = h + torch.tanh(adapter(h))
+        return cross_entropy(self.head(h), y)
 
 
-class Twin(Net):
-    """Two layers share their input."""
+class Masked(Net):
+    """A hook masks a weight's gradient, as in pruning, so the layer fails every proof."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.other = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
-
-    def forward(self, x, y=None):
-        return super().forward(x + torch.tanh(self.one(x)) * self.other(x), y)
+        mask = torch.arange(self.first.weight.numel()).view_as(self.first.weight) % 2
+        self.first.weight.register_hook(lambda gradient: gradient * mask)
 
 
 # what a checkpoint brings back
@@ -126,6 +105,7 @@ def whole_state(engine) -> dict:
         "peak_lr": kfac.direction.state().get("peak_lr", {}),
         "clock": kfac.curvature.timetable.state(),
         "proofs": kfac.proving.state(),
+        "observations": replace(kfac.observations, rows=kfac.observations.rows or None),
     }
     if dist.get_world_size() == 1:  # each rank knows of its own, or of all after a load
         others["ready"] = kfac.curvature.ready
@@ -145,15 +125,6 @@ def check_same(actual: dict, expected: dict, what: object) -> None:
 # resuming
 
 
-class Masked(Net):
-    """A hook masks a weight's gradient, as in pruning, so the layer fails every proof."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        mask = torch.arange(self.first.weight.numel()).view_as(self.first.weight) % 2
-        self.first.weight.register_hook(lambda gradient: gradient * mask)
-
-
 @dataclass(frozen=True)
 class Run:
     """A run that stops and is resumed.
@@ -161,7 +132,7 @@ class Run:
     Attributes:
         mode: its name.
         options: of ``runs.build``; ``then`` are those of the resumed run besides.
-        model: with these arguments.
+        frozen: whether frozen parameters are saved.
         changed: ends of fields that are not what they are in a new engine.
     """
 
@@ -169,61 +140,39 @@ class Run:
     options: dict[str, Any] = field(default_factory=lambda: {"kfac": KFAC})
     then: dict[str, Any] = field(default_factory=dict)
     model: Callable[[], nn.Module] = Net
-    save: dict[str, Any] = field(default_factory=dict)
-    load: dict[str, Any] = field(default_factory=dict)
-    groups: str = "one"
-    seed: int = 99
+    frozen: bool = True
     changed: tuple[str, ...] = ()
 
     def engine(self, seed: int = 0, **options):
-        mode = replace(BY_NAME[self.mode], groups=self.groups)
-        with patched(mode):
-            options = {**self.options, **options}
-            return build(mode, model=make_net(self.model, seed), **options)
-
-
-def clips(bound: float) -> dict:
-    return {"gradient_clipping": bound}
+        model = make_net(self.model, seed)
+        return build(BY_NAME[self.mode], model=model, **{**self.options, **options})
 
 
 # kl-clip is by the largest rate so far, which a resumed run must know
 RATES = {"warmup_min_lr": 0.02, "warmup_max_lr": 0.1, "warmup_num_steps": 2, "total_num_steps": 12}
 FALLING = {"kfac": KFAC, "scheduler": {"type": "WarmupDecayLR", "params": RATES}}
-CORRECTED = {
-    **OFTEN,
-    "preconditioner": {**OFTEN["preconditioner"], "eigenvalues": "corrected"},
-    "eigenbasis": {"refresh_interval": 1},
-}
 ADAPTIVE = {"kfac": {**KFAC, "adaptive": 0.9}}
-NAMES = ["z0", "z1", "z2", "z2-offload", "z3", "z1-bf16", "z1-bf16-accum32", "z3-bf16", "z2-fp16"]
-NAMES += ["adam-z0", "adam-z2", "adam-z2-offload", "adam-z3", "adam-z1-bf16-accum32"]
-NAMES += ["adam-z3-bf16", "adam-z2-fp16"]
+NAMES = ["z0", "z2", "z3", "z1-bf16", "z1-bf16-accum32", "z3-bf16", "z2-fp16", "adam-z0", "adam-z2"]
+NAMES += ["adam-z2-offload", "adam-z3", "adam-z1-bf16-accum32", "adam-z2-fp16"]
 MOMENTS = ("/moments/first_OI", "/moments/second_OI", "/moments/updates")
 ANYWHERE = [
     Run("z2", FALLING, changed=("/peak_lr/0", "/captured")),
-    Run("z2", {"kfac": CORRECTED}, changed=("/terms",)),
+    Run("z2", {"kfac": {**OFTEN, **CORRECTED}}, changed=("/terms",)),
     Run("adam-z2-not_contiguous", ADAPTIVE, changed=(*MOMENTS, "/last", "/before")),
     Run("adam-z2", model=Masked, changed=("/unfit/first", "/clock/proofs")),
 ]
-WITHOUT_FROZEN = {
-    "save": {"exclude_frozen_parameters": True},
-    "load": {"load_module_strict": False},
-    "seed": 0,
-}
-ADAPTER, STAGES = partial(Pair, adapter=True), ("adam-z0", "adam-z2", "adam-z3")
+STAGES = ("adam-z0", "adam-z2", "adam-z3")
 ON_ONE = [
-    *(Run(name, model=partial(Pair, tied=True)) for name in STAGES),
-    *(Run(name, model=ADAPTER) for name in STAGES),
-    *(Run(name, model=ADAPTER, **WITHOUT_FROZEN) for name in STAGES),
-    *(Run(name, groups="decay") for name in STAGES[:2]),
+    *(Run(name, model=Adapted, frozen=frozen) for name in STAGES for frozen in (True, False)),
+    *(Run(f"{name}-groups") for name in STAGES[:2]),
     # ZeRO 1 and 2 clip by what was saved
     *(
-        Run(name, {"kfac": KFAC, **clips(was)}, clips(now))
+        Run(name, {"kfac": KFAC, "gradient_clipping": was}, {"gradient_clipping": CLIPPED - was})
         for name in ("adam-z2", "z2")
-        for was, now in ((CLIPPED, 0.0), (0.0, CLIPPED))
+        for was in (CLIPPED, 0.0)
     ),
 ]
-ON_TWO = [*(Run(name) for name in NAMES), Run("z2", model=Adapters)]
+ON_TWO = [*(Run(name) for name in NAMES), Run("z2", model=Adapted)]
 RESUMED = [(run, 1) for run in ANYWHERE + ON_ONE] + [(run, 2) for run in ANYWHERE + ON_TWO]
 
 
@@ -240,16 +189,19 @@ def test_resuming_gives_the_losses_of_not_stopping(run, world):
 
 def resume(run: Run, world: int) -> None:
     folder, unbroken = shared_folder(), run.engine()
+    save, load = {}, {}
+    if not run.frozen:
+        save, load = {"exclude_frozen_parameters": True}, {"load_module_strict": False}
     losses = train(unbroken, 1, steps=4)
     for tag in ("earlier", "tag"):  # latest names the second
-        unbroken.save_checkpoint(folder, tag=tag, client_state={"mine": tag}, **run.save)
+        unbroken.save_checkpoint(folder, tag=tag, client_state={"mine": tag}, **save)
     saved, was = whole_state(unbroken), weights(unbroken)
-    second = run.engine(run.seed, **run.then)
+    second = run.engine(99 if run.frozen else 0, **run.then)
     fresh = whole_state(second)
     changed = {key for key in saved if str(fresh.get(key)) != str(saved[key])}
     for end in run.changed:
         assert world > 1 or any(key.endswith(end) for key in changed), f"{end} was not tested"
-    _, client_state = second.load_checkpoint(folder, **run.load)
+    _, client_state = second.load_checkpoint(folder, **load)
     assert client_state.get("mine") == "tag" and "ds_kfac" not in client_state
     check_same(whole_state(second), saved, run.mode)
     exact(weights(second), was)
@@ -294,28 +246,19 @@ def merged(own: dict) -> dict:
     return whole
 
 
-def distance(one: dict, other: dict) -> float:
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
-
-
 @dataclass(frozen=True)
 class Load:
-    """A state that another engine loads.
-
-    Attributes:
-        way: "engine": weights by the engine, then K-FAC's state; "state": K-FAC's alone;
-            "universal": everything from a universal checkpoint.
-    """
+    """A state that another engine loads, if not from a universal checkpoint K-FAC's alone."""
 
     saved: str
     ranks: int
     loaded: str
     world: int
-    way: str = "universal"
+    universal: bool = True
 
     @property
     def sgd(self) -> bool:
-        return self.way != "universal" and not self.saved.startswith("adam")
+        return not self.universal and not self.saved.startswith("adam")
 
     @property
     def folder(self) -> str:
@@ -331,14 +274,10 @@ UNIVERSAL = [
 ]
 """AdamW steps the norm's parameters, whose moments are DeepSpeed's to convert."""
 LOADS = [
-    Load("z2", 2, "z2", 1, "engine"),
-    Load("z3", 2, "z2", 1, "state"),
-    Load("adam-z2", 2, "adam-z0", 1, "state"),
-    Load("z1", 1, "z2", 2, "engine"),
-    Load("z0", 1, "z3", 2, "state"),
-    Load("adam-z0", 1, "adam-z2", 2, "state"),
-    Load("z2", 2, "z1", 4, "engine"),
-    Load("z3", 2, "z3", 4, "state"),
+    Load("z2", 2, "z2", 1, universal=False),
+    Load("adam-z2", 2, "adam-z0", 1, universal=False),
+    Load("z0", 1, "z3", 2, universal=False),
+    Load("z2", 2, "z1", 4, universal=False),
     *UNIVERSAL,
 ]
 
@@ -362,38 +301,31 @@ def load_states(folder, loads) -> None:
     for case in loads:
         place = f"{folder}/{case.folder}"
         was, model = torch.load(f"{place}/found"), make_net(seed=99)
-        if case.way == "state":
+        if not case.universal:
             model.load_state_dict(was["weights"])
-        universal = {"load_universal": case.way == "universal"}
+        universal = {"load_universal": case.universal}
         engine = rows_engine(case.loaded, sgd=case.sgd, model=model, checkpoint=universal)
-        if case.way == "universal":
+        if case.universal:
             engine.load_checkpoint(place, tag="tag_universal")
             exact(weights(engine), was["weights"], what=str(case))
-        elif case.way == "engine":
-            load_weights_alone(engine, place)
-        if case.way != "universal":
+        elif case.loaded == "z2":
+            with pytest.raises(CheckpointError, match="another number of ranks"):
+                engine.load_checkpoint(place, tag="tag")
+        if not case.universal:
             engine.kfac.load_state(place, "tag")
         check_same(merged(own_state(engine)), was["state"], case)
         assert engine.kfac.preconditioner.steps == 4
+        assert engine.kfac.preconditioner.observations.rows is None, "they were those of a rank"
         train_rows(engine, 1, first=4)
-        kept = [name for name in was["next"] if case.way == "universal" or "norm" not in name]
+        kept = [name for name in was["next"] if case.universal or "norm" not in name]
         actual, expected = ({n: of[n] for n in kept} for of in (weights(engine), was["next"]))
         # with AdamW's moments of the other parameters: of bf16 only as good as its products
-        bound = (0.2 if "bf16" in case.saved else 1e-3) * distance(expected, was["weights"])
+        moved = max(float((w - was["weights"][n]).abs().max()) for n, w in expected.items())
+        bound = (0.2 if "bf16" in case.saved else 1e-3) * moved
         why = "rounding; from another state it is another step, by tenths"
         near(actual, expected, bound, why, what=str(case))
         assert not moments_of_layers(engine), case
         engine.destroy()
-
-
-def load_weights_alone(engine, place: str) -> None:
-    if engine.zero_optimization_stage() == 2 and engine.world_size == 1:
-        with pytest.raises(CheckpointError, match="another number of ranks"):
-            engine.load_checkpoint(place, tag="tag")
-    options = {"load_optimizer_states": False, "load_lr_scheduler_states": False}
-    engine.load_checkpoint(place, tag="tag", **options)
-    state = state_of(engine.kfac.preconditioner)
-    assert state == (0, 0, 0), "K-FAC's state is the optimizer's"
 
 
 def moments_of_layers(engine) -> list[torch.Tensor]:
@@ -413,7 +345,7 @@ def save_and_load(folder: Path, loads: list[Load]) -> None:
     for ranks in sorted({case.ranks for case in loads}):
         saved = [case for case in loads if case.ranks == ranks]
         call_on_ranks(ranks, save_states, str(folder), saved)
-    universal = {case.folder for case in loads if case.way == "universal"}
+    universal = {case.folder for case in loads if case.universal}
     converted([folder / name / "tag" for name in universal])
     for world in sorted({case.world for case in loads}):
         loaded = [case for case in loads if case.world == world]
@@ -427,42 +359,7 @@ def test_state_loads_at_any_world_size_and_stage(tmp_path):
     save_and_load(tmp_path, LOADS)
 
 
-# what is missing
-
-
-FRESH = {"kfac": {**KFAC, "checkpoint": {"on_missing": "fresh"}}}
-MISSING = [
-    ("file", {}, {}, "middle.layer.pt: is missing"),
-    ("file", FRESH, {}, "middle.layer.pt: is missing"),
-    ("file", {}, {"load_module_only": True}, "load_module_only=True: K-FAC starts afresh"),
-    ("plain", {}, {}, "no K-FAC state, K-FAC starts afresh"),
-]
-"""What is saved, of the config, of the load, and what is raised or said."""
-
-
-@pytest.mark.ranks(2)
-def test_what_is_missing_is_said_on_every_rank(tmp_path):
-    """K-FAC loads nothing then, and DeepSpeed its part."""
-    plain = build(BY_NAME["z2"], kfac={"enabled": False})
-    train(plain, 1, steps=2)
-    plain.save_checkpoint(f"{tmp_path}/plain", tag="tag")
-    engine = build(BY_NAME["z2"], kfac=KFAC)
-    train(engine, 1, steps=3)
-    engine.save_checkpoint(f"{tmp_path}/file", tag="tag")
-    on_rank_0(lambda: next(tmp_path.glob("file/tag/kfac/*/middle.layer.pt")).unlink())
-    for name, config, load, words in MISSING:
-        fresh = build(BY_NAME["z2"], seed=7, **{"kfac": KFAC, **config})
-        load_it = partial(fresh.load_checkpoint, f"{tmp_path}/{name}", tag="tag", **load)
-        with heard() as messages:
-            error = error_of(load_it)
-        if words == MISSING[0][-1] and not config:
-            assert words in error
-            assert '"checkpoint": {"on_missing": "fresh"}' in error, "a way that keeps the rest"
-        else:
-            assert error == "" and (words in "\n".join(messages) or dist.get_rank() > 0), messages
-        exact(weights(fresh), weights(engine if name == "file" else plain))
-        assert state_of(fresh.kfac.preconditioner) == (0, 0, 0), "nothing is loaded by halves"
-        assert all(loss == loss for loss in train(fresh, 1, steps=1))
+# a tag that is written again
 
 
 def state_of(kfac) -> tuple[int, int, int]:
@@ -490,16 +387,18 @@ def test_an_overwritten_tag_never_mixes_two_saves(tmp_path):
     plain = build(BY_NAME["z2"], kfac={"enabled": False})
     train(plain, 1, steps=1)
     plain.save_checkpoint(str(tmp_path), tag="tag")
-    # has trained, and the folder of an older save is still there
-    fresh.load_checkpoint(str(tmp_path), tag="tag")
+    with heard() as said:  # it has trained, and the folder of an older save is still there
+        fresh.load_checkpoint(str(tmp_path), tag="tag")
+    assert any("no K-FAC state, K-FAC starts afresh" in text for text in said) or dist.get_rank()
+    exact(weights(fresh), weights(plain))
     assert state_of(fresh.kfac.preconditioner) == (0, 0, 0)
     assert not fresh.kfac.preconditioner.direction.state().get("peak_lr")
 
 
 @pytest.mark.ranks(1)
 def test_a_save_from_before_layers_shared_loads_when_they_do(tmp_path):
-    engine = build(BY_NAME["z0"], 1, model=make_net(Twin))
-    kfac, shared = engine.kfac.preconditioner, (("one", "other"),)
+    engine = build(BY_NAME["z0"], 1, model=make_net(QueryNet))
+    kfac, shared = engine.kfac.preconditioner, (("q", "k"), ("gate", "up"))
     engine.save_checkpoint(str(tmp_path), tag="early")
     train(engine, 1, steps=2)
     assert kfac.observations.groups == shared
@@ -510,21 +409,16 @@ def test_a_save_from_before_layers_shared_loads_when_they_do(tmp_path):
     engine.save_checkpoint(str(tmp_path), tag="late")  # of such factors only as there are
 
 
-def test_zeros_in_place_of_moments_take_no_space_and_are_not_loaded():
+def test_zeros_in_place_of_moments_take_no_space():
     matrix, bias = nn.Parameter(torch.ones(256, 256)), nn.Parameter(torch.ones(7))
     groups = [{"params": [matrix], FLAG: True}, {"params": [bias], FLAG: False}]
-    optimizer, other = (KFACTorchAdamW([{**g} for g in groups], lr=0.02) for _ in range(2))
-    for _ in range(3):
-        matrix.grad, bias.grad = torch.ones_like(matrix), torch.ones_like(bias)
-        optimizer.step()
-    saved = optimizer.state_dict()
-    zeros = [saved["state"][0][key] for key in ("exp_avg", "exp_avg_sq")]
-    exact(zeros, [torch.zeros(256, 256)] * 2)
-    assert saved["state"][0]["step"] == 3, "that of the others, which may be asked for in its place"
-    buffer = io.BytesIO()
+    optimizer = KFACTorchAdamW(groups, lr=0.02)
+    matrix.grad, bias.grad = torch.ones_like(matrix), torch.ones_like(bias)
+    optimizer.step()
+    saved, buffer = optimizer.state_dict(), io.BytesIO()
+    exact(
+        [saved["state"][0][key] for key in ("exp_avg", "exp_avg_sq")], [torch.zeros(256, 256)] * 2
+    )
+    assert saved["state"][0]["step"] == 1, "that of the others, which may be asked for in its place"
     torch.save(saved, buffer)
     assert buffer.tell() < 8000 < matrix.nbytes
-    buffer.seek(0)
-    other.load_state_dict(torch.load(buffer))
-    assert matrix not in other.state
-    exact(other.state[bias]["exp_avg"], optimizer.state[bias]["exp_avg"])

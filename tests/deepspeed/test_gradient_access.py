@@ -1,7 +1,6 @@
 """DeepSpeed's own doors to gradients and states give and take the same with K-FAC as without; what
 DeepSpeed handed out is filled, never replaced."""
 
-from collections.abc import Mapping
 from functools import partial
 
 import pytest
@@ -11,12 +10,11 @@ from deepspeed.utils import (
     safe_get_full_grad,
     safe_get_full_optimizer_state,
     safe_get_local_grad,
-    safe_get_local_optimizer_state,
     safe_set_full_grad,
     safe_set_full_optimizer_state,
     safe_set_local_grad,
-    safe_set_local_optimizer_state,
 )
+from torch.utils._pytree import tree_leaves
 
 import ds_kfac
 from ds_kfac.step import proving
@@ -28,9 +26,8 @@ from tests.deepspeed.said import error_of
 from tests.models import make_net
 
 pytestmark = pytest.mark.distributed
-MODES = ["z0", "z0-bf16", "z0-fp16-fused", "z1", "z1-offload", "z1-bf16-accum32", "z2"]
-MODES += ["z2-not_contiguous", "z2-offload", "z2-fp16", "z2-bf16-accum32", "z2-bf16-offload"]
-MODES += ["z3", "z3-offload", "z3-fp16"]
+MODES = ["z0", "z0-bf16", "z0-fp16-fused", "z1-offload", "z1-bf16-accum32", "z2"]
+MODES += ["z2-not_contiguous", "z2-fp16", "z2-bf16-offload", "z3", "z3-offload", "z3-fp16"]
 OFF = {"kfac": {"enabled": False}}
 
 
@@ -39,29 +36,18 @@ def attach(engine) -> None:
         ds_kfac.attach(engine, config)
 
 
-def reached(thing, way: str, depth: int = 5) -> dict[str, object]:
-    """Every container, tensor and number that is reached through attributes, keys and places, by
-    its way there."""
-    if isinstance(thing, Mapping):
-        inside = dict(enumerate(thing.values()))
-    else:
-        inside = dict(enumerate(thing)) if isinstance(thing, (list, tuple)) else vars(thing)
-    found: dict[str, object] = {}
-    for name, value in inside.items():
-        here = f"{way}.{name}"
-        if isinstance(value, (int, float, dict, list, tuple, torch.Tensor)):
-            found[here] = value
-        if isinstance(value, torch.Tensor) and value.is_leaf and value.grad is not None:
-            found[f"{here}.grad"] = value.grad
-        if isinstance(value, (dict, list, tuple)) and depth and len(value) < 200:
-            found |= reached(value, here, depth - 1)
+def handed_out(engine) -> dict[tuple, object]:
+    """Every tensor, gradient and number in the attributes of an engine and of what it made."""
+    made = engine, engine.optimizer, engine.basic_optimizer, engine.engine_timers
+    found: dict[tuple, object] = {}
+    for number, holder in enumerate([*map(vars, made), dict(engine.module.named_parameters())]):
+        for name, value in holder.items():
+            for index, leaf in enumerate(tree_leaves(value)):
+                if isinstance(leaf, (int, float, torch.Tensor)):
+                    found[number, name, index] = leaf
+                if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.grad is not None:
+                    found[number, name, index, "grad"] = leaf.grad
     return found
-
-
-def handed_out(engine) -> dict[str, object]:
-    found = reached(engine.optimizer, "optimizer") | reached(engine.basic_optimizer, "inner")
-    found |= reached(engine, "engine", 2) | reached(engine.engine_timers, "timers")
-    return found | reached(dict(engine.module.named_parameters()), "parameters", 0)
 
 
 @pytest.mark.ranks(2)
@@ -173,13 +159,20 @@ def test_attaching_in_the_middle_of_a_step_is_refused_and_loses_nothing():
         asked.destroy()
 
 
+@pytest.mark.ranks(2)
+def test_an_engine_that_has_trained_under_autocast_can_be_attached_to():
+    """The loss scale that DeepSpeed has made changes nothing."""
+    for stage in (0, 2, 3):
+        engine = build(BY_NAME[f"z{stage}-autocast_float16"], 1, **OFF)
+        train(engine, 1, steps=2)
+        attach(engine)
+        train(engine, 1, steps=2)
+        assert engine.kfac.counters()["steps"] == 2
+
+
 def set_full(param, key: str) -> None:
     shape = getattr(param, "ds_shape", param.shape)
     safe_set_full_optimizer_state(param, torch.ones(shape), key)
-
-
-def set_local(param, key: str) -> None:
-    safe_set_local_optimizer_state(param, torch.ones_like(param.ds_tensor), key)
 
 
 @pytest.mark.ranks(1)
@@ -197,22 +190,7 @@ def test_a_layer_one_of_whose_gradients_is_taken_away_stands_still():
         assert not torch.equal(after["head.weight"], before["head.weight"])
 
 
-@pytest.mark.ranks(1)
-def test_a_state_that_is_set_by_hand_is_an_error_that_says_how_to_reset():
-    """As ReLoRA does."""
-    for name in ("adam-z0", "adam-z2"):
-        engine = build(BY_NAME[name], 1)
-        train(engine, 1, steps=1)
-        optimizer = engine.basic_optimizer
-        parameter = next(group for group in optimizer.param_groups if group["kfac"])["params"][0]
-        zeros = torch.zeros_like(parameter)
-        put = partial(optimizer.state[parameter].__setitem__, "exp_avg", zeros)
-        said = error_of(put)
-        assert "optimizer.state.clear()" in said, (name, said)
-
-
-STATES = ["adam-z1", "adam-z2", "adam-z2-groups", "adam-z2-offload", "adam-z3", "adam-z3-offload"]
-STATES += ["adam-z1-bf16-accum32"]
+STATES = ["adam-z2-groups", "adam-z2-offload", "adam-z3", "adam-z1-bf16-accum32"]
 
 
 @pytest.mark.ranks(2, timeout=90)
@@ -227,9 +205,6 @@ def test_states_of_kfacs_parameters_are_refused_on_every_rank_and_those_of_other
         engine.step()
         named = dict(engine.module.named_parameters())
         layers = {id(param) for param in engine.kfac.preconditioner.layout.params}
-        doors = [safe_get_full_optimizer_state, set_full]
-        if mode.stage == 3:
-            doors += [safe_get_local_optimizer_state, set_local]
         for parameter, param in named.items():
             if id(param) not in layers:
                 moment = safe_get_full_optimizer_state(param, "exp_avg")
@@ -237,10 +212,14 @@ def test_states_of_kfacs_parameters_are_refused_on_every_rank_and_those_of_other
                 dtype = torch.bfloat16 if mode.extra else torch.float32
                 close(moment, moments[parameter], sums=8, dtype=dtype, what=f"{name} {parameter}")
                 continue
-            for door in doors:
+            for door in (safe_get_full_optimizer_state, set_full):
                 said = error_of(lambda: door(param, "exp_avg"))  # noqa: B023
                 refusal = "KFACAdamW: this parameter has no 'exp_avg' in the optimizer"
                 assert refusal in said, (name, parameter, said)
         assert {n: safe_get_full_fp32_param(p).shape for n, p in named.items()} == shapes, name
         assert len(layers) == len(named) - 2, "all but the norm's"
+        groups, state = engine.basic_optimizer.param_groups, engine.basic_optimizer.state
+        for ours in (p for group in groups if group["kfac"] for p in group["params"]):
+            said = error_of(partial(state[ours].__setitem__, "exp_avg", torch.zeros_like(ours)))
+            assert "optimizer.state.clear()" in said, "as ReLoRA sets it"
         engine.destroy()

@@ -1,12 +1,11 @@
 """The doors into DeepSpeed: attach once, detach without a trace, refuse what would be wrong, give
 back what was taken; and engines that train beside each other."""
 
-import contextlib
-import io
 import os
-import time
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -14,11 +13,12 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import ds_kfac
 from ds_kfac.engine.attachment import attached
 from ds_kfac.zero.exchange import GradientExchange, Gradients
-from ds_kfac.zero.stages import Stage12, ZeroLayout
+from ds_kfac.zero.stages import ZeroLayout
 from tests.close import exact
 from tests.deepspeed.modes import BY_NAME, KFAC, Mode
 from tests.deepspeed.runs import build, held, parameter_groups, train, weights
@@ -29,22 +29,16 @@ BLOCK = BY_NAME["z2"].config(1, 1)["kfac"]
 OFF = {"enabled": False}
 
 
-def plain_config(**extra) -> dict:
-    config = BY_NAME["z2"].config(1, 1)
-    del config["kfac"]
-    return {**config, **extra}
-
-
 def start(initialize=ds_kfac.initialize, **extra):
-    model = make_net()
-    config = plain_config(**extra)
+    model, config = make_net(), BY_NAME["z2"].config(1, 1)
+    del config["kfac"]
+    config |= extra
     return initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
 def changed(engine) -> set[str]:
     """Which parts of an engine K-FAC has changed."""
-    surface = {"forward", "backward", "save_checkpoint", "load_checkpoint", "destroy", "kfac"}
-    found = surface & set(vars(engine))
+    found = ATTACHED & set(vars(engine))
     if "step" in vars(engine.optimizer):
         found.add("optimizer.step")
     if engine.basic_optimizer._optimizer_step_pre_hooks:
@@ -84,12 +78,10 @@ def test_every_door_attaches_once_and_detach_leaves_nothing_behind():
     assert "another config" in error_of(lambda: ds_kfac.attach(engine, {"damping": {"value": 3.0}}))
     train(engine, 1, steps=2)
     assert engine.kfac.metrics.counts["steps"] == 2
-    attachment, said = engine.kfac, repr(engine.kfac)
-    assert said.startswith("<ds_kfac.Attachment: ") and "ZeRO stage" in said
+    attachment = engine.kfac
     attachment.detach()
     attachment.detach()
     assert changed(engine) == set() and held(engine.module)["hooks"] == hooks_without
-    assert repr(attachment) == said.replace(">", ", detached>")
 
     engine = start(kfac=BLOCK)
     engine.kfac.detach()
@@ -107,7 +99,7 @@ def test_every_door_attaches_once_and_detach_leaves_nothing_behind():
     assert changed(engine) == ATTACHED
     model = error_of(lambda: ds_kfac.attach(make_net()))
     assert "must be the engine that deepspeed.initialize returns" in model
-    nothing = error_of(lambda: ds_kfac.initialize(config=plain_config(kfac=BLOCK)))
+    nothing = error_of(lambda: ds_kfac.initialize(config=BY_NAME["z2"].config(1, 1)))
     assert "model: got none; must be a torch.nn.Module" in nothing
 
 
@@ -116,19 +108,14 @@ def test_enable_makes_deepspeeds_door_ours_until_disable():
     original = deepspeed.initialize
     ds_kfac.enable()
     ds_kfac.enable()
-    assert deepspeed.initialize.__name__ == "initialize"
-    assert changed(start(deepspeed.initialize, kfac=BLOCK)) == ATTACHED
     ds_kfac.disable()
     assert deepspeed.initialize is original
     ds_kfac.enable()
     ours = deepspeed.initialize
     deepspeed.initialize = lambda *args, **kwargs: ours(*args, **kwargs)  # another library's
-    for switch, expected in (
-        (ds_kfac.enable, ATTACHED),
-        (ds_kfac.disable, WITHOUT),
-        (ds_kfac.enable, ATTACHED),
-    ):
+    for switch in (ds_kfac.enable, ds_kfac.disable, ds_kfac.enable):
         switch()
+        expected = WITHOUT if switch is ds_kfac.disable else ATTACHED
         assert changed(start(deepspeed.initialize, kfac=BLOCK)) == expected, switch
 
 
@@ -143,13 +130,7 @@ def test_a_block_without_effect_is_said_once():
     def started(initialize, **kfac) -> str:
         return said_by(lambda: start(initialize, **kfac))
 
-    text = started(deepspeed.initialize, kfac={})
-    if first:
-        assert text.count("not attached") == 1
-        assert "ds_kfac.enable()" in text and "DS_KFAC=1" in text
-    else:
-        assert text == ""
-    assert started(deepspeed.initialize) == started(deepspeed.initialize, kfac=OFF) == ""
+    assert started(deepspeed.initialize, kfac={}).count("not attached") == first
     assert ('"enabled": false' in started(ds_kfac.initialize, kfac=OFF)) == first
     assert started(ds_kfac.initialize).count(NOT_NAMED) == first
     engine = start(deepspeed.initialize, optimizer=BY_NAME["adam-z2"].config(1, 2)["optimizer"])
@@ -164,17 +145,14 @@ def test_a_block_without_effect_is_said_once():
 @pytest.mark.ranks(1)
 def test_a_frozen_model_is_left_as_it_is():
     """A reference model, of which the config is that of a trained one."""
-    for name in ("adam-z0", "z0", "adam-z3"):
-        for dtype in (torch.float32, torch.bfloat16):
-            model = make_net().requires_grad_(False).to(dtype)
-            x = torch.ones(1, 3, 13, dtype=dtype)
-            expected = model(x)
-            config = BY_NAME[name].config(1, 1) | {"bf16": {"enabled": dtype is torch.bfloat16}}
-            engine, *_ = ds_kfac.initialize(model=model, config=config)
-            assert not hasattr(engine, "kfac"), name
-            exact(engine(x), expected, what=name)
-    frozen = "all parameters are frozen: unfreeze the"
-    with pytest.raises(ValueError, match=frozen):
+    for name in ("adam-z0", "z0-bf16", "adam-z3", "adam-z3-bf16"):
+        dtype = torch.bfloat16 if "bf16" in name else torch.float32
+        model, x = make_net().requires_grad_(False).to(dtype), torch.ones(1, 3, 13, dtype=dtype)
+        expected = model(x)
+        engine, *_ = ds_kfac.initialize(model=model, config=BY_NAME[name].config(1, 1))
+        assert not hasattr(engine, "kfac"), name
+        exact(engine(x), expected, what=name)
+    with pytest.raises(ValueError, match="all parameters are frozen: unfreeze the"):
         config = BY_NAME["adam-z2"].config(1, 1)
         ds_kfac.initialize(model=make_net().requires_grad_(False), config=config)
 
@@ -191,19 +169,13 @@ def test_the_report_lists_every_module():
     assert rows["norm"][1:3] == ["LayerNorm", "34"]
     assert "not in kfac.layers.types" in " ".join(rows["norm"])
 
-    model, config = make_net(), plain_config(kfac=BLOCK)
-    engine, *_ = ds_kfac.initialize(
-        model=model, model_parameters=list(model.head.parameters()), config=config
-    )
+    model = make_net()
+    engine = build(BY_NAME["z2"], model=model, given={"model_parameters": model.head.parameters()})
     left_out = engine.kfac.report.split("not preconditioned")[1]
     assert left_out.count("not among the optimizer's parameters") == 3
 
 
 # refusals
-
-
-def sgd(**options) -> torch.optim.Optimizer:
-    return torch.optim.SGD(make_net().parameters(), lr=0.1, **options)
 
 
 PRETENDED = {
@@ -219,25 +191,21 @@ PRETENDED = {
         {
             "torch_autocast_enabled": lambda: True,
             "torch_autocast_dtype": lambda: torch.float16,
-            "basic_optimizer": sgd(fused=True),
+            "basic_optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], fused=True),
         },
         "set fused=False",
     ),
 }
 """Modes whose machinery cannot be built here: the engine says that it is in them."""
-OFFLOADS = {"SuperOffload": '"super_offload": false', "NVMe offload": 'to "cpu"'}
 
 
-def with_adagrad(mode: Mode, groups: str) -> str:
+def with_adagrad(name: str, groups: str) -> str:
     """The report of an engine whose optimizer is torch's Adagrad, with a scheduler."""
-    model, config = make_net(), mode.config(1, 1)
-    del config["optimizer"]
+    model = make_net()
     adagrad = torch.optim.Adagrad(parameter_groups(model, groups), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(adagrad, lambda step: 0.5)
-    engine, *_ = ds_kfac.initialize(
-        model=model, optimizer=adagrad, config=config, lr_scheduler=scheduler
-    )
-    return engine.kfac.report
+    given = {"lr_scheduler": torch.optim.lr_scheduler.LambdaLR(adagrad, lambda step: 0.5)}
+    given |= {"optimizer": adagrad, "model_parameters": None}
+    return build(BY_NAME[name], model=model, given=given, optimizer=None).kfac.report
 
 
 @pytest.mark.ranks(1)
@@ -250,12 +218,12 @@ def test_refusals_say_what_to_change():
     named = BY_NAME["adam-z2"].config(1)["optimizer"]
     assert 'without K-FAC, use "AdamW"' in refused(optimizer=named, kfac=OFF)
     assert "matches no module" in refused(kfac={"layers": {"exclude": ["nothing_like_it"]}})
-    several = error_of(lambda: with_adagrad(BY_NAME["z2"], "decay"))
+    several = error_of(lambda: with_adagrad("z2", "decay"))
     assert "Adagrad of several parameter groups with ZeRO: " in several
     assert "use one parameter group" in several
-    report = with_adagrad(BY_NAME["z2"], "one")
+    report = with_adagrad("z2", "one")
     assert "rate your scheduler does not change" in " ".join(report.split())
-    with_adagrad(BY_NAME["z1-bf16-accum32"], "decay")  # a wrapper that replaces nothing
+    with_adagrad("z1-bf16-accum32", "decay")  # a wrapper that replaces nothing
 
     engine = start(deepspeed.initialize)
 
@@ -269,8 +237,8 @@ def test_refusals_say_what_to_change():
     offload = SimpleNamespace(super_offload=True, device="nvme")
     with patch.dict(engine._config.zero_config.__dict__, offload_optimizer=offload):
         said = attached()
-    for name, remedy in OFFLOADS.items():
-        assert f"{name}: " in said and remedy in said, (name, said)
+    assert "SuperOffload: " in said and '"super_offload": false' in said, said
+    assert "NVMe offload: " in said and 'to "cpu"' in said, said
     known = type(engine.optimizer)
     engine.optimizer.__class__ = type("Unknown", (known,), {})
     assert "Unknown, which ds_kfac does not know" in attached()
@@ -280,9 +248,6 @@ def test_refusals_say_what_to_change():
 
 DIFFERENT = {  # what the second rank has otherwise, and what every rank is told
     "damping.value": {"damping": {**KFAC["damping"], "value": 0.04}},
-    "eigenbasis.refresh_interval": {"eigenbasis": {"refresh_interval": 3}},
-    "layers.exclude": {"layers": {"exclude": ["head"]}},
-    "adaptive": {"adaptive": 0.2},
     "enabled": {"enabled": False},
 }
 
@@ -336,86 +301,50 @@ def of_later_groups(spoil):
 LOST, NOT_ARRIVED = "would not step with the gradients", "did not arrive at its worker"
 FAULTS = {
     "shifted read": (lambda: arriving(shifted), NOT_ARRIVED),
-    "shifted write": (lambda: written(shifted), LOST),
     "lost write": (lambda: written(torch.zeros_like), LOST),
     "rounded write": (lambda: written(lambda g: g.bfloat16().float()), LOST),
 }
 LATER = {
-    "lost later": (
-        lambda: of_later_groups(torch.clone),
-        f"{LOST} that K-FAC wrote to",
-    ),
+    "lost later": (lambda: of_later_groups(torch.clone), f"{LOST} that K-FAC wrote to"),
     "moved later": (lambda: of_later_groups(lambda view: view.roll(1)), NOT_ARRIVED),
 }
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, timeout=90)
 def test_the_self_test_notices_a_changed_layout_on_every_rank():
+    """Though it has changed on one rank alone."""
     names = ("z0", "z1-bf16-accum32", "z2", "z2-offload", "z3-offload", "z3-bf16")
     cases = [(BY_NAME[name], fault) for name in names for fault in FAULTS.items()]
-    names = ("z2", "z1-offload", "z3-sub_groups")
-    cases += [
-        (replace(BY_NAME[name], groups="decay"), fault) for name in names for fault in LATER.items()
-    ]
+    for name in ("z2", "z1-offload", "z3-sub_groups"):
+        cases += [(replace(BY_NAME[name], groups="decay"), fault) for fault in LATER.items()]
     for mode, (fault, (patched_by, text)) in cases:
-        with patched_by():
-            said = error_of(lambda mode=mode: build(mode, 1))
+        with patched_by() if dist.get_rank() == 1 else nullcontext():
+            said = error_of(partial(build, mode, 1))
         assert "self-test failed" in said and "rank " in said and text in said, (mode, fault, said)
 
 
 @pytest.mark.ranks(2, timeout=90)
-def test_a_fault_on_one_rank_is_an_error_on_all():
-    """DeepSpeed's partition size is not what the shard map was built from, on one rank."""
-    plain = Stage12._shards
-
-    def other_offsets(self):
-        return [replace(shard, offset=shard.offset + dist.get_rank()) for shard in plain(self)]
-
-    with patch.object(Stage12, "_shards", other_offsets):
-        said = error_of(lambda: build(BY_NAME["z2"], 1))
-    # rank 0 misses what rank 1 should have sent, but what lies on rank 0 is where it should be
-    assert f"rank 1: DeepSpeed {LOST}" in said and f"rank 0: DeepSpeed {LOST}" not in said, said
-
-
-def leave_twice(engine, signal) -> None:
-    engine.destroy()
-    engine.destroy()
-
-
-def leave_detached(engine, signal) -> None:
-    engine.kfac.detach()
-    engine.destroy()
-
-
-def leave_alone(engine, signal) -> None:
-    """Rank 1 does nothing until rank 0 is through, as if it were gone."""
-    if dist.get_rank() == 0:
-        engine.destroy()
-        signal.touch()
-    deadline = time.monotonic() + 60
-    while not signal.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert signal.exists()
-    engine.destroy()
-
-
-@pytest.mark.ranks(2)
-def test_destroy_gives_everything_back(tmp_path):
+def test_destroy_gives_everything_back():
     plain = build(BY_NAME["z2"], kfac=OFF)
     before = held(plain.module)
     # ZeRO's own hooks keep an engine that nobody destroys
-    ways = [("z2", leave) for leave in (leave_twice, leave_detached, leave_alone)]
-    for name, leave in (*ways, ("z0", None), ("adam-z3", leave_twice), ("adam-z3", leave_twice)):
-        engine = build(BY_NAME[name], model=make_net())
+    ways = ("z2", "detached"), ("z2", "destroyed"), ("z0", "garbage"), ("adam-z3", "destroyed")
+    for name, way in ways:
+        engine = build(BY_NAME[name])
         train(engine, 1, steps=3)
         model, during = engine.module, held(engine.module)
         assert during["groups"] == before["groups"] + 1 and during["hooks"] > before["hooks"]
-        if leave:
-            leave(engine, tmp_path / "signal")
-        else:  # garbage, with its model, whose hooks refer to it
+        if way == "detached":
+            engine.kfac.detach()
+        if way == "garbage":  # with its model, whose hooks refer to it
             model = plain.module
+        else:
+            if dist.get_rank() == 0:
+                engine.destroy()
+            dist.barrier()  # until then the other rank does nothing, as if it were gone
+            engine.destroy()  # on rank 0 for the second time
         del engine
-        assert held(model) == before, (name, leave)
+        assert held(model) == before, (name, way)
 
 
 @pytest.mark.ranks(2)
@@ -449,13 +378,13 @@ def test_a_models_callbacks_find_its_newer_engine_when_an_older_one_goes():
 @pytest.mark.ranks(2)
 def test_engines_that_nobody_destroys_share_one_group_and_train_as_if_alone():
     """As those of several Trainers in one process; ZeRO's are never collected."""
-    for name in ("z0", "adam-z2", "z3"):
+    for name in ("z0", "z3"):
         alone, engines = build(BY_NAME[name]), []
         train(alone, 1, steps=4)
         expected = weights(alone)
         alone.destroy()
         before = held()["groups"]
-        for _ in range(4):
+        for _ in range(3):
             engines.append(build(BY_NAME[name]))
             assert held()["groups"] == before + 1
         for step in range(4):  # one after another at each step, in one group
@@ -466,7 +395,7 @@ def test_engines_that_nobody_destroys_share_one_group_and_train_as_if_alone():
         engines.pop().destroy()
         assert held()["groups"] == before + 1
         train(engines[-1], 1, steps=1, first=4)
-        # here nobody has the group any more, on the other rank three
+        # here nobody has the group any more, on the other rank two
         for engine in () if dist.get_rank() else engines:
             engine.destroy()
         # by an engine whose batch was too large, as with the Trainer's auto_find_batch_size
@@ -490,25 +419,29 @@ class Wrapper(torch.optim.Optimizer):
     def step(self, closure=None) -> None:
         self.base.step()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.base.zero_grad(set_to_none)
+    def state_dict(self) -> dict:
+        return self.base.state_dict()
 
     def load_state_dict(self, state_dict) -> None:
         self.base.load_state_dict(state_dict)
 
 
 @pytest.mark.ranks(1)
-def test_an_optimizer_that_calls_no_initialiser_of_torchs_is_stepped_and_warns_when_it_loads():
+def test_an_optimizer_that_calls_no_initialiser_of_torchs_is_stepped_and_warns_if_loaded(tmp_path):
+    """By a program itself, which loses K-FAC's state then. Of a model a layer of which was replaced
+    since attach, whose save had failed."""
     model = make_net()
-    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}, "kfac": BLOCK}
-    config["zero_allow_untested_optimizer"] = True
     optimizer = Wrapper(torch.optim.SGD(model.parameters(), lr=0.1))
     optimizer.model = model  # as LOMO has it
-    engine, *_ = ds_kfac.initialize(model=model, optimizer=optimizer, config=config)
+    given = {"optimizer": optimizer, "model_parameters": None}
+    engine = build(BY_NAME["z1"], model=model, given=given, optimizer=None)
+    before = weights(engine)
     train(engine, 1, steps=1)
     assert any(not torch.equal(w, before[name]) for name, w in weights(engine).items())
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+    model.head = nn.Linear(19, 5)
+    engine.save_checkpoint(str(tmp_path))
+    with heard() as said:
         optimizer.load_state_dict(optimizer.base.state_dict())
         model.load_state_dict(model.state_dict())
-    assert said.getvalue().count("does not load K-FAC's") == 1
+        engine.load_checkpoint(str(tmp_path))
+    assert sum("does not load K-FAC's" in text for text in said) == 1

@@ -1,8 +1,6 @@
 """What broke other K-FAC implementations, in a real engine: overflow, spikes, norms, learning rate
 schedules, failed decompositions."""
 
-import contextlib
-import io
 import itertools
 from unittest.mock import patch
 
@@ -12,27 +10,14 @@ import torch.distributed as dist
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config
 
 from ds_kfac.curvature import eigen, inverse
-from tests.close import close, exact, near
+from tests.close import exact, near
 from tests.deepspeed.features import merged
 from tests.deepspeed.modes import BY_NAME, CLIP, KFAC, Mode
 from tests.deepspeed.runs import build, patched, train, weights
 from tests.deepspeed.said import heard
+from tests.deepspeed.test_checkpoint import check_same, flat, own_state
 
 INFINITE = float("inf")
-
-
-def snapshot(kfac) -> dict[str, torch.Tensor]:
-    """Everything K-FAC keeps on this rank, as tensors."""
-    tensors = {"steps": torch.tensor(kfac.steps)}
-    for key, own in kfac.curvature.factors.items():
-        tensors |= {key: own.packed_P, f"{key}.k": own.updates}
-    for name, state in kfac.state.items():
-        if state.basis is not None:
-            tensors[f"{name}.QA"] = state.basis.A.vectors[0]
-            tensors[f"{name}.QG"] = state.basis.G.vectors[0]
-        if state.moments is not None:  # which turn with the basis, in place
-            tensors |= {f"{name}.{part}": value for part, value in vars(state.moments).items()}
-    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 # overflow
@@ -40,7 +25,7 @@ def snapshot(kfac) -> dict[str, torch.Tensor]:
 
 @pytest.mark.ranks(2)
 def test_a_skipped_step_leaves_everything_as_it_was():
-    names = ("z1-fp16", "z2-fp16", "z2-fp16-offload", "z3-fp16", "z0-fp16", "z0-fp16-fused")
+    names = ("z1-fp16", "z2-fp16-offload", "z3-fp16", "z0-fp16", "z0-fp16-fused")
     # torch_autocast, in which GradScaler skips, is global to a process
     for name in (*names, "z1-bf16-accum32", "adam-z2-fp16", "z0-autocast_float16"):
         mode = BY_NAME[name]
@@ -50,9 +35,9 @@ def test_a_skipped_step_leaves_everything_as_it_was():
         with patched(mode):
             train(engine, 1, steps=3)
             for step in (3, 4):  # of which one refreshes, at interval 2
-                before, trained = snapshot(kfac), weights(engine)
+                before, trained = own_state(engine), weights(engine)
                 train(engine, 1, steps=1, first=step, times=INFINITE)
-                exact(snapshot(kfac), before, what=name)
+                check_same(own_state(engine), before, name)
                 exact(weights(engine), trained, what=name)
                 assert not kfac.capture.sums, "what the hooks of a skipped step have seen"
                 train(engine, 1, steps=1, first=step)
@@ -64,17 +49,11 @@ def test_a_skipped_step_leaves_everything_as_it_was():
 # norms, precision of what is written back
 
 
-NORMS = ["z1", "z2-offload", "z2-round_robin", "z3", "z1-bf16-accum32", "z2-bf16-offload"]
-NORMS += ["z3-fp16", "z0-bf16-fused"]
-
-
 @pytest.mark.ranks(2)
 def test_the_reported_norm_is_of_the_raw_gradient():
     """Also where nothing is clipped."""
-    for name, clip in [
-        *((name, 0.5) for name in NORMS),
-        *((f"z{stage}", 0.0) for stage in (2, 3)),
-    ]:
+    names = ("z2-offload", "z2-round_robin", "z3", "z1-bf16-accum32", "z2-bf16-offload")
+    for name, clip in (*((name, 0.5) for name in names), ("z2", 0.0), ("z3", 0.0)):
         mode, norms = BY_NAME[name], []
         for kfac in ({"enabled": False}, KFAC):
             engine = build(mode, 1, kfac=kfac, gradient_clipping=clip)
@@ -96,7 +75,7 @@ def test_results_that_leave_fp16_are_no_overflow_and_an_inf_of_one_rank_is():
     skipped."""
     block = {"damping": {"kind": "tikhonov", "value": DAMPING}, "preconditioner": {"kl_clip": 0}}
     optimizer = {"type": "SGD", "params": {"lr": RATE, "momentum": 0.9}}
-    for dtype, clip in (("fp16", 0.0), ("fp16", 0.5), ("bf16", 0.0), ("bf16", 0.5)):
+    for dtype, clip in (("fp16", 0.0), ("fp16", 0.5), ("bf16", 0.5)):
         half = {"fp16": {"enabled": True, "loss_scale": 1.0}} if dtype == "fp16" else {}
         options = {"optimizer": optimizer, "gradient_clipping": clip, **half}
         after_one_step = []
@@ -111,13 +90,13 @@ def test_results_that_leave_fp16_are_no_overflow_and_an_inf_of_one_rank_is():
                     norms.append(float(one.get_global_grad_norm() or 0))
                 after_one_step.append(weights(engine))
                 train(engine, 1, steps=2, first=1)
-                before, trained = snapshot(engine.kfac.preconditioner), weights(engine)
+                before, trained = own_state(engine), weights(engine)
                 assert engine.skipped_steps == 0, name
                 overflows = INFINITE if dist.get_rank() == 1 else 1.0
                 train(engine, 1, steps=1, first=3, times=overflows)
             assert engine.skipped_steps == 1, name
             exact(weights(engine), trained, what=name)
-            exact(snapshot(engine.kfac.preconditioner), before, what=name)
+            check_same(own_state(engine), before, name)
             near(norms[1], norms[0], 1e-3 * norms[0], "terms in bf16, at most", what=name)
             moved = max(float((after_one_step[-1][n] - w).abs().max()) for n, w in start.items())
             largest = moved / RATE
@@ -140,22 +119,16 @@ def test_no_layer_moves_or_learns_where_deepspeed_clips_an_infinite_norm_and_all
         engine = build(mode, 1, kfac={**mode.kfac_block, **no_refresh}, bf16=bf16)
         kfac = engine.kfac.preconditioner
         train(engine, 1, steps=3)
-        before = weights(engine)
-        moments = {layer: dict(vars(state.moments)) for layer, state in kfac.state.items()}
-        moments = {
-            layer: {part: x.clone() for part, x in own.items()} for layer, own in moments.items()
-        }
+        before, moments = weights(engine), flat([state.moments for state in kfac.state.values()])
         hook = engine.module.norm.bias.register_hook(lambda gradient: gradient * INFINITE)
         train(engine, 1, steps=1, first=3)
         hook.remove()
-        for layer, state in kfac.state.items():
-            exact(dict(vars(state.moments)), moments[layer], what=f"{name} {layer}")
+        check_same(flat([state.moments for state in kfac.state.values()]), moments, name)
         assert kfac.steps == 4
         assert engine.kfac.counters()["not_finite_layers"] == len(kfac.layers), name
         if mode.adam:
-            after = weights(engine)
-            for parameter in (parameter for layer in kfac.layers for parameter in layer.parameters):
-                exact(after[parameter], before[parameter], what=parameter)
+            after, ours = weights(engine), {n for layer in kfac.layers for n in layer.parameters}
+            exact(*({n: each[n] for n in ours} for each in (after, before)), what=name)
 
 
 # a learning rate schedule, and a failing decomposition
@@ -163,11 +136,9 @@ def test_no_layer_moves_or_learns_where_deepspeed_clips_an_infinite_norm_and_all
 
 @pytest.mark.ranks(1)
 def test_kl_clip_respects_a_learning_rate_schedule():
-    """It goes by the largest rate so far, whoever sets it: halving lr halves the step."""
-    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    """It goes by the largest rate so far: halving lr halves the step."""
     mode = Mode("sgd", 2, kfac={"preconditioner": {"kl_clip": 1e-6}}, clip=0.0)
-    engine = build(mode, 1, optimizer=sgd)
-    moved = []
+    engine, moved = build(mode, 1, optimizer={"type": "SGD", "params": {"lr": 0.1}}), []
     for lr in (0.1, 0.05):
         for group in engine.optimizer.param_groups:
             group["lr"] = lr
@@ -177,25 +148,6 @@ def test_kl_clip_respects_a_learning_rate_schedule():
         squares = [(after[n] - before[n]).square().sum() for n in after if "norm" not in n]
         moved.append(float(sum(squares)) ** 0.5)
     near(moved[1] / moved[0], 0.5, 0.1, "the gradient changes from step to step")
-    peaks = [max(engine.kfac.preconditioner.direction.peak_lr.values())]
-    engine = build(Mode("decay", 2, clip=0.0), 1, optimizer=sgd)
-    decaying = torch.optim.lr_scheduler.ExponentialLR(engine.optimizer.optimizer, gamma=0.1)
-    for step in range(2):
-        train(engine, 1, steps=1, first=step)
-        decaying.step()  # by the program, as Accelerate does
-    peaks.append(max(engine.kfac.preconditioner.direction.peak_lr.values()))
-    close(peaks, [0.1, 0.1])
-
-
-def broken(error: type[Exception] | None):
-    """A decomposition that raises an error, or is not finite."""
-
-    def decompose(matrix, *_, **__):
-        if error:
-            raise error("no convergence")
-        return torch.full_like(matrix, INFINITE)
-
-    return decompose
 
 
 @pytest.mark.ranks(2)
@@ -207,13 +159,15 @@ def test_a_failed_refresh_keeps_the_last_result_and_is_counted_and_said(method):
     engine = build(BY_NAME["z2"], 1, kfac=kfac)
     kfac = engine.kfac.preconditioner
     if method == "eigen":
-        failing = patch.object(eigen, "eigh", broken(torch.linalg.LinAlgError))
+        failing = patch.object(eigen, "eigh", side_effect=torch.linalg.LinAlgError)
     else:
-        failing = patch.object(inverse, "cholesky_inverse", broken(None))
+        failing = patch.object(
+            inverse, "cholesky_inverse", lambda matrix, **_: torch.full_like(matrix, INFINITE)
+        )
     train(engine, 1, steps=2)
     before = {name: (state.A, state.G) for name, state in kfac.state.items()}
     assert engine.kfac.counters()["refresh_retries"] == 0
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+    with heard() as said:
         with failing:
             train(engine, 1, steps=1, first=2)
         counts = engine.kfac.counters()
@@ -228,7 +182,7 @@ def test_a_failed_refresh_keeps_the_last_result_and_is_counted_and_said(method):
     assert counts["refresh_retries"] == 4 * owned
     for step in (2, 4):
         line = f"succeeded ({2 * owned} such factors in step {step}); each keeps its last"
-        assert line in said.getvalue()
+        assert any(line in text for text in said)
 
 
 SPIKES = {3: 1e20, 5: 1e30, 6: 1e20}
@@ -243,11 +197,8 @@ def with_spikes(name: str, clip: float, spikes: dict[int, float]):
         for step in range(10):
             train(engine, 1, steps=1, first=step, times=spikes.get(step, 1.0))
             seen.append(weights(engine))
-            kept = [state.packed_P for state in kfac.curvature.factors.values()]
-            if "adam" in name:
-                for state in kfac.state.values():
-                    kept += [state.moments.first_OI, state.moments.second_OI]
-            assert all(bool(torch.isfinite(t).all()) for t in kept), f"kept at step {step}"
+            kept = [x for x in own_state(engine).values() if isinstance(x, torch.Tensor)]
+            assert all(bool(torch.isfinite(x).all()) for x in kept), f"kept at step {step}"
     ours = {parameter for layer in kfac.layers for parameter in layer.parameters}
     steps = [{n: float((b[n] - a[n]).norm()) for n in ours} for a, b in itertools.pairwise(seen)]
     return engine, steps, [text for text in said if "left out" in text]
@@ -255,7 +206,7 @@ def with_spikes(name: str, clip: float, spikes: dict[int, float]):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("clip", [CLIP, 0.0])
-@pytest.mark.parametrize("name", ["adam-z0", "adam-z1-bf16-accum32", "adam-z2-bf16", "z3"])
+@pytest.mark.parametrize("name", ["adam-z0", "adam-z1-bf16-accum32", "z3"])
 def test_training_survives_a_huge_gradient_with_and_without_clipping(name, clip):
     plain, usual, nothing = with_spikes(name, clip, {})
     assert not plain.kfac.counters()["left_out_gradients"] and not nothing
@@ -291,8 +242,7 @@ def moved(name: str, eigenvalues: str, spike: float) -> tuple[float, float]:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("name", "eigenvalues", "limited"),
-    [("z0-noclip", "corrected", 6), ("z0", "corrected", 3), ("z3", "kronecker", 3)],
+    ("name", "eigenvalues", "limited"), [("z0-noclip", "corrected", 6), ("z3", "kronecker", 3)]
 )
 def test_a_spike_does_not_stall_the_kfac_gradient(name, eigenvalues, limited):
     """Each layer's G is limited, on whichever rank it is averaged, and EKFAC's second moment, which

@@ -12,7 +12,7 @@ from ds_kfac.factors.command import condition, effective_rank, table
 from ds_kfac.factors.convert import convert
 from ds_kfac.factors.files import Factors, FactorsError
 from tests.close import close, exact
-from tests.factors.test_fit import CLASSES, WIDTH, Images, Sequences, fit, images, sequences
+from tests.factors.test_fit import WIDTH, Images, Sequences, fit, images, sequences
 from tests.programs import python
 from tests.ranks import ROOT
 
@@ -107,13 +107,16 @@ COMMAND = ["factors", "--model", f"{HERE}:Sequences", "--data", f"{HERE}:data", 
 
 
 def test_the_commands_compute_and_convert(tmp_path, capfd):
-    assert main([*COMMAND, str(tmp_path / "made")]) == 0
-    said = capfd.readouterr()
-    assert "2 layers, empirical Fisher, 12 sequences" in said.out
-    assert "twice" in said.out
-    assert "batches/s" in said.err  # the bar
-    found = Factors.load(tmp_path / "made")
-    assert found.factor("head", "G").shape == (CLASSES, CLASSES)
+    """Without a launcher, though the config cuts the model."""
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    command = ["-m", "ds_kfac", *COMMAND, str(tmp_path / "made"), "--config", str(config)]
+    said = python(*command, folder=ROOT, DS_ACCELERATOR="cpu")
+    assert "2 layers, empirical Fisher, 12 sequences" in said.stdout
+    assert "twice" in said.stdout
+    assert "batches/s" in said.stderr  # the bar
+    whole = fit(Sequences(), data(0, 1), out=tmp_path / "whole")
+    exact(Factors.load(tmp_path / "made").factor("head", "G"), whole.factor("head", "G"))
     convert_it = ["convert", str(tmp_path / "made"), "--to", "gptq", "--out"]
     assert main([*convert_it, str(tmp_path / "gptq")]) == 0
     assert "wrote 2 of 2 layers for gptq" in capfd.readouterr().out
@@ -123,9 +126,7 @@ def test_the_commands_compute_and_convert(tmp_path, capfd):
     ("more", "said"),
     [
         (["--model", "nowhere:Sequences"], "no module nowhere"),
-        (["--model", f"{HERE}:Nut"], "has no attribute 'Nut'"),
         (["--model", f"{HERE}:no_model"], "returned NoneType; must return an nn.Module"),
-        (["--config", "nowhere.json"], "nowhere.json"),
         (["--config", "list.json"], "not a JSON object; pass the path of a DeepSpeed config file"),
     ],
 )
@@ -137,12 +138,3 @@ def test_the_command_says_what_is_wrong(more, said, tmp_path, capfd, monkeypatch
     assert said in told and "Traceback" not in told and not (tmp_path / "made").exists()
     assert main(["convert", ".", "--to", "eva", "--out", "x"]) == 1
     assert "holds no factors, or is not finished" in capfd.readouterr().err
-
-
-def test_a_model_is_cut_without_a_launcher_too(tmp_path):
-    config, out = tmp_path / "ds.json", tmp_path / "made"
-    config.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
-    command = ["-m", "ds_kfac", *COMMAND, str(out), "--config", str(config)]
-    python(*command, folder=ROOT, DS_ACCELERATOR="cpu")
-    whole = fit(Sequences(), data(0, 1), out=tmp_path / "whole")
-    exact(Factors.load(out).factor("head", "G"), whole.factor("head", "G"))

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import ds_kfac
+from ds_kfac.comm.message import merged
 from ds_kfac.factors.files import Factors, FactorsError
 from examples.gpt import GPT
 from tests.close import exact
 from tests.deepspeed.parallel import shared_folder
 from tests.factors.worker import MODEL, batches, config, model
-from tests.ranks import of_ranks
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -25,8 +25,7 @@ def train(engine, count: int) -> None:
 def factors_of(engine) -> dict[str, torch.Tensor]:
     """The factors of all ranks. Collective."""
     kept = engine.kfac.preconditioner.curvature.factors
-    own = {key: factor.side.blocks(factor.packed_P)[0][0] for key, factor in kept.items()}
-    return {key: factor for of_rank in of_ranks(own) for key, factor in of_rank.items()}
+    return merged({key: own.side.blocks(own.packed_P)[0][0] for key, own in kept.items()}, None)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -46,7 +45,7 @@ def test_what_was_exported_is_what_the_ranks_have(stage):
     factors, values = factors_of(engine), {}
     for name, own in engine.kfac.preconditioner.state.items():
         values |= {f"{name}/{side}": getattr(own, side).values for side in "AG"}
-    values = {key: value for of_rank in of_ranks(values) for key, value in of_rank.items()}
+    values = merged(values, None)
     found, grams = Factors.load(out), Factors.load(f"{out}/there/grams")
     assert found.header["steps"] == grams.header["steps"] == 3
     assert len(factors) == 20  # of 11 layers, of which two pairs share their inputs

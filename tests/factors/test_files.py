@@ -2,9 +2,6 @@
 
 import errno
 import json
-import os
-import shutil
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -23,21 +20,21 @@ def made(tmp_path) -> Path:
     return tmp_path / "made"
 
 
-@pytest.mark.parametrize("kept", [0, 5, 0.3, -1, None])
+@pytest.mark.parametrize("kept", [5, -1, None])
 def test_a_shard_that_is_cut_off_or_missing_is_named(kept, made):
-    whole = (made / SHARD).read_bytes()
-    (made / SHARD).write_bytes(whole[: int(kept * len(whole)) if isinstance(kept, float) else kept])
+    (made / SHARD).write_bytes((made / SHARD).read_bytes()[:kept])
     if kept is None:
         (made / SHARD).unlink()
     with pytest.raises(FactorsError, match=rf"{SHARD}: head/A cannot be read"):
         Factors.load(made).factor("head", "A")
+    with pytest.raises(FactorsError, match="no layer 'twise'; there are layers such as twice"):
+        Factors.load(made).factor("twise", "A")
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"version": 2}, "version 2, but this ds_kfac reads version 3"),
-        ({"format": "other"}, "version None, but this ds_kfac reads version 3"),
         (None, "not written by ds_kfac"),
     ],
 )
@@ -47,11 +44,6 @@ def test_an_index_of_something_else_is_refused(change, said, made):
     path.write_text("{" if change is None else json.dumps({**header, **change}))
     with pytest.raises(FactorsError, match=said):
         Factors.load(made)
-
-
-def test_names_that_are_not_there_are_answered_with_near_ones(made):
-    with pytest.raises(FactorsError, match="no layer 'twise'; there are layers such as twice"):
-        Factors.load(made).factor("twise", "A")
 
 
 def test_a_full_disk_leaves_nothing_that_loads(tmp_path, monkeypatch):
@@ -84,20 +76,11 @@ def test_a_run_that_is_killed_leaves_nothing_that_loads(made):
         Factors.load(made)
 
 
-def test_a_folder_that_cannot_be_written_is_said_before_the_pass():
+def test_a_folder_that_cannot_be_written_is_said_before_the_pass(tmp_path):
     def untouched():
         raise AssertionError("the data was read")
         yield
 
-    folder = Path(tempfile.mkdtemp())
-    folder.chmod(0o555)
-    root = os.geteuid() == 0
-    try:
-        if root:
-            os.seteuid(65534)
-        with pytest.raises(FactorsError, match=r"could not be written .*[Pp]ermission denied"):
-            fit(Sequences(), untouched(), out=folder, corrected=False)
-    finally:
-        if root:
-            os.seteuid(0)
-        shutil.rmtree(folder)
+    (tmp_path / SHARD).mkdir()
+    with pytest.raises(FactorsError, match="could not be written"):
+        fit(Sequences(), untouched(), out=tmp_path, corrected=False)

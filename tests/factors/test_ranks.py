@@ -22,11 +22,10 @@ COUNT = 5
 """Of batches: the second rank has one less."""
 MODES = {
     "whole": None,
-    **{f"stage {stage}": config(stage, optimizer=True) for stage in range(4)},
+    **{f"stage {stage}": config(stage, optimizer=True) for stage in (0, 2, 3)},
     "stage 0, no optimizer": config(0, optimizer=False),
     "stage 3, no optimizer": config(3, optimizer=False),
     "stage 3, offloaded": config(3, optimizer=False, offload=True),
-    "stage 2, bf16": config(2, optimizer=True, dtype="bf16"),
     "stage 3, bf16": config(3, optimizer=False, dtype="bf16"),
 }
 
@@ -94,7 +93,6 @@ def test_two_ranks_have_the_factors_of_all_rows():
 
 SPOILT = {
     "nan": "rank 1, batch 1: the loss is nan",
-    "vector": "rank 1, batch 1: the loss is not a scalar: got shape [2, 1]",
     "apart": "rank 1, batch 1: the loss depends on no layer",
     "number": "rank 1, batch 1: ValueError: the batch contains no tensor with",
     "raises": "rank 1, batch 1: RuntimeError: no memory",
@@ -102,21 +100,16 @@ SPOILT = {
 
 
 def spoilt(how: str):
-    """A loss that is no number in the second batch of rank 1, no scalar, none of the layers', or
-    raises."""
+    """A loss that is no number in the second batch of rank 1, none of the layers', or raises."""
     calls = iter(range(COUNT))
 
     def loss(own, batch):
         is_bad, value = dist.get_rank() == 1 and next(calls) == 1, own(*batch)
         if is_bad and how == "raises":
             raise RuntimeError("no memory")
-        if not is_bad or how == "number":
-            return value
-        return {
-            "nan": value * float("nan"),
-            "vector": value[None, None].expand(2, 1),
-            "apart": value.detach(),
-        }[how]
+        if is_bad and how != "number":
+            return value * float("nan") if how == "nan" else value.detach()
+        return value
 
     return loss
 

@@ -64,18 +64,12 @@ class Routed(nn.Module):
 
     def __init__(self, stacked: bool) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        w = torch.randn(2, D, D, generator=generator)
+        torch.manual_seed(0)
         self.stacked, self.head = stacked, nn.Linear(D, 3)
-        with torch.no_grad():
-            self.head.weight.copy_(torch.randn(3, D, generator=generator))
-            self.head.bias.zero_()
         if stacked:
-            self.w = nn.Parameter(w)
+            self.w = nn.Parameter(torch.randn(2, D, D))
         else:
-            self.experts = nn.ModuleList(nn.Linear(D, D, bias=False) for _ in w)
-            for own, expert in zip(w, self.experts, strict=True):
-                expert.weight.data = own
+            self.experts = nn.ModuleList(nn.Linear(D, D, bias=False) for _ in range(2))
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         flat = x.flatten(0, 1)

@@ -24,21 +24,14 @@ def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def config(stage: int, *, optimizer: bool, dtype: str = "fp32", offload: bool = False) -> dict:
-    zero: dict = {
-        "stage": stage,
-        "stage3_param_persistence_threshold": 0,
-        "stage3_max_live_parameters": 1000,
-    }
-    if offload:
-        zero["offload_param" if not optimizer else "offload_optimizer"] = {"device": "cpu"}
+    """Of an engine with the model's own AdamW, or without any optimizer."""
+    whole = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 1000}
+    zero = {"stage": stage, **whole, **({"offload_param": {"device": "cpu"}} if offload else {})}
     found = {
         "train_micro_batch_size_per_gpu": 3,
         "zero_optimization": zero,
-        "steps_per_print": 1 << 30,
         "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 1 << 30,
+        **({} if dtype == "fp32" else {dtype: {"enabled": True}}),
     }
-    if optimizer:
-        found["optimizer"] = OPTIMIZER
-    if dtype != "fp32":
-        found[dtype] = {"enabled": True}
-    return found
+    return {**found, "optimizer": OPTIMIZER} if optimizer else found

@@ -69,13 +69,12 @@ def test_it_resumes_also_where_another_optimizer_splits_the_groups(others):
         schedule.step()
 
 
-@pytest.mark.parametrize(("power", "part"), [(0.0, 1.0), (0.5, 0.5**0.5), (1.0, 0.5)])
-def test_a_step_may_be_told_and_a_wrapped_optimizer_is_changed(power, part):
+def test_a_step_may_be_told_and_a_wrapped_optimizer_is_changed():
     """DeepSpeed's wrappers keep the optimizer as an attribute. Momentum stays if it is not tied."""
     optimizer = sgd()
-    schedule = PolynomialDecay(SimpleNamespace(optimizer=optimizer), end=10, power=power)
+    schedule = PolynomialDecay(SimpleNamespace(optimizer=optimizer), end=10, power=0.5)
     schedule.step(4)
     schedule.step()
     assert schedule.last_batch_iteration == 5
-    close(optimizer.param_groups[0]["lr"], 0.03 * part)
+    close(optimizer.param_groups[0]["lr"], 0.03 * 0.5**0.5)
     assert optimizer.param_groups[0]["momentum"] == 0.97

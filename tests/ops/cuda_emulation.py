@@ -14,19 +14,10 @@ from ds_kfac.ops.build import sources
 from ds_kfac.ops.cuda import CudaOps
 
 FLAGS = (
-    "-std=c++17",
-    "-O1",
-    "-shared",
-    "-fPIC",
-    "-fvisibility=hidden",
-    "-Wall",
-    "-Wextra",
-    "-Werror",
-    "-Wno-unknown-pragmas",
-    f"-I{Path(__file__).parent}",
+    *("-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", f"-I{Path(__file__).parent}"),
+    *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
     "-ffp-contract=off",  # contracted, sums would differ from the GPU's
-    "-fsanitize=undefined",
-    "-fno-sanitize-recover",  # undefined behaviour ends the process
+    *("-fsanitize=undefined", "-fno-sanitize-recover"),  # undefined behaviour ends the process
 )
 
 

@@ -2,26 +2,23 @@
 compiled op is compared with torch before it is used; a faulty one is replaced."""
 
 import json
-import math
+import os
 import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from ds_kfac.config.keys import parse
 from ds_kfac.ops import check, cuda, dispatch, functional
 from ds_kfac.ops import triton as triton_backend
 from ds_kfac.ops.build import BuildError
-from ds_kfac.ops.check import NotMadeFor, guarded
+from ds_kfac.ops.check import guarded
 from ds_kfac.ops.cuda import CudaError, CudaOps
 from ds_kfac.ops.dispatch import Backend
 from ds_kfac.ops.triton import MODULES
 from tests.ops.calls import spoiled
 from tests.ops.cuda_emulation import emulated
-from tests.ops.triton_tools import interpreted, interpreted_ops
-from tests.programs import python
-from tests.ranks import ROOT
+from tests.ops.triton_tools import interpreted_ops
 
 CPU = torch.device("cpu")
 OLD = "needs compute capability 8.0, Old GPU has 7.5"
@@ -88,30 +85,22 @@ def test_a_backend_that_cannot_run_is_passed_over_with_its_reason_or_refused_by_
     assert str(dispatch.use(None, "meta")) == f"torch ({', '.join(dispatch.OPS)})"
 
 
-def test_every_backend_can_be_asked_for_and_no_other():
-    for name in dispatch.BACKENDS:
-        assert parse({"ops": {"backend": name}}).ops.backend == name
-    with pytest.raises(ValueError, match=r"kfac\.ops\.backend"):
-        parse({"ops": {"backend": "cuda9"}})
-
-
 @pytest.mark.parametrize(
-    "problem", [CudaError("pack: cudaErrorNoKernelImageForDevice (209)"), OSError("no ptxas")]
+    "problem",
+    [
+        CudaError("pack: cudaErrorNoKernelImageForDevice (209)"),
+        ValueError("shapes"),
+        torch.OutOfMemoryError("of memory"),
+        KeyboardInterrupt(),
+    ],
 )
 def test_a_kernel_that_fails_names_the_way_out(problem):
+    """Wrong arguments and full memory are no fault of the backend."""
     remedy = r'adam_step_ by the backend "fake" failed: (.|\n)*kfac.ops.backend "torch"'
-    with pytest.raises(RuntimeError, match=remedy) as raised:
+    is_fault = isinstance(problem, CudaError)
+    with pytest.raises(BaseException, match=remedy if is_fault else str(problem) or None) as raised:
         guarded("fake", "adam_step_", failing(problem))(torch.ones(2, 3))
-    assert raised.value.__cause__ is problem and str(problem) in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    "problem", [ValueError("shapes"), torch.OutOfMemoryError("of memory"), KeyboardInterrupt()]
-)
-def test_wrong_arguments_and_full_memory_are_no_fault_of_the_backend(problem):
-    with pytest.raises(type(problem)) as raised:
-        guarded("fake", "adam_step_", failing(problem))()
-    assert raised.value is problem
+    assert (raised.value.__cause__ if is_fault else raised.value) is problem
 
 
 # GPUs
@@ -145,30 +134,8 @@ def test_every_reason_why_a_gpu_is_not_used_is_told(monkeypatch):
     assert "NVIDIA" in check.gpu_problem()
 
 
-def test_no_nvcc_is_a_reason_of_cuda_alone(monkeypatch):
-    pretend(monkeypatch, capability=(9, 0))
-    monkeypatch.setattr("ds_kfac.ops.build.find_nvcc", lambda: None)
-    monkeypatch.setattr(triton_backend, "unavailable", lambda: None)
-    monkeypatch.setattr(triton_backend, "MODULES", {})
-    choice = dispatch.use(None, "cuda")
-    assert "no nvcc" in choice.missing["cuda"] and "triton" not in choice.missing
-
-
-def test_a_gpu_gets_the_best_of_both(monkeypatch, unchecked):
-    offered = {"cuda": CudaOps.OPS, "triton": tuple(MODULES)}
-    for name, ops in offered.items():
-        found = Backend("cuda", lambda ops=ops: dict.fromkeys(ops, math.hypot))
-        monkeypatch.setitem(dispatch.BACKENDS, name, found)
-    own = {op: name for name, ops in offered.items() for op in ops}
-    assert used("cuda") == {op: own.get(op, "torch") for op in dispatch.OPS}
-    assert len(own) == len(offered["cuda"]) + len(offered["triton"]), "no op is in both"
-
-
 def test_a_triton_that_is_missing_or_does_not_import_or_has_no_gpu_is_a_reason(monkeypatch):
-    pytest.importorskip("triton", reason="triton is not installed")
     assert (triton_backend.unavailable() is None) == torch.cuda.is_available()
-    with interpreted("") as (backend,):
-        assert backend.unavailable() is None
     monkeypatch.setattr(triton_backend, "find_spec", lambda name: None)
     assert triton_backend.unavailable() == "triton is not installed"
     monkeypatch.setattr(triton_backend, "find_spec", lambda name: object())
@@ -215,16 +182,6 @@ def test_faulty_ops_are_torch_s_and_the_others_stay(monkeypatch, notes):
     assert set(notes()[0]) == {f"{op} by fake" for op in (*faulty, "finish_direction_")}
 
 
-def test_a_dtype_that_an_op_is_not_made_for_is_torch_s_and_no_fault():
-    def fp32_only(sum_P, x_ND, **options):
-        if x_ND.dtype != torch.float32:
-            raise NotMadeFor("fp32")
-        return functional.syrk_accumulate_(sum_P, x_ND, **options)
-
-    run = guarded("fake", "syrk_accumulate_", fp32_only)
-    assert check.fault("syrk_accumulate_", run, CPU) == ""
-
-
 def test_what_was_found_is_noted_and_not_found_again(monkeypatch, notes):
     called = []
 
@@ -259,18 +216,14 @@ def test_memory_that_is_full_is_no_fault_and_not_noted(monkeypatch, notes):
     assert notes() == [{}]
 
 
-def test_an_op_that_ends_its_process_is_not_tried_by_the_next(tmp_path):
-    program = (
-        "import os, sys; sys.modules['deepspeed'] = None; import benchmarks.kernels\n"
-        "from ds_kfac.ops import dispatch\n"
-        "ops = {'adam_step_': lambda *a, **k: os._exit(7)}\n"
-        "dispatch.BACKENDS = {'fake': dispatch.Backend('cpu', lambda: ops), **dispatch.BACKENDS}\n"
-        "print(dispatch.use(None, 'cpu').replaced['adam_step_'])"
-    )
-    _, second = (
-        python("-c", program, folder=ROOT, path=str(ROOT), status=status) for status in (7, 0)
-    )
-    assert f"adam_step_ by fake {check.ENDED} (noted in {tmp_path}" in second.stdout, second.stderr
+def test_an_op_that_ends_its_process_is_not_tried_by_the_next(monkeypatch, tmp_path):
+    offer(monkeypatch, adam_step_=lambda *arguments, **options: os._exit(7))
+    child = os.fork()
+    if not child:
+        dispatch.use(None, "cpu")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    why = dispatch.use(None, "cpu").replaced["adam_step_"]
+    assert f"adam_step_ by fake {check.ENDED} (noted in {tmp_path}" in why
 
 
 def test_the_check_can_be_switched_off_and_does_without_a_folder(monkeypatch, tmp_path):

@@ -60,16 +60,7 @@ def test_a_library_is_compiled_once_and_again_when_sources_flags_change(compile_
     assert compile_(finder=nobody) == first
     assert len({first, compile_(SOURCE + "\n"), compile_(flags=["-O1", *FLAGS])}) == 3
     assert not [path for path in (tmp_path / "own").iterdir() if path.is_dir()]
-
-
-def test_a_library_that_was_built_ahead_is_used(compile_):
-    assert compile_(into=build.BUILT) == compile_(finder=nobody, into=None)
-
-
-def test_errors_of_the_compiler_are_one_line(compile_):
-    with pytest.raises(BuildError, match=r"failed: .*answer.cu.*error") as raised:
-        compile_("not C++")
-    assert "\n" not in str(raised.value)
+    assert compile_(into=build.BUILT) == compile_(finder=nobody, into=None), "built ahead"
 
 
 def test_a_lock_that_is_never_given_up_only_delays(compile_, monkeypatch):
@@ -83,6 +74,8 @@ def test_a_lock_that_is_never_given_up_only_delays(compile_, monkeypatch):
 
 def test_what_cannot_be_built_or_loaded_is_a_reason(compile_, nvcc, tmp_path):
     (tmp_path / "file").write_text("")
+    with pytest.raises(BuildError, match=r"\A.*failed: .*answer.cu.*error.*\Z"):  # one line
+        compile_("not C++")
     with pytest.raises(BuildError, match="cannot write to"):
         compile_(into=tmp_path / "file" / "x")
     with pytest.raises(RuntimeError, match="its library does not load"):
@@ -90,14 +83,6 @@ def test_what_cannot_be_built_or_loaded_is_a_reason(compile_, nvcc, tmp_path):
     nvcc.unlink()
     with pytest.raises(RuntimeError, match=r"no nvcc \(CUDA_HOME, PATH, /usr/local/cuda\)"):
         build.load("100a")
-
-
-def test_a_compilation_is_said_once(nvcc, caplog):
-    with caplog.at_level("INFO", logger="ds_kfac"):
-        for _ in range(2):
-            build.build(lambda: build.NVCC, [])
-    (said,) = (text for text in caplog.messages if "compiling csrc/cuda" in text)
-    assert "DS_KFAC_BUILD_OPS=1" in said
 
 
 def test_what_is_built_ahead_is_used_where_it_runs_and_needs_no_compiler(nvcc):

@@ -10,7 +10,7 @@ import torch
 from ds_kfac.ops.triton import syrk as compiled_syrk
 from tests.close import close
 from tests.ops import specification
-from tests.ops.calls import configured, copied, laid_out, normal
+from tests.ops.calls import configured, copied, laid_out
 from tests.ops.triton_tools import interpreted_ops
 
 SyrkConfig = compiled_syrk.SyrkConfig
@@ -18,11 +18,8 @@ PLAIN = SyrkConfig(32, 16, 4, 1, 1)
 TILES = {
     "narrow": replace(PLAIN, block=16),
     "wide": replace(PLAIN, block=128),
-    "twice as wide": replace(PLAIN, block=16, columns=32),
     "half as wide": replace(PLAIN, columns=16),
-    "in groups of 2": replace(PLAIN, block=16, group=2),
     "in groups of 3": replace(PLAIN, block=16, group=3),
-    "in groups of 16": replace(PLAIN, block=16, group=16),
     "half as wide, in groups": replace(PLAIN, columns=16, group=2),
 }
 
@@ -54,36 +51,6 @@ def test_programs_that_share_a_tile_add_up(syrk, split, descriptor, monkeypatch)
     monkeypatch.setattr(syrk, "split_for", lambda *_: split)
     config = syrk.SyrkConfig(**vars(replace(PLAIN, descriptor=descriptor)))
     assert not configured(syrk, config, "cpu", torch.bfloat16, ((65, 40),))
-
-
-class Recorder:
-    """A kernel that notes the left descriptor of its launches."""
-
-    def __init__(self, kernel, launched: list):
-        self.kernel, self.launched = kernel, launched
-
-    def __getitem__(self, grid):
-        def launch(sum_P, left, *arguments, **options):
-            self.launched.append(left)
-            return self.kernel[grid](sum_P, left, *arguments, **options)
-
-        return launch
-
-
-def test_rows_that_do_not_count_are_not_read_by_a_descriptor(syrk, monkeypatch):
-    launched: list = []
-    monkeypatch.setattr(syrk, "syrk_kernel", Recorder(syrk.syrk_kernel, launched))
-    index, every_third = torch.arange(65), (torch.arange(3 * 65) % 9 == 0)[::3]
-    for kept in (None, index >= 0, index < 0, index == 64, index // 16 % 2 == 0, every_third):
-        x = laid_out(normal("cpu", 65, 40).bfloat16(), "apart")
-        if kept is not None:
-            x[~kept, ::2], x[~kept, 1::2] = float("nan"), float("inf")
-        total = torch.zeros(41 * 42 // 2)
-        expected = copied((total, x), torch.float64)
-        specification.syrk_accumulate_(*expected, kept=kept, bias=True)
-        syrk.syrk_accumulate_(total, x, kept=kept, bias=True)
-        close(total, expected[0], sums=65)
-        assert (launched[-1] is not None) == (kept is None)
 
 
 def test_rows_that_no_descriptor_describes_go_without():

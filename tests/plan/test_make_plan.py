@@ -13,6 +13,7 @@ from ds_kfac.plan import common
 from ds_kfac.plan.plan import EngineFacts, Plan, make_plan, sharing_candidates
 from tests.choices import STAGGERED, chosen, resolved
 from tests.layer_tables import gpt2_small, zero_shards
+from tests.models import linear_layer
 
 LAYERS, FACTORS = gpt2_small(blocks=2, width=64)
 COSTS = BUILTIN["cpu"]
@@ -31,8 +32,6 @@ def plan(facts: EngineFacts = FP32, costs=COSTS, model=LAYERS, **config) -> Plan
 def fraction(value: float | None) -> dict:
     return {"assignment": {"gradient_worker_fraction": value}}
 
-
-# inverses in place of eigenbases
 
 INVERSE = {"preconditioner": {"method": "inverse"}}
 
@@ -61,9 +60,6 @@ def test_layers_share_the_inverse_of_a_only_if_g_is_the_identity_for_all_or_none
         for method, same in (("eigen", True), ("inverse", alike)):
             kinds = sharing_candidates((first, other), METHODS[method])
             assert (len(set(kinds.values())) == 1) == same, (method, alike)
-
-
-# how many ranks precondition a layer
 
 
 @pytest.mark.parametrize(("given", "workers"), [(0.01, 1), (0.5, 2), (1, 4), (0.499, 2)])
@@ -165,8 +161,6 @@ def test_the_wire_has_16_bits_if_the_model_has_and_the_traffic_is_costly(facts, 
     assert any(told in reason for reason in made.reasons) == (wire == torch.bfloat16)
 
 
-# when
-
 COSTLY = replace(COSTS, eigh_seconds=((16, 0.02),))
 """An eigh that takes long: everything at once is over 50 ms."""
 
@@ -201,15 +195,9 @@ def test_the_worst_step_has_what_is_not_spread():
     assert float(spread.split("predicted ")[1].split(" ms")[0]) >= 990 * costly
 
 
-# experts
-
-
 def test_experts_have_one_a_where_own_ones_are_over_the_budget():
     stacked, one = 4, replace(FP32, world=1)
-    own = tuple(
-        replace(LAYERS[0], name=f"stack.{i}", weight="stack", part=(i, stacked))
-        for i in range(stacked)
-    )
+    own = [replace(LAYERS[0], name=f"stack.{i}", weight="stack", part=(i, 4)) for i in range(4)]
     model = (*own, *LAYERS[1:])
     apart, shared = (plan(one, model=each) for each in (model, common.common_inputs(model)))
     assert len(apart.assignment.factors) - len(shared.assignment.factors) == stacked - 1
@@ -228,26 +216,18 @@ EXPERTS, ADAM = 4, replace(FP32, world=1, moments=2, rotates=True)
 def mixture(width: int, inner: int, block: int = 0) -> list:
     """Gate and up, which see the same tokens, and down, as the scan leaves them: those that enter
     have one A, those of what an expert makes, too, if it is wider than the model."""
-    stacks = [
-        ("gate", inner, width, "gate.0"),
-        ("up", inner, width, "gate.0"),
-        ("down", width, inner, "down.0" if inner > width else None),
-    ]
-    return [
-        replace(
-            LAYERS[0],
-            name=f"{block}.{stack}.{index}",
-            weight=f"{block}.{stack}",
-            A=Side.dense(I),
-            G=Side.identity(O),
-            bias=None,
-            product=True,
-            part=(index, EXPERTS),
-            shares=f"{block}.{first}" if first and (stack, index) != (first[:-2], 0) else None,
-        )
-        for stack, O, I, first in stacks  # noqa: E741
-        for index in range(EXPERTS)
-    ]
+    layers = []
+    for stack, rows, columns, first in (
+        ("gate", inner, width, "gate"),
+        ("up", inner, width, "gate"),
+        ("down", width, inner, "down" if inner > width else None),
+    ):
+        for index in range(EXPERTS):
+            own = linear_layer(f"{block}.{stack}.{index}", columns, 1)
+            shares = f"{block}.{first}.0" if first and f"{block}.{first}.0" != own.name else None
+            of_stack = {"weight": f"{block}.{stack}", "part": (index, EXPERTS), "shares": shares}
+            layers.append(replace(own, G=Side.identity(rows), product=True, **of_stack))
+    return layers
 
 
 def owners(layers, block: int = 0) -> dict[str, bool]:
@@ -278,5 +258,5 @@ def test_experts_have_an_a_each_within_the_bound_where_moments_turn_with_it(monk
     ]
     more = sum(sum(kinds[0][kind]) - sum(kinds[1][kind]) for kind in ("factors", "eigenbases"))
     assert more <= part * sum(kinds[0]["moments"]) and (more > 0) == (part > 0)
-    text = f"these As take {more / 1e6:,.1f} MB"
+    text = f"which takes {more / 1e6:,.1f} MB"
     assert any(text in reason for reason in made.reasons) == (part > 0)

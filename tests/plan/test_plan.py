@@ -8,7 +8,6 @@ import torch
 from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.config import keys as kfac_config
 from ds_kfac.curvature.factor import Side
-from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import EngineFacts, Observations, Plan, make_plan
 from tests.choices import STAGGERED, chosen, resolved
 from tests.layer_tables import llama, zero_shards
@@ -49,23 +48,17 @@ def test_sharing_moves_nothing_and_drops_the_followers_factors(zero):
     assert after.sharing(()) == before, "and back"
 
 
-def layer(
-    name: str, *, kind: str = "Linear", bias: bool = False, A: Side | None = None
-) -> LayerSpec:
-    A, G = A or Side.dense(6), Side.dense(3)
-    return LayerSpec(name, kind, name, f"{name}.weight", f"{name}.bias" if bias else None, A, G)
-
-
 def test_candidates_are_layers_whose_rows_are_their_inputs(monkeypatch):
-    layers = [
-        layer("linear"),
-        layer("with_bias", bias=True),
-        layer("conv1d", kind="Conv1D"),
-        layer("wide", A=Side.diagonal(9)),
-        layer("identity", A=Side.identity(9)),
-        layer("norm", kind="LayerNorm"),
-        replace(layer("copied"), copies=2),
-    ]
+    other = {
+        "linear": {},
+        "with_bias": {"bias": "with_bias.bias"},
+        "conv1d": {"kind": "Conv1D"},
+        "wide": {"A": Side.diagonal(9)},
+        "identity": {"A": Side.identity(9)},
+        "norm": {"kind": "LayerNorm"},
+        "copied": {"copies": 2},
+    }
+    layers = [replace(linear_layer(name, 6, 3), **values) for name, values in other.items()]
     candidates = plan(model=layers).sharing_candidates
     assert list(candidates) == ["linear", "with_bias", "conv1d", "wide", "copied"]
     # a 1 for the bias is a row's last entry: 5 inputs and a 1 are not 6 inputs

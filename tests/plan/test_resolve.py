@@ -7,11 +7,7 @@ from ds_kfac.config.resolve import resolve
 from ds_kfac.directions.kfac_gradient import KFACGradientRule
 from ds_kfac.schedule.timetable import Value
 
-NONE = {
-    "factor.prediction",
-    "factor.rows",
-    "assignment.memory_budget_gb",
-}
+NONE = {"factor.prediction", "factor.rows", "assignment.memory_budget_gb"}
 """Null is a value of these: the model's own output, so many rows as a factor needs, no limit."""
 PLANNED = {"preconditioner.precision", "assignment.gradient_worker_fraction", "communication.dtype"}
 """Answered by the plan."""
@@ -38,24 +34,10 @@ def test_no_null_is_left_but_for_the_plan():
     assert {reason.split()[0] for reason in reasons} == nulls(parse({})) - nulls(config)
 
 
-def test_what_is_given_stays_and_has_no_reason():
-    block = {
-        "factor": {"fisher": "monte_carlo", "dense_max": 50},
-        "eigenbasis": {"refresh_interval": 20},
-        "damping": {"kind": "relative", "value": 0.5},
-        "preconditioner": {"kl_clip": 0.0, "eigenvalues": "kronecker"},
-        "layers": {"types": ["LayerNorm"]},
-    }
-    config, reasons = resolve(parse(block), fisher="empirical")
-    assert reasons == ()
-    assert config == parse(block)
-
-
 @pytest.mark.parametrize(
     ("optimizer", "block", "eigenvalues"),
     [
         ("AdamW", {}, "corrected"),
-        ("DeepSpeedCPUAdam", {}, "corrected"),
         ("FusedLamb", {}, "corrected"),
         ("SGD", {}, "kronecker"),
         ("AdamW", {"preconditioner": {"eigenvalues": "kronecker"}}, "kronecker"),

@@ -35,19 +35,14 @@ def test_a_piece_holds_from_its_step_on():
     assert constant(0.25).at(10**9) == 0.25 and constant(1).settled == 0
 
 
-# what is due
-
-
 def simulated(schedule: Schedule, steps: int) -> list[Due]:
     """The rules step by step, with neither memory between calls nor a closed form."""
     result, capture, refresh = [], None, None
     for step in range(steps):
         burn_in = schedule.burn_in
         burning = burn_in is not None and step < burn_in.steps
-        update_interval, refresh_interval = (
-            schedule.update.interval_at(step),
-            schedule.refresh.interval_at(step),
-        )
+        update_interval = schedule.update.interval_at(step)
+        refresh_interval = schedule.refresh.interval_at(step)
         if burning:
             update_interval = min(update_interval, burn_in.update_interval)
             refresh_interval = min(refresh_interval, burn_in.refresh_interval)
@@ -57,11 +52,8 @@ def simulated(schedule: Schedule, steps: int) -> list[Due]:
         refreshes = forced or (captures and step - refresh >= refresh_interval)
         begin, offset, first_update = start, schedule.offset, schedule.update.interval_at(start)
         if burning:
-            later, first_update = (
-                first_update,
-                min(schedule.update.interval_at(0), burn_in.update_interval),
-            )
-            captures_before, rest = divmod(offset, later)
+            captures_before, rest = divmod(offset, first_update)
+            first_update = min(schedule.update.interval_at(0), burn_in.update_interval)
             begin, offset = 0, captures_before * first_update + rest
             offset %= min(schedule.refresh.interval_at(0), burn_in.refresh_interval)
         if offset and step >= max(begin, 1):  # step 0 does everything

@@ -47,9 +47,11 @@ class KFACAdamWFacts(RuleFacts):
             f"at lr, {len(factors)} along Adam's direction{at}{without}"
         )
 
-    def others(self, optimizer: str, ratio: float, matrices: int) -> str:
-        left = f", {matrices:,} of them in matrices, at lr like their biases" if matrices else ""
-        return f"AdamW at {ratio:.3g} lr (adam_lr){left}"
+    def others(self, optimizer: str, ratio: float, matrices: str) -> str:
+        text = f"AdamW at {ratio:.3g} lr (adam_lr)"
+        if matrices:
+            text += f", but at lr in these matrices and their biases: {matrices}"
+        return text
 
     def choice(self, config: KFACConfig, layer: LayerSpec) -> str | None:
         reason = keeps_direction(config.adam, layer)
