@@ -40,7 +40,8 @@ def test_all_kinds_of_logs_are_read_and_drawn(tmp_path, capsys):
         assert f"no {missing} in these logs" in said
     image = (tmp_path / "kfac.png").read_bytes()
     assert image.startswith(b"\x89PNG") and len(image) > 10_000
-    assert [path.name for path in tmp_path.glob("*.png")] == ["kfac.png"], "one page"
+    assert main(["plot", str(tmp_path / "trainer_state.json"), "--out", str(tmp_path / "new")]) == 0
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["kfac.png"], "one page"
 
 
 def series(name: str, *points: tuple[float, float]) -> plot.Series:
@@ -100,16 +101,9 @@ def test_the_pages_titles_say_what_was_found(tmp_path):
     ]
 
 
-def test_a_trainers_state_is_taken_by_its_path(tmp_path):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "checkpoint.json").write_text(STATE)
-    assert main(["plot", str(tmp_path / "checkpoint.json"), "--out", str(tmp_path / "new")]) == 0
-    assert (tmp_path / "new" / "kfac.png").exists()
-
-
 NO_LIST = 'trainer_state.json: its "log_history" is not a list'
 LINE_3 = "loss.csv, line 3: got ['5', '']; must be two numbers"
-STATES = ("", '{"log', "[]", "{}", '{"log_history": null}', '{"log_history": [{"loss": 1.0}]}')
+STATES = ('{"log', "[]", '{"log_history": [{"loss": 1.0}]}')
 
 
 @pytest.mark.parametrize(
@@ -125,7 +119,3 @@ def test_what_is_no_log_is_named(file, content, told, tmp_path, capsys):
     (tmp_path / file).write_bytes(content)
     assert main(["plot", str(tmp_path)]) == 1
     assert told in capsys.readouterr().err
-    if file == "log.txt":
-        assert main(["plot", str(tmp_path / file)]) == 1
-        kinds = "not a trainer_state.json, .csv or events.out.tfevents file"
-        assert f"log.txt: {kinds}" in capsys.readouterr().err
