@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CALLS = {
+PROGRAMS = {
     "modes": "-m tests.gpu.modes",
-    "step": "benchmarks/step.py --trace",
-    "lm": "-m benchmarks.convergence final --tasks gpt2_small --rates kfacadamw_decay_1=4e-3",
-    "images": "-m benchmarks.convergence sweep final --tasks cifar_resnet32 --data here",
-    "kernels": "-m benchmarks.kernels --device cuda --models squares gpt2",
+    "step": "benchmarks/step.py",
+    "lm": "-m benchmarks.convergence",
+    "images": "-m benchmarks.convergence",
+    "kernels": "-m benchmarks.kernels",
 }
 
 
@@ -29,16 +29,14 @@ def call(tmp_path, *arguments: str, program="echo $*", **more: str) -> tuple[int
     return done.returncode, done.stdout
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_call_runs_its_program_within_its_time_and_keeps_its_log(tmp_path, name):
     status, said = call(tmp_path, name, "--", "--more")
-    assert status == 0 and CALLS[name] in said and "--more" in said
-    line = next(line for line in said.splitlines() if CALLS[name] in line)
+    line = next(line for line in said.splitlines() if f"--out {tmp_path}/out/{name}" in line)
+    assert status == 0 and PROGRAMS[name] in line and "--more" in line
     option = "--seconds-in-all " if name == "kernels" else "--seconds "
-    seconds = float(line.partition(option)[2].split()[0])
-    assert name == "kernels" or 400 < seconds <= 450
-    assert f"--out {tmp_path}/out/{name}" in line
-    assert CALLS[name] in (tmp_path / "out" / name / "log.txt").read_text()
+    assert 400 < float(line.partition(option)[2].split()[0]) <= 450
+    assert line in (tmp_path / "out" / name / "log.txt").read_text()
     # a rehearsal runs on a CPU at a small size
     status, said = call(tmp_path, name, "--rehearse", program="echo $DS_ACCELERATOR $*")
     program = next(line for line in said.splitlines() if "--out" in line and "costs" not in line)
@@ -46,13 +44,10 @@ def test_a_call_runs_its_program_within_its_time_and_keeps_its_log(tmp_path, nam
     assert "gpt2_small" not in program and "cifar" not in program
 
 
-def test_images_without_data_say_so_and_an_unknown_call_is_refused(tmp_path):
+def test_images_without_data_and_an_unknown_call_are_refused_and_what_hangs_is_ended(tmp_path):
     assert call(tmp_path, "images", DATA="")[0] == 2
     status, said = call(tmp_path, "A")
     assert status == 2 and said.startswith("usage: gpu.sh modes | step | lm | images | kernels")
-
-
-def test_a_program_that_hangs_is_ended(tmp_path):
     begin = time.monotonic()
     hangs = '[ "$1" = benchmarks/step.py ] && exec sleep 90; echo $*'
     status, said = call(tmp_path, "step", program=hangs, LIMIT="1")

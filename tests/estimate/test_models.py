@@ -1,9 +1,6 @@
 """The models of the benchmarks have the published sizes, and a forward tells which layers see one
 input."""
 
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -120,28 +117,3 @@ def no_module():
 def test_a_factory_may_give_no_example():
     model, example = build(f"{HERE}:small")
     assert example is None and next(model.parameters()).is_meta
-
-
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ("gpt5", "give module:factory"),
-        ("no.such.package:make", "is its folder in PYTHONPATH"),
-        (f"{HERE}:missing", "has no function missing"),
-        (f"{HERE}:no_module", "returned a int, not a torch.nn.Module"),
-    ],
-)
-def test_a_model_that_is_not_there_says_what_to_do(name, problem):
-    with pytest.raises(ValueError, match=problem):
-        build(name)
-
-
-def test_a_model_of_timm_comes_with_an_image_of_its_size(monkeypatch):
-    made = convolutional()[0]
-    made.default_cfg = {"input_size": (3, 24, 24)}
-    create = {"resnet50": lambda: made}
-    monkeypatch.setitem(
-        sys.modules, "timm", SimpleNamespace(create_model=lambda name: create[name]())
-    )
-    model, example = build("timm:resnet50")
-    assert model is made and example[0].shape == (1, 3, 24, 24) and example[0].is_meta

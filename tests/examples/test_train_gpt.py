@@ -2,11 +2,8 @@
 models, few steps."""
 
 import json
-import os
 import re
-import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +13,6 @@ from tests.examples.runs import (
     assert_trains,
     launch,
     losses_of,
-    one_rank,
     rows_of,
     run,
 )
@@ -77,32 +73,6 @@ def test_experts_in_one_tensor_train_by_three_optimizers(tmp_path, data):
     said = python(*command, folder=ROOT, path=str(ROOT)).stdout
     assert len(list((tmp_path / "compare").glob("*.png"))) == 3
     assert re.search(r"^muon +4 +", said, re.M), said
-
-
-def test_killed_and_resumed_equals_unbroken(tmp_path, data):
-    options = {"data": data, "steps": 40, "eval_interval": 20, "save_interval": 5, **TINY}
-    command = [sys.executable, SCRIPT]
-    command += arguments_of(tmp_path, "gpt_zero2_kfac", "--no-plots", **options)
-    unbroken = launch(*command, "--name", "unbroken", **one_rank())
-    broken = launch(*command, "--name", "broken", **one_rank())
-    latest, deadline = tmp_path / "broken/checkpoints/latest", time.monotonic() + 120
-    while time.monotonic() < deadline and broken.poll() is None and not latest.exists():
-        time.sleep(0.005)
-    os.kill(broken.pid, signal.SIGKILL)
-    broken.communicate()
-    at_kill = len(rows_of(tmp_path / "broken"))
-    assert broken.returncode == -signal.SIGKILL and 5 <= at_kill < 40, at_kill
-    assert unbroken.wait(120) == 0, unbroken.communicate()
-    resumed = launch(*command, "--name", "broken", "--resume", **one_rank())
-    output = resumed.communicate(timeout=120)[0]
-    assert resumed.returncode == 0, output
-    first = int(re.search(r"steps (\d+) to 40", output).group(1))
-    assert first >= 5 and first % 5 == 0
-    expected, found = (
-        [(row["step"], row["loss"], row["held_out_loss"]) for row in rows_of(tmp_path / name)]
-        for name in ("unbroken", "broken")
-    )
-    assert found == expected
 
 
 def assert_one_clear_line(code: int, output: str, message: str) -> None:
