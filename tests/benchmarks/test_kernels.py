@@ -98,24 +98,6 @@ def test_the_gate_sees_one_wrong_element(op, value):
         assert error > allowed
 
 
-def test_costs_are_the_least_that_is_needed():
-    found = {
-        (case.op, case.size): case
-        for make in kernels.cases(TINY, SETTINGS, set(TIMED))
-        for case in make()
-    }
-    dims = [7, 33, 33] * 2  # 65 is larger than allowed
-    packed, squares = sum(dim * (dim + 1) // 2 for dim in dims), sum(dim * dim for dim in dims)
-    nbytes = {op: case.nbytes for (op, _), case in found.items()}
-    assert nbytes["symmetric_pack_into_"] == (4 + 2) * packed
-    assert nbytes["symmetric_unpack_from"] == 2 * packed + 4 * squares
-    assert nbytes["ema_update_"] == 12 * packed
-    for size, rows, flags in (("N 16, D 33", 16, 0), ("N 12 of 16, D 33", 12, 16)):
-        syrk = found["syrk_accumulate_", size]
-        assert syrk.flops == rows * 33 * 34
-        assert syrk.nbytes == 4 * rows * 33 + flags + 8 * 33 * 34 // 2
-
-
 def test_it_needs_no_deepspeed():
     code = "import sys; sys.modules['deepspeed'] = None; import benchmarks.kernels.__main__"
     python("-c", code, folder=ROOT)

@@ -1,28 +1,19 @@
-"""The main job as a user runs it: every config, the launcher, a killed run, wrong input. Small
-models, few steps."""
+"""The main job as a user runs it: every config, three optimizers, wrong input. Small models, few
+steps. Resuming is in test_train_images.py: both have it of examples/job.py."""
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.examples.runs import (
-    arguments_of,
-    assert_trains,
-    launch,
-    losses_of,
-    rows_of,
-    run,
-)
+from tests.examples.runs import arguments_of, assert_trains, losses_of, rows_of, run
 from tests.programs import python
 from tests.ranks import ROOT
 
 pytestmark = pytest.mark.distributed
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("gpt_*_kfac.json"))
 TINY = {"width": 16, "blocks": 2, "heads": 2, "context": 16, "eval_batches": 1}
-SCRIPT = "examples/train_gpt.py"
 
 
 @pytest.fixture
@@ -101,7 +92,6 @@ def test_wrong_input_is_one_clear_line(tmp_path, data):
 
 def test_without_a_launcher_one_line_says_how_to_start_it(tmp_path, data):
     arguments = arguments_of(tmp_path, "gpt_zero2_kfac", data=data, **TINY)
-    process = launch(sys.executable, SCRIPT, *arguments)
-    output = process.communicate(timeout=120)[0]
+    done = python("examples/train_gpt.py", *arguments, folder=ROOT, path=str(ROOT), status=2)
     told = "no launcher environment (RANK is not set); start with: deepspeed --num_accelerators 2"
-    assert_one_clear_line(process.returncode, output, told)
+    assert_one_clear_line(done.returncode, done.stderr, told)
