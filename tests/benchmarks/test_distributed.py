@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from benchmarks.distributed import __main__ as distributed
-from benchmarks.distributed.cases import TINY, gelu_gpt, workers_of
+from benchmarks.distributed.cases import TINY, gelu_gpt
 from benchmarks.distributed.report import STEPS, WAYS
 from benchmarks.distributed.times import REFRESH
 from ds_kfac.comm.message import ALIGNMENT
@@ -64,9 +64,3 @@ def test_every_mode_of_the_times_does_the_same_work_and_the_page_has_both_parts(
         assert rows[mode]["refreshes"] == FACTORS, mode
         assert len(rows[mode]["wall"]) == REFRESH and min(rows[mode]["wall"]) > 0, mode
         near(rows[mode]["payload"], at_once, 0.02 * at_once, "numbers travel with it", what=mode)
-
-
-@pytest.mark.parametrize(("world", "expected"), [(4, 2), (8, 4), (64, 8), (1, 1)])
-def test_the_hybrid_is_the_divisor_nearest_to_the_root(world, expected):
-    assert workers_of("HYBRID", world) == expected
-    assert workers_of("COMM-OPT", world) == world and workers_of("ZeRO-3", world) == 1

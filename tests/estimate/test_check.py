@@ -5,6 +5,7 @@ import json
 import os
 
 import pytest
+import torch
 from torch import nn
 
 from ds_kfac.__main__ import main
@@ -52,7 +53,8 @@ def checked(capsys, tmp_path):
 
 @pytest.fixture
 def llama(tmp_path) -> str:
-    pytest.importorskip("transformers", reason="needs ds_kfac[integrations]")
+    for name in ("transformers", "peft"):
+        pytest.importorskip(name, reason="needs ds_kfac[integrations]")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     return f"hf:{tmp_path}"
 
@@ -137,6 +139,9 @@ def test_a_config_json_of_transformers_is_a_model(capsys, llama):
     assert "model.layers.[0-31].mlp.up_proj x 32" in capsys.readouterr().out
     assert main(["estimate", "--model", llama, "--world", "2"]) == 0
     assert "share an input" in capsys.readouterr().out
+    assert main(["estimate", "--model", llama, "--world", "2", "--lora", "4"]) == 0
+    text = capsys.readouterr().out
+    assert "448 K-FAC layers" in text and "weight is frozen" in text
     assert main(["estimate", "--model", "hf:/no/such/folder", "--world", "2"]) == 1
     assert "nothing is downloaded" in capsys.readouterr().err
 
@@ -147,13 +152,6 @@ def test_a_mixture_of_experts_of_transformers_is_stepped_whole(capsys, tmp_path)
     assert main([*RUN, f"hf:{tmp_path}"]) == 0
     text = capsys.readouterr().out
     assert "ds_kfac updates 100% of the trained matrix parameters" in text and "WARNING" not in text
-
-
-def test_lora_is_estimated(capsys, llama):
-    pytest.importorskip("peft", reason="needs ds_kfac[integrations]")
-    assert main(["estimate", "--model", llama, "--world", "2", "--lora", "4"]) == 0
-    text = capsys.readouterr().out
-    assert "448 K-FAC layers" in text and "weight is frozen" in text
 
 
 def ours(params: dict) -> dict:
@@ -188,16 +186,18 @@ def test_the_schema_knows_every_key_and_schedules(capsys):
             assert validator.is_valid(config) == (kind == "fits"), config
 
 
-def test_a_model_that_does_not_run_on_the_meta_device_is_estimated_without_a_forward(
-    capsys, llama, monkeypatch
-):
-    from transformers import LlamaForCausalLM
-
-    def fails(self, *given, **named):
+class Failing(nn.Linear):
+    def forward(self, x):
         raise RuntimeError("no kernel for meta tensors")
 
-    monkeypatch.setattr(LlamaForCausalLM, "forward", fails)
-    assert main(["estimate", "--model", llama, "--world", "2", "--batch-rows", "64"]) == 0
+
+def failing():
+    return Failing(3, 5), torch.zeros(2, 3)
+
+
+def test_a_model_that_does_not_run_on_the_meta_device_is_estimated_without_a_forward(capsys):
+    model = ["--model", f"{HERE}:failing", "--world", "2", "--batch-rows", "64"]
+    assert main(["estimate", *model]) == 0
     assert "no forward pass was traced" in capsys.readouterr().out
 
 

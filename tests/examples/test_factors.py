@@ -52,12 +52,6 @@ def test_regmean_merges_better_than_the_average(tmp_path, capsys):
     assert "RegMean" in told(capsys) and (tmp_path / "merge.png").stat().st_size > 0
 
 
-def test_lora_without_peft_says_so(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    assert lora.main(["--out", str(tmp_path)]) == 2
-    assert "it needs PEFT" in capsys.readouterr().err
-
-
 def test_lora_starts_from_the_top_eigenvectors_and_is_ahead(tmp_path, capsys, monkeypatch):
     pytest.importorskip("peft", reason="runs in make integrations")
     monkeypatch.setattr(lora, "RATES", (3e-3, 1e-2))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from examples import train_images
-from tests.examples.runs import arguments_of, assert_trains, losses_of, one_rank, rows_of
+from tests.examples.runs import arguments_of, assert_trains, losses_of, rows_of
 from tests.ranks import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -177,11 +177,3 @@ def test_wrong_input_is_one_clear_line(data, model, message, tmp_path, monkeypat
     write_npz("halves.npz")
     with pytest.raises(ValueError, match=message):
         train_images.make(train_images.arguments_of(["--data", data, "--model", model]))
-
-
-def test_the_launcher_environment_is_asked_for(capsys, monkeypatch):
-    for name in one_rank():
-        monkeypatch.delenv(name, raising=False)
-    assert train_images.main([]) == 2
-    command = "examples/train_images.py --deepspeed_config configs/images_zero2_kfac.json"
-    assert command in capsys.readouterr().err
