@@ -118,7 +118,6 @@ $(VENV)/integrations/.ready: pyproject.toml constraints.txt
 
 integrations: $(VENV)/integrations/.ready
 	$(VENV)/integrations/bin/python -m pytest -rs tests/integrations/test_packages.py tests/integrations/test_trainer.py \
-		tests/integrations/test_asked_for.py \
 		tests/integrations/test_factor_tools.py tests/integrations/test_grpo.py \
 		tests/integrations/test_openrlhf.py \
 		tests/integrations/test_axolotl.py tests/integrations/test_coverage.py tests/integrations/test_blocks.py \

@@ -126,18 +126,3 @@ def test_a_call_goes_on_where_the_last_one_had_no_time_left(run, capsys):
     assert status == 0 and [row for row in rows if row["op"] == "ema_update_"] == before
     assert {row["op"] for row in rows} == {"ema_update_", "adam_step_"}
     assert "| `ema_update_` |" in page and "goes on: no cases" in capsys.readouterr().out
-
-
-def test_configurations_of_sm_90_are_near_the_fastest_that_were_measured():
-    """Within 10 %: three of them are left."""
-    pytest.importorskip("triton", reason="triton is not installed: its configurations are not read")
-    from ds_kfac.ops.triton.syrk import CHOSEN
-
-    ms: dict[int, dict[str, float]] = {}
-    with (ROOT / "benchmarks/results/gpu/sweep_syrk_sm_90_bfloat16.csv").open() as file:
-        for row in csv.DictReader(file):
-            side = int(row["size"].rpartition(" ")[2])
-            ms.setdefault(side, {})[row["implementation"]] = float(row["median_ms"])
-    assert len(ms) == 13
-    for side, of_each in ms.items():
-        assert of_each[str(CHOSEN["sm_90"].at(side))] <= 1.1 * min(of_each.values()), side

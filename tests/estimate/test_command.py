@@ -48,10 +48,6 @@ HALF = {"assignment": {"gradient_worker_fraction": 0.5}}
             ["config is refused: kfac.assignment.gradient_worker_fraction is 0.5", "ZeRO-1 own"],
         ),
         ({"gradient_accumulation_steps": 3}, ["batch of a rank: 6 x 1,024 tokens"]),
-        (
-            {"bf16": {"enabled": True}},
-            ["a step of 2,048 tokens or images per rank in bfloat16, and its"],
-        ),
     ],
 )
 def test_every_strategy_has_a_row_or_a_reason(capsys, config, blocks, told):

@@ -1,7 +1,6 @@
-"""K-FAC was asked for and no engine got it: said once, at the end, by rank 0; by the real launchers
-where they are. And what DeepSpeed alone does not read or know is said as the engine is made."""
+"""K-FAC was asked for and no engine got it: said once, at the end, by rank 0. And what DeepSpeed
+alone does not read or know is said as the engine is made."""
 
-import importlib.util
 import os
 import re
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 from ds_kfac.engine import entry
 from tests.examples.runs import one_rank
 from tests.programs import python
-from tests.ranks import ROOT, free_port
+from tests.ranks import ROOT
 
 ASKED = "K-FAC was asked for, but this program has trained without it"
 TRAINS = """
@@ -21,25 +20,15 @@ optimizer = torch.optim.AdamW(model.parameters())
 model(torch.ones(3, 2)).sum().backward()
 optimizer.step()
 """
-ACCELERATED = """
-from accelerate import Accelerator
-import torch
-accelerator = Accelerator()
-model = torch.nn.Linear(2, 1)
-model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-accelerator.backward(model(torch.ones(3, 2)).sum())
-optimizer.step()
-"""
 SET = "import os; os.environ['DS_KFAC'] = '1'\n"
 
 
-def said(folder: Path, code: str, *launcher: str, status: int = 0, **variables: str) -> str:
+def said(folder: Path, code: str, *, status: int = 0, **variables: str) -> str:
     """What a program writes to standard error, where ds_kfac.pth is at work."""
     (folder / "sitecustomize.py").write_text((ROOT / "ds_kfac.pth").read_text())
     (folder / "train.py").write_text(code)
     path, variables = f"{folder}{os.pathsep}{ROOT}", {"DS_KFAC": "1"} | variables
-    arguments = [*launcher, "train.py"]
-    return python(*arguments, folder=folder, path=path, status=status, **variables).stderr
+    return python("train.py", folder=folder, path=path, status=status, **variables).stderr
 
 
 NO_CALL = "deepspeed.initialize was never called"
@@ -125,14 +114,3 @@ def test_what_is_not_read_known_or_named_is_said(word, imports, tmp_path):
         text = (tmp_path / str(number)).read_text()
         assert {part for part in PARTS if part in text} == told, (config, text)
         assert all(text.count(part) < 2 for part in (ASKED, UNREAD, NOT_ENABLED, MEANT)), text
-
-
-@pytest.mark.skipif(
-    not importlib.util.find_spec("accelerate"), reason="needs ds_kfac[integrations]"
-)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_accelerate_without_deepspeed_is_told_of_once(ranks, tmp_path):
-    port = ["--main_process_port", str(free_port())] if ranks > 1 else []
-    launcher = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(ranks), *port]
-    text = said(tmp_path, ACCELERATED, *launcher)
-    assert text.count(ASKED) == 1, text
