@@ -5,7 +5,6 @@ import json
 import os
 
 import pytest
-import torch
 from torch import nn
 
 from ds_kfac.__main__ import main
@@ -186,18 +185,16 @@ def test_the_schema_knows_every_key_and_schedules(capsys):
             assert validator.is_valid(config) == (kind == "fits"), config
 
 
-class Failing(nn.Linear):
-    def forward(self, x):
+def test_a_model_that_does_not_run_on_the_meta_device_is_estimated_without_a_forward(
+    capsys, llama, monkeypatch
+):
+    from transformers import LlamaForCausalLM
+
+    def fails(self, *given, **named):
         raise RuntimeError("no kernel for meta tensors")
 
-
-def failing():
-    return Failing(3, 5), torch.zeros(2, 3)
-
-
-def test_a_model_that_does_not_run_on_the_meta_device_is_estimated_without_a_forward(capsys):
-    model = ["--model", f"{HERE}:failing", "--world", "2", "--batch-rows", "64"]
-    assert main(["estimate", *model]) == 0
+    monkeypatch.setattr(LlamaForCausalLM, "forward", fails)
+    assert main(["estimate", "--model", llama, "--world", "2", "--batch-rows", "64"]) == 0
     assert "no forward pass was traced" in capsys.readouterr().out
 
 
