@@ -118,9 +118,8 @@ $(VENV)/integrations/.ready: pyproject.toml constraints.txt
 
 integrations: $(VENV)/integrations/.ready
 	$(VENV)/integrations/bin/python -m pytest -rs tests/integrations/test_packages.py tests/integrations/test_trainer.py \
-		tests/integrations/test_asked_for.py \
-		tests/integrations/test_accelerate.py tests/integrations/test_factor_tools.py tests/integrations/test_grpo.py \
-		tests/integrations/test_openrlhf.py tests/integrations/test_peft.py \
+		tests/integrations/test_factor_tools.py tests/integrations/test_grpo.py \
+		tests/integrations/test_openrlhf.py \
 		tests/integrations/test_axolotl.py tests/integrations/test_coverage.py tests/integrations/test_blocks.py \
 		tests/estimate/test_check.py tests/examples/test_factors.py $(ARGS)
 

@@ -160,38 +160,24 @@ def gone_on(expected: dict[str, Any], found: dict[str, Any]) -> dict[str, str]:
     return problems
 
 
-def here(task: str, place: str, modes: list[str]) -> dict[str, Any]:
-    """Of the DeepSpeed that this process imports: mode -> what the task returns, or its error."""
-    Path(place or ".").mkdir(parents=True, exist_ok=True)
-    found = _run(task, place, modes)
-    return found or {mode: _run(task, place, [mode])[mode] for mode in modes}
-
-
-def _run(task: str, place: str, modes: list[str]) -> dict[str, Any]:
-    """{} if several modes did not get to the end together."""
+def here(task: str, place: str, modes: Sequence[str]) -> dict[str, Any]:
+    """Of the DeepSpeed that this process imports: mode -> what the task returns, or its error.
+    Modes that did not get to the end together run one by one."""
     from tests.ranks import run_ranks
 
+    Path(place or ".").mkdir(parents=True, exist_ok=True)
+    target, timeout = f"tests.versions:{task}", 120 + 60 * len(modes)
     try:
         if task == "converted":
             return converted(place, modes)
-        ranks = run_ranks(
-            f"tests.versions:{task}", world=2, payload=(modes, place), timeout=120 + 60 * len(modes)
-        )
+        ranks = run_ranks(target, world=2, payload=(modes, place), timeout=timeout)
         return {mode: next((found[mode] for found in ranks if found[mode]), "") for mode in modes}
     except AssertionError as problem:
         if len(modes) > 1:
-            return {}
+            return {mode: here(task, place, [mode])[mode] for mode in modes}
         print(problem, file=sys.stderr)
-        lines = [
-            line for line in str(problem).splitlines() if re.match(r"\S*(Error|Exception)\b", line)
-        ]
+        lines = re.findall(r"^\S*(?:Error|Exception)\b.*", str(problem), re.M)
         return {modes[0]: lines[-1] if lines else "a rank died"}
-
-
-def off(result: dict[str, Any]) -> str:
-    """What to complain about in a comparison with the reference."""
-    is_equal = result["difference"] <= result["bound"]
-    return "" if is_equal else f"weights differ by {result['difference']:.1e}"
 
 
 def equal(payload: tuple[list[str], str]) -> dict[str, str]:
@@ -199,7 +185,12 @@ def equal(payload: tuple[list[str], str]) -> dict[str, str]:
     from tests.deepspeed.runs import compare
 
     found = compare([(mode, ACCUMULATION) for mode in payload[0]])
-    return {mode: off(result) for (mode, _), result in found.items()}
+    return {
+        mode: ""
+        if result["difference"] <= result["bound"]
+        else f"weights differ by {result['difference']:.1e}"
+        for (mode, _), result in found.items()
+    }
 
 
 def piped(payload: tuple[list[str], str]) -> dict[str, str]:
@@ -244,7 +235,7 @@ def losses_after(name: str, save: str, *, loads: bool) -> list[float]:
     return losses
 
 
-def converted(place: str, modes: list[str]) -> dict[str, str]:
+def converted(place: str, modes: Sequence[str]) -> dict[str, str]:
     """Saved on two ranks, made universal, loaded on one."""
     from tests.deepspeed.test_checkpoint import UNIVERSAL, save_and_load
 
@@ -276,9 +267,9 @@ def cell(found: dict[str, str]) -> str:
     return f"{len(found) - len(wrong)} of {len(found)}{names}"
 
 
-def rows(document: Path = DOCUMENT) -> dict[str, str]:
+def rows() -> dict[str, str]:
     """Version -> its line in the document."""
-    lines = document.read_text().split(BEGIN)[1].split(END)[0].split("\n")
+    lines = DOCUMENT.read_text().split(BEGIN)[1].split(END)[0].split("\n")
     return {line.split()[1]: line for line in lines if line.startswith("| ") and line[2].isdigit()}
 
 
@@ -294,12 +285,6 @@ def table(results: dict[str, dict[str, dict[str, str]]], others: dict[str, str])
         [f"| {' | '.join(row)} |" for row in head]
         + [lines[name] for name in tested() if name in lines]
     )
-
-
-def write(text: str, document: Path = DOCUMENT) -> None:
-    """Between the two marks of the document."""
-    before, rest = document.read_text().split(BEGIN)
-    document.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}")
 
 
 def main() -> None:
@@ -331,7 +316,9 @@ def main() -> None:
     print("\n".join(problems) or "all equal")
     if arguments.short:
         sys.exit(bool(problems))
-    write(table(results, rows() if arguments.only else {}))
+    before, rest = DOCUMENT.read_text().split(BEGIN)
+    text = table(results, rows() if arguments.only else {})
+    DOCUMENT.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}")
 
 
 if __name__ == "__main__":

@@ -6,18 +6,14 @@ import pytest
 from torch import nn
 
 from benchmarks.distributed import __main__ as distributed
-from benchmarks.distributed.cases import TINY, gelu_gpt, workers_of
+from benchmarks.distributed.cases import TINY, gelu_gpt
 from benchmarks.distributed.report import STEPS, WAYS
 from benchmarks.distributed.times import REFRESH
 from ds_kfac.comm.message import ALIGNMENT
 from tests.close import near
 
 WORLD = 2
-SHAPES = [m.weight.shape for m in gelu_gpt(TINY).modules() if isinstance(m, nn.Linear)]
-GRADIENT = sum(outputs * inputs for outputs, inputs in SHAPES)
-TRIANGLES = sum(D * (D + 1) // 2 for shape in SHAPES for D in shape)
-FACTORS = 2 * len(SHAPES)
-ITEM_BYTES = {"fp32": 4, "bf16": 2}
+FACTORS = 2 * sum(isinstance(module, nn.Linear) for module in gelu_gpt(TINY).modules())
 
 
 @pytest.fixture(scope="module")
@@ -33,42 +29,12 @@ def rows_of(out, phase):
     return json.loads((out / f"{phase}.json").read_text())["rows"]
 
 
-def sent(case, step, kind):
-    """Return the bytes that all ranks sent together."""
-    return sum(rank[step]["sent"].get(kind, 0) for rank in case["ranks"])
-
-
 @pytest.mark.distributed
-def test_bytes_are_those_of_the_shapes(out):
+def test_counters_are_torch_distributeds_and_no_step_has_more_than_four_collectives(out):
     rows = rows_of(out, "bytes")
     strategies = {"MEM-OPT", "COMM-OPT", "ZeRO-1", "ZeRO-2", "ZeRO-3"}
     assert {case["strategy"] for case in rows} == strategies
     for case in rows:
-        if case["optimizer"] != "AdamW":
-            continue
-        strategy, size = case["strategy"], ITEM_BYTES[case["wire"]]
-        name = strategy, case["wire"]
-        assert case["ranks"][0]["gradient"] == GRADIENT
-        statistics = (WORLD - 1) * (size * TRIANGLES + 4 * FACTORS)
-        assert sent(case, "plain", "factors") == 0, name
-        for step in ("update", "refresh"):
-            found = sent(case, step, "factors")
-            assert statistics <= found <= statistics + 200 * FACTORS, (name, "alignment only")
-        vectors = sum(D * D for shape in SHAPES for D in shape) if strategy == "COMM-OPT" else 0
-        assert sent(case, "refresh", "eigenvectors") == size * vectors, name
-        assert sent(case, "update", "eigenvectors") == 0, name
-        gradients, results = sent(case, "plain", "gradients"), sent(case, "plain", "results")
-        if strategy == "ZeRO-3":  # half of every layer is with the other rank
-            assert gradients == results == size * GRADIENT / 2, name
-        elif strategy == "MEM-OPT":
-            assert results == size * GRADIENT and gradients == 0, name
-        elif strategy == "COMM-OPT":
-            assert results == gradients == 0, name
-
-
-@pytest.mark.distributed
-def test_counters_are_torch_distributeds_and_no_step_has_more_than_four_collectives(out):
-    for case in rows_of(out, "bytes"):
         name = (case["strategy"], case["wire"], case["optimizer"])
         for rank in case["ranks"]:
             for step in STEPS:
@@ -98,9 +64,3 @@ def test_every_mode_of_the_times_does_the_same_work_and_the_page_has_both_parts(
         assert rows[mode]["refreshes"] == FACTORS, mode
         assert len(rows[mode]["wall"]) == REFRESH and min(rows[mode]["wall"]) > 0, mode
         near(rows[mode]["payload"], at_once, 0.02 * at_once, "numbers travel with it", what=mode)
-
-
-@pytest.mark.parametrize(("world", "expected"), [(4, 2), (8, 4), (64, 8), (1, 1)])
-def test_the_hybrid_is_the_divisor_nearest_to_the_root(world, expected):
-    assert workers_of("HYBRID", world) == expected
-    assert workers_of("COMM-OPT", world) == world and workers_of("ZeRO-3", world) == 1

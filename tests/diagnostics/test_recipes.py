@@ -64,22 +64,13 @@ def test_our_own_settings_are_near_a_recipe():
     """configs/, and what the frameworks' examples have."""
     for path in (ROOT / "configs").glob("*.json"):
         optimizer, lr, decay, beta2 = settings(json.loads(path.read_text()))
-        kinds = (IMAGES,) if not path.name.startswith("gpt") else (WORDS, EXPERTS)
-        assert [recipe_warnings(kind, optimizer, lr, decay, beta2) for kind in kinds] == [[]] * len(
-            kinds
-        ), path.name
+        for kind in (WORDS, EXPERTS) if path.name.startswith("gpt") else (IMAGES,):
+            assert not recipe_warnings(kind, optimizer, lr, decay, beta2), path.name
     examples = "\n".join(path.read_text() for path in (ROOT / "examples/integrations").glob("*.py"))
-    rates = {
-        float(rate)
-        for rate in re.findall(
-            r"(?:learning_rate=|lr=|KFACADAMW = .*?\"lr\": )([\d.e-]+)", examples
-        )
-    }
-    assert len(rates) >= 3, rates
-    for lr in rates:
-        assert not any(
-            recipe_warnings(WORDS, "KFACAdamW", lr, decay, 0.999) for decay in (0.0, 0.01)
-        ), lr
+    rates = re.findall(r"(?:learning_rate=|lr=|KFACADAMW = .*?\"lr\": )([\d.e-]+)", examples)
+    assert len(set(rates)) >= 3, rates
+    for rate in rates:
+        assert not recipe_warnings(WORDS, "KFACAdamW", float(rate), 0.01, 0.999), rate
     assert not recipe_warnings(ADAPTERS, "KFACAdamW", 1e-3, 0.0, 0.999)
 
 
@@ -89,13 +80,7 @@ def test_our_own_settings_are_near_a_recipe():
         (WORDS, ("KFACAdamW", 2e-2, 0.1, 0.95), "Pretraining a decoder", ["lr 0.02 (0.002 there)"]),
         (WORDS, ("KFACAdamW", 2e-5, 1.0, 0.95), "Supervised fine-tuning", ["weight_decay 1 (0.01"]),
         (WORDS, ("KFACAdamW", 2e-3, 1.0, 0.9999), "Pretraining a decoder", ["betas[1] 0.9999 (0."]),
-        (EXPERTS, ("KFACAdamW", 0.1, 0.01, 0.95), "Mixture of experts", ["lr 0.1 (0.002 there)"]),
-        (
-            ADAPTERS,
-            ("KFACAdamW", 5e-3, 1.0, 0.95),
-            "GRPO",
-            ["lr 0.005 (0.0002", "weight_decay 1 ("],
-        ),
+        (ADAPTERS, ("KFACAdamW", 5e-3, 1.0, 0.95), "GRPO", ["lr 0.005 (0.0002", "weight_decay 1"]),
         (IMAGES, ("SGD", 1e-3, 5e-4, None), "A ResNet", ["lr 0.001 (0.3 there)"]),
     ],
 )
@@ -103,8 +88,6 @@ def test_what_is_far_from_every_recipe_is_said(kind, given, title, values):
     (text,) = recipe_warnings(kind, *given)
     assert repr(title) in text and f" a {kind}." in text, text
     assert all(value in text for value in values), text
-
-
-@pytest.mark.parametrize("given", [("AdamW", 10.0, 0.0), ("KFACAdamW", 0.0, 0.0)])
-def test_without_a_recipe_or_a_rate_nothing_is_said(given):
-    assert recipe_warnings(WORDS, *given) == recipe_warnings(None, "KFACAdamW", 10.0, 0.0) == []
+    assert recipe_warnings(WORDS, "AdamW", 10.0, 0.0) == [], "there is no recipe"
+    assert recipe_warnings(None, "KFACAdamW", 10.0, 0.0) == [], "nor of what"
+    assert recipe_warnings(WORDS, "KFACAdamW", 0.0, 0.0) == [], "nor a rate"

@@ -52,7 +52,8 @@ def checked(capsys, tmp_path):
 
 @pytest.fixture
 def llama(tmp_path) -> str:
-    pytest.importorskip("transformers", reason="needs ds_kfac[integrations]")
+    for name in ("transformers", "peft"):
+        pytest.importorskip(name, reason="needs ds_kfac[integrations]")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     return f"hf:{tmp_path}"
 
@@ -84,16 +85,13 @@ def lazy() -> nn.Module:
         ({"kfac": {"enabled": False}}, "kfac.enabled is false"),
         (OURS | {"kfac": {"enabled": False}}, 'to train without K-FAC, use "AdamW"'),
         ({"kfac": {"layers": {"include": ["nothing_like_it"]}}}, "matches no module"),
+        (OURS, "1.weight has no shape yet (a lazy module)"),
     ],
 )
 def test_a_config_that_does_not_fit_says_why(checked, config, problem):
-    status, _, error = checked({"optimizer": {"type": "AdamW"}, **config})
+    model = f"{HERE}:lazy" if "lazy" in problem else "benchmarks.models:gpt2"
+    status, _, error = checked({"optimizer": {"type": "AdamW"}, **config}, model)
     assert status == bool(problem) and problem in error
-
-
-def test_a_lazy_module_says_what_to_do(checked):
-    status, _, error = checked(OURS, f"{HERE}:lazy")
-    assert status == 1 and "1.weight has no shape yet (a lazy module)" in error
 
 
 def test_an_optimizer_of_the_script_may_be_named(checked):
@@ -106,18 +104,11 @@ def test_an_optimizer_of_the_script_may_be_named(checked):
 
 @pytest.mark.parametrize(
     ("command", "begins"),
-    [
-        ("schema", "{"),
-        ("config", "# Config"),
-        ("doctor", "ds_kfac doctor"),
-        ("check", "configs/"),
-        ("estimate", "ds_kfac estimate"),
-    ],
+    [("schema", "{"), ("config", "# Config"), ("doctor", "ds_kfac doctor"), ("check", "configs/")],
 )
 def test_standard_output_has_the_data_alone(command, begins, tmp_path):
     arguments = ["-m", "ds_kfac", command]
-    with_model = command in ("check", "estimate")
-    if with_model:
+    if command == "check":
         arguments += ["--model", f"{HERE}:talking", "--world", "2"]
         arguments += ["--config", "configs/gpt_zero2_kfac.json"]
     # a folder without locks, of which the doctor would complain
@@ -130,7 +121,7 @@ def test_standard_output_has_the_data_alone(command, begins, tmp_path):
         assert not run.stderr, "they import nothing that prints"
     else:
         assert "accelerator" in run.stderr, "nothing was printed beside the data"
-    if with_model:  # a child's and C's output, too
+    if command == "check":  # a child's and C's output, too
         assert "from a shell" not in run.stdout and "from a shell" in run.stderr
 
 
@@ -147,6 +138,9 @@ def test_a_config_json_of_transformers_is_a_model(capsys, llama):
     assert "model.layers.[0-31].mlp.up_proj x 32" in capsys.readouterr().out
     assert main(["estimate", "--model", llama, "--world", "2"]) == 0
     assert "share an input" in capsys.readouterr().out
+    assert main(["estimate", "--model", llama, "--world", "2", "--lora", "4"]) == 0
+    text = capsys.readouterr().out
+    assert "448 K-FAC layers" in text and "weight is frozen" in text
     assert main(["estimate", "--model", "hf:/no/such/folder", "--world", "2"]) == 1
     assert "nothing is downloaded" in capsys.readouterr().err
 
@@ -157,13 +151,6 @@ def test_a_mixture_of_experts_of_transformers_is_stepped_whole(capsys, tmp_path)
     assert main([*RUN, f"hf:{tmp_path}"]) == 0
     text = capsys.readouterr().out
     assert "ds_kfac updates 100% of the trained matrix parameters" in text and "WARNING" not in text
-
-
-def test_lora_is_estimated(capsys, llama):
-    pytest.importorskip("peft", reason="needs ds_kfac[integrations]")
-    assert main(["estimate", "--model", llama, "--world", "2", "--lora", "4"]) == 0
-    text = capsys.readouterr().out
-    assert "448 K-FAC layers" in text and "weight is frozen" in text
 
 
 def ours(params: dict) -> dict:

@@ -48,10 +48,6 @@ HALF = {"assignment": {"gradient_worker_fraction": 0.5}}
             ["config is refused: kfac.assignment.gradient_worker_fraction is 0.5", "ZeRO-1 own"],
         ),
         ({"gradient_accumulation_steps": 3}, ["batch of a rank: 6 x 1,024 tokens"]),
-        (
-            {"bf16": {"enabled": True}},
-            ["a step of 2,048 tokens or images per rank in bfloat16, and its"],
-        ),
     ],
 )
 def test_every_strategy_has_a_row_or_a_reason(capsys, config, blocks, told):
@@ -95,6 +91,9 @@ def test_what_a_framework_fills_in_is_assumed_in_the_line_with_the_number(capsys
             "use stage 0, 1 or 2",
         ),
         (["--model", "gpt5"], "give module:factory"),
+        (["--model", "no.such.package:make"], "is its folder in PYTHONPATH"),
+        (["--model", "tests.estimate.test_models:missing"], "has no function missing"),
+        (["--model", "tests.estimate.test_models:no_module"], "returned a int, not a torch.nn.Mod"),
         (["--config", "none.json"], "no such file or folder"),
         (["--costs", "none.json"], "--costs none.json: no such file or folder"),
         (["--node-gbps", "3"], "--node-gbps needs --node-size"),

@@ -11,10 +11,8 @@ from torch import nn
 import ds_kfac
 from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.estimate.command import Refused
-from ds_kfac.estimate.estimates import Estimate, steps_of, travel
-from tests.choices import STAGGERED
+from ds_kfac.estimate.estimates import Estimate, travel
 from tests.close import close
-from tests.plan.test_make_plan import ZERO, plan
 
 CONFIG = {"optimizer": {"type": "SGD"}, "kfac": {"burn_in": {"steps": 0}}}
 SHAPES = [(20, 31, True), (31, 7, False)]
@@ -50,15 +48,3 @@ def test_bytes_between_nodes_take_the_slower_link():
     close(list(seconds), [1 + crossing, 1, 4 + crossing, 4], condition=4)  # a latency is taken away
     flat = travel(costs, payload, 0)
     close(flat, np.array([24, 8, 32, 32]) * 1e9 / costs.link_bytes)
-
-
-def test_a_staggered_burn_in_never_renews_everything_at_once():
-    made = plan(ZERO, eigenbasis={"refresh_interval": 50}, burn_in={"steps": 50}, plan=STAGGERED)
-    steps, _ = steps_of(made)
-    assert len(steps) == 20 and sum(len(step.capture) for step in steps) > 3 * len(
-        made.assignment.factors
-    )
-    for step in steps:
-        assert len(step.capture) <= len(made.assignment.factors) / 2
-        assert len(step.refresh) <= len(made.assignment.factors) / 2
-    assert sum(len(step.refresh) for step in steps) >= len(made.assignment.factors)

@@ -4,9 +4,6 @@ import contextlib
 import csv
 import importlib
 import io
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from tests.ranks import ROOT, free_port, run_ranks
@@ -64,12 +61,3 @@ def one_rank() -> dict[str, str]:
     """Variables of a launcher."""
     single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     return {**single, "MASTER_PORT": str(free_port())}
-
-
-def launch(*command: str, **variables: str) -> subprocess.Popen:
-    """A process in the project's folder, without a launcher's variables unless they are given."""
-    environment = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    environment = os.environ | environment | variables
-    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **streams)

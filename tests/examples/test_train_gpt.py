@@ -1,32 +1,19 @@
-"""The main job as a user runs it: every config, the launcher, a killed run, wrong input. Small
-models, few steps."""
+"""The main job as a user runs it: every config, three optimizers, wrong input. Small models, few
+steps. Resuming is in test_train_images.py: both have it of examples/job.py."""
 
 import json
-import os
 import re
-import signal
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.examples.runs import (
-    arguments_of,
-    assert_trains,
-    launch,
-    losses_of,
-    one_rank,
-    rows_of,
-    run,
-)
+from tests.examples.runs import arguments_of, assert_trains, losses_of, rows_of, run
 from tests.programs import python
 from tests.ranks import ROOT
 
 pytestmark = pytest.mark.distributed
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("gpt_*_kfac.json"))
 TINY = {"width": 16, "blocks": 2, "heads": 2, "context": 16, "eval_batches": 1}
-SCRIPT = "examples/train_gpt.py"
 
 
 @pytest.fixture
@@ -79,32 +66,6 @@ def test_experts_in_one_tensor_train_by_three_optimizers(tmp_path, data):
     assert re.search(r"^muon +4 +", said, re.M), said
 
 
-def test_killed_and_resumed_equals_unbroken(tmp_path, data):
-    options = {"data": data, "steps": 40, "eval_interval": 20, "save_interval": 5, **TINY}
-    command = [sys.executable, SCRIPT]
-    command += arguments_of(tmp_path, "gpt_zero2_kfac", "--no-plots", **options)
-    unbroken = launch(*command, "--name", "unbroken", **one_rank())
-    broken = launch(*command, "--name", "broken", **one_rank())
-    latest, deadline = tmp_path / "broken/checkpoints/latest", time.monotonic() + 120
-    while time.monotonic() < deadline and broken.poll() is None and not latest.exists():
-        time.sleep(0.005)
-    os.kill(broken.pid, signal.SIGKILL)
-    broken.communicate()
-    at_kill = len(rows_of(tmp_path / "broken"))
-    assert broken.returncode == -signal.SIGKILL and 5 <= at_kill < 40, at_kill
-    assert unbroken.wait(120) == 0, unbroken.communicate()
-    resumed = launch(*command, "--name", "broken", "--resume", **one_rank())
-    output = resumed.communicate(timeout=120)[0]
-    assert resumed.returncode == 0, output
-    first = int(re.search(r"steps (\d+) to 40", output).group(1))
-    assert first >= 5 and first % 5 == 0
-    expected, found = (
-        [(row["step"], row["loss"], row["held_out_loss"]) for row in rows_of(tmp_path / name)]
-        for name in ("unbroken", "broken")
-    )
-    assert found == expected
-
-
 def assert_one_clear_line(code: int, output: str, message: str) -> None:
     assert code == 2 and message in output and "Traceback" not in output, output
     assert len([line for line in output.splitlines() if line.startswith("error: ")]) == 1, output
@@ -131,7 +92,6 @@ def test_wrong_input_is_one_clear_line(tmp_path, data):
 
 def test_without_a_launcher_one_line_says_how_to_start_it(tmp_path, data):
     arguments = arguments_of(tmp_path, "gpt_zero2_kfac", data=data, **TINY)
-    process = launch(sys.executable, SCRIPT, *arguments)
-    output = process.communicate(timeout=120)[0]
+    done = python("examples/train_gpt.py", *arguments, folder=ROOT, path=str(ROOT), status=2)
     told = "no launcher environment (RANK is not set); start with: deepspeed --num_accelerators 2"
-    assert_one_clear_line(process.returncode, output, told)
+    assert_one_clear_line(done.returncode, done.stderr, told)

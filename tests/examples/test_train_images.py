@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from examples import train_images
-from tests.examples.runs import arguments_of, assert_trains, losses_of, one_rank, rows_of
+from tests.examples.runs import arguments_of, assert_trains, losses_of, rows_of
 from tests.ranks import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -79,19 +79,13 @@ def test_mixup_and_erasing_follow_their_formulas():
     x, y = torch.rand(4, 1, 5, 5), torch.tensor([0, 1, 2, 0])
     first, labels = mix(x, y)
     assert torch.equal(first, x) and torch.equal(labels.argmax(1), y)
-    state = torch.get_rng_state()
-    b = torch.distributions.Beta(0.6, 0.6).sample((4,))
-    torch.set_rng_state(state)
-    lam = torch.maximum(b, 1 - b)
     second, mixed = mix(x.flip(0), y.flip(0))
-    for i in range(4):
-        close(second[i], lam[i] * x[3 - i] + (1 - lam[i]) * x[i])
-        close(mixed[i].sum(), torch.ones(()), sums=3)
-        assert float(mixed[i, y[3 - i]]) >= float(lam[i]) - 1e-6  # rounding of 1 - (1 - lam)
+    lam = ((second - x) / (x.flip(0) - x)).flatten(1).median(1).values
+    assert ((0.5 <= lam) & (lam <= 1)).all()
+    close(mixed, lam[:, None] * labels.flip(0) + (1 - lam)[:, None] * labels, condition=100)
     third, _ = mix(x, y)
     assert (third - x).abs().max() > 0.01 and mix._last[0] is third, "the mixed batch is kept"
-    images_in = torch.ones(400, 1, 20, 20)
-    gone = (mixing.erased(images_in) == 0).float().mean((1, 2, 3))
+    gone = (mixing.erased(torch.ones(400, 1, 20, 20)) == 0).float().mean((1, 2, 3))
     assert 0.4 < float((gone > 0).float().mean()) < 0.6
     # of the image; pixels are whole
     assert 0.01 < float(gone[gone > 0].min()) and float(gone.max()) < 0.3
@@ -144,25 +138,11 @@ def test_readers_agree_on_the_same_images(tmp_path):
         assert torch.equal(of[name].held_out.labels, of[other].held_out.labels), name
     assert {found.classes for found in of.values()} == {2}
     x, y = of["npz"].draw(0, 0, 64)
-    _, labels = of["npz"].draw(0, 60, 8)
     every = of["npz"].train.labels.sort().values
     assert torch.equal(y.sort().values, every), "an epoch has every image once"
-    assert torch.equal(labels[:4], y[60:]) and x.shape == (64, 3, 8, 8)
-    assert abs(float(x.mean())) < 0.4
-
-
-def test_every_image_is_shifted_by_up_to_an_eighth_and_mirrored_or_not(tmp_path):
-    data = images.load(write_npz(tmp_path / "halves.npz"))
-    x, _ = data.draw(0, 0, 64)
-    pixels = ((x * data.std + data.mean) * 255).round().to(torch.uint8)
-    padded = torch.nn.functional.pad(data.train.pixels, (1,) * 4)
-    moved = [padded[..., i : i + 8, j : j + 8] for i in range(3) for j in range(3)]
-    ways = torch.stack([*moved, *(way.flip(-1) for way in moved)])  # [18, 64, 3, 8, 8]
-    found = (pixels[:, None, None] == ways[None]).all((3, 4, 5))  # [64, 18, 64]
-    assert found.any((1, 2)).all(), "each is one of the 18 of some image"
-    assert len(found.any(2).any(0).nonzero()) > 12
+    assert x.shape == (64, 3, 8, 8) and abs(float(x.mean())) < 0.4
     with pytest.raises(ValueError, match="--images 65: the training part has 64"):
-        data.first(65)
+        of["npz"].first(65)
 
 
 def test_large_images_are_read_when_they_are_drawn(tmp_path, monkeypatch):
@@ -197,11 +177,3 @@ def test_wrong_input_is_one_clear_line(data, model, message, tmp_path, monkeypat
     write_npz("halves.npz")
     with pytest.raises(ValueError, match=message):
         train_images.make(train_images.arguments_of(["--data", data, "--model", model]))
-
-
-def test_the_launcher_environment_is_asked_for(capsys, monkeypatch):
-    for name in one_rank():
-        monkeypatch.delenv(name, raising=False)
-    assert train_images.main([]) == 2
-    command = "examples/train_images.py --deepspeed_config configs/images_zero2_kfac.json"
-    assert command in capsys.readouterr().err

@@ -8,7 +8,6 @@ import io
 import json
 import math
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,11 +39,6 @@ BF16 = {
 }
 """Example -> what takes the precision there, in the framework's words."""
 CELLS = ("trains", "resumes", "evaluates", "logs")
-
-
-def versions(name: str) -> str:
-    """Raises PackageNotFoundError."""
-    return ", ".join(f"{package} {version(package)}" for package in EXAMPLES[name][1])
 
 
 def digest(engine: Any) -> str:

@@ -40,15 +40,10 @@ def run(arguments: str, folder, *, script: bool = True, **options) -> tuple:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (
-            "check --config none.json --model os:getcwd",
-            "--config none.json: no such file or folder",
-        ),
+        ("check --config none.json --model os:getcwd", "--config none.json: no such file"),
         ("check --config a.json --model nowhere.models:make", "no module nowhere"),
-        ("estimate --model hf:none --world 2", "--model hf:none: no such file"),
         ("factors --model hf:. --data none.txt --out x", "--data none.txt: no such file"),
         ("convert none --to gptq --out x", "factors none: no such file or folder"),
-        ("run none.py --deepspeed a.json", "none.py: no such file"),
         ("run --num_gpus 2 none.py", "none.py: no such file"),
     ],
 )

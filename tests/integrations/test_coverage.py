@@ -13,22 +13,19 @@ AGAIN += ("luke", "yolos")
 standardized weights, convolutions that pad, a bias that is only held, a table that is broadcast."""
 
 
-@pytest.fixture
-def rows():
-    return json.loads((ROOT / "benchmarks/results/coverage/models.json").read_text())["models"]
+pytest.importorskip("transformers", reason="needs ds_kfac[integrations]")
+ROWS = json.loads((ROOT / "benchmarks/results/coverage/models.json").read_text())["models"]
 
 
 @pytest.mark.parametrize("name", AGAIN)
-def test_a_row_is_what_is_counted_now(rows, name):
-    pytest.importorskip("transformers", reason="needs ds_kfac[integrations]")
-    row = rows[name]
+def test_a_row_is_what_is_counted_now(name):
+    row = ROWS[name]
     assert shares(Architecture(name, row["head"])) == row["shares"]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
-def test_a_tiny_model_trains_as_its_row_says(rows, name):
-    pytest.importorskip("transformers", reason="needs ds_kfac[integrations]")
-    row = rows[name]
+def test_a_tiny_model_trains_as_its_row_says(name):
+    row = ROWS[name]
     target = "tests.integrations.tiny_models:trained"
     run = run_alone(target, device="cpu", payload=Architecture(name, row["head"]), timeout=300)
     expected = row["train"]["2"]

@@ -20,30 +20,19 @@ from tests.ranks import ROOT
 LENGTH, DOCUMENTS, BATCH = 12, 16, 4
 
 
-def gpt2() -> nn.Module:
-    """Of two layers, its Conv1D as nn.Linear, as kronfluence needs it."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-    from transformers.pytorch_utils import Conv1D
+def llama() -> nn.Module:
+    """Far from the initial symmetries."""
+    from examples.integrations import tiny
 
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=61, n_positions=LENGTH, n_embd=24, n_layer=2, n_head=2, tie_word_embeddings=False
-    )
-    model = GPT2LMHeadModel(config)
-    for name, module in list(model.named_modules()):
-        if isinstance(module, Conv1D):
-            linear = nn.Linear(module.weight.shape[0], module.nf)
-            linear.weight.data = module.weight.data.T.contiguous()
-            linear.bias.data = module.bias.data
-            parent, _, last = name.rpartition(".")
-            setattr(model.get_submodule(parent), last, linear)
-    for parameter in model.parameters():  # far from the initial symmetries
+    model = tiny.model()
+    for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     return model.eval()
 
 
 def documents() -> list[dict]:
-    tokens = torch.randint(61, (DOCUMENTS, LENGTH), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(258, (DOCUMENTS, LENGTH), generator=torch.Generator().manual_seed(1))
     return [{"input_ids": row, "labels": row.clone()} for row in tokens]
 
 
@@ -62,7 +51,6 @@ def batches(size: int) -> list[dict]:
 
 
 def test_kronfluence_has_the_same_factors_and_scores_from_ours(tmp_path):
-    pytest.importorskip("transformers")
     pytest.importorskip("kronfluence")
     from kronfluence.analyzer import Analyzer, prepare_model
     from kronfluence.arguments import FactorArguments, ScoreArguments
@@ -76,16 +64,16 @@ def test_kronfluence_has_the_same_factors_and_scores_from_ours(tmp_path):
             return loss_of(model, batch, "sum")
 
         def get_influence_tracked_modules(self):
-            modules = gpt2().named_modules()
+            modules = llama().named_modules()
             linear = [name for name, module in modules if isinstance(module, nn.Linear)]
             return [name for name in linear if name != "lm_head"]
 
     data, task, loss = documents(), Language(), partial(loss_of, reduction="sum")
     own = {"reduction": "sum", "config": {"layers": {"exclude": ["lm_head"]}}}
-    ours = fit(gpt2(), batches(BATCH), loss, out=tmp_path / "ours", progress=False, **own)
+    ours = fit(llama(), batches(BATCH), loss, out=tmp_path / "ours", progress=False, **own)
     assert convert(ours, "kronfluence", tmp_path / "job" / "theirs", name="ours") == {}
 
-    model, out = prepare_model(gpt2(), task), str(tmp_path / "job")
+    model, out = prepare_model(llama(), task), str(tmp_path / "job")
     analyzer = Analyzer("theirs", model, task, cpu=True, output_dir=out)
     arguments = FactorArguments(strategy="ekfac", use_empirical_fisher=True)
     analyzer.fit_all_factors("own", data, per_device_batch_size=BATCH, factor_args=arguments)
@@ -116,18 +104,19 @@ def test_kronfluence_has_the_same_factors_and_scores_from_ours(tmp_path):
 
 
 def test_peft_starts_lora_from_ours(tmp_path):
-    pytest.importorskip("transformers")
     pytest.importorskip("peft")
     from peft import LoraConfig, get_peft_model, initialize_lora_eva_weights
 
     config = {"factor": {"fisher": "activations_only"}}
     data = batches(DOCUMENTS)
-    found = fit(gpt2(), data, out=tmp_path / "made", config=config, progress=False)
+    found = fit(llama(), data, out=tmp_path / "made", config=config, progress=False)
     convert(found, "eva", tmp_path / "eva", rank=4, rho=2)
     state = load_file(tmp_path / "eva")
     layers = set(Factors.load(tmp_path / "made")) - {"lm_head"}
     targets = sorted({name.split(".")[-1] for name in layers})
-    model = get_peft_model(gpt2(), LoraConfig(r=4, target_modules=targets, init_lora_weights="eva"))
+    model = get_peft_model(
+        llama(), LoraConfig(r=4, target_modules=targets, init_lora_weights="eva")
+    )
     initialize_lora_eva_weights(model, eva_state_dict=dict(state))
     ranks = set()
     for name, module in model.named_modules():
@@ -138,7 +127,6 @@ def test_peft_starts_lora_from_ours(tmp_path):
 
 
 def test_the_command_reads_models_and_texts_at_any_stage(tmp_path):
-    pytest.importorskip("transformers")
     pytest.importorskip("datasets")
     from datasets import Dataset
 

@@ -1,12 +1,11 @@
 """The five examples with real packages: every cell of the table in docs/howto/frameworks.md is one
 of these runs."""
 
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.util import find_spec
 
 import pytest
-from packaging.requirements import Requirement
 
-from tests.integrations.runs import CELLS, EXAMPLES, MODES, versions, worker  # noqa: F401
+from tests.integrations.runs import CELLS, EXAMPLES, MODES
 from tests.ranks import ROOT, run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -14,10 +13,9 @@ pytestmark = pytest.mark.distributed
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_trains_resumes_evaluates_and_logs(name, tmp_path):
-    try:
-        print(versions(name))
-    except PackageNotFoundError as missing:
-        pytest.skip(f"{missing.name} is not installed: pip install ds_kfac[integrations]")
+    for package in EXAMPLES[name][1]:
+        if not find_spec(package):
+            pytest.skip(f"{package} is not installed: pip install ds_kfac[integrations]")
     payload = (name, str(tmp_path), list(MODES))
     results = run_ranks("tests.integrations.runs:worker", world=2, payload=payload, timeout=900)
     for mode, (straight, resumed, cells) in results[0].items():
@@ -40,19 +38,3 @@ def test_the_table_in_the_docs_claims_what_is_tested():
             modes,
             *["yes"] * len(CELLS),
         ], row
-
-
-@pytest.mark.parametrize("name", ["transformers", "accelerate", "trl", "lightning"])
-def test_the_docs_say_which_deepspeed_a_package_asks_for(name):
-    try:
-        needs = map(Requirement, requires(name))
-    except PackageNotFoundError:
-        pytest.skip(f"{name} is not installed: pip install ds_kfac[integrations]")
-    (asked,) = {str(need.specifier) or "any" for need in needs if need.name == "deepspeed"}
-    lines = (ROOT / "docs/notes/versions.md").read_text().splitlines()
-    (said,) = {
-        line.split("|")[2].strip()
-        for line in lines
-        if line.startswith(f"| {name} ") and line.count("|") == 4
-    }
-    assert said == asked

@@ -40,7 +40,8 @@ def test_all_kinds_of_logs_are_read_and_drawn(tmp_path, capsys):
         assert f"no {missing} in these logs" in said
     image = (tmp_path / "kfac.png").read_bytes()
     assert image.startswith(b"\x89PNG") and len(image) > 10_000
-    assert [path.name for path in tmp_path.glob("*.png")] == ["kfac.png"], "one page"
+    assert main(["plot", str(tmp_path / "trainer_state.json"), "--out", str(tmp_path / "new")]) == 0
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["kfac.png"], "one page"
 
 
 def series(name: str, *points: tuple[float, float]) -> plot.Series:
@@ -82,34 +83,22 @@ def test_kfacs_share_of_a_step_is_that_of_its_stages_in_deepspeeds_times():
 def test_the_pages_titles_say_what_was_found(tmp_path):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     parts = {f"{name} (DeepSpeed's)": 4 / 3 for name in ("forward", "backward", "step")}
-    failures = {"refresh_failures": [(1, 0.0), (2, 3.0)], "empty_updates": [(1, 0.0), (2, 0.0)]}
-    panels = {
-        **{question: {} for question in plot.QUESTIONS},
-        "loss": {"loss": [(1, 3.0), (2, 2.0)], "train_loss": [(2, 2.5)]},
-        "seconds": {
-            name: [(1, 9.0), (2, value)] for name, value in {**parts, "refresh": 0.5}.items()
-        },
-        "failures": failures,
-    }
+    parts["refresh"] = 0.5
+    panels = {question: {} for question in plot.QUESTIONS}
+    panels["seconds"] = {name: [(1, 9.0), (2, value)] for name, value in parts.items()}
+    panels["failures"] = {"refresh_failures": [(1, 0.0), (2, 3.0)], "empty": [(1, 0.0), (2, 0.0)]}
     plot.draw(panels, tmp_path / "page.png")
     assert [axis.get_title(loc="left") for axis in pyplot.gcf().axes] == [
-        "at the end: loss 2",
+        "no loss",
         "K-FAC takes 12% of a step",
         "no step to weight",
         "failures: refresh_failures 3; always 0: 1 others",
     ]
 
 
-def test_a_trainers_state_is_taken_by_its_path(tmp_path):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "checkpoint.json").write_text(STATE)
-    assert main(["plot", str(tmp_path / "checkpoint.json"), "--out", str(tmp_path / "new")]) == 0
-    assert (tmp_path / "new" / "kfac.png").exists()
-
-
 NO_LIST = 'trainer_state.json: its "log_history" is not a list'
 LINE_3 = "loss.csv, line 3: got ['5', '']; must be two numbers"
-STATES = ("", '{"log', "[]", "{}", '{"log_history": null}', '{"log_history": [{"loss": 1.0}]}')
+STATES = ('{"log', "[]", '{"log_history": [{"loss": 1.0}]}')
 
 
 @pytest.mark.parametrize(
@@ -125,7 +114,3 @@ def test_what_is_no_log_is_named(file, content, told, tmp_path, capsys):
     (tmp_path / file).write_bytes(content)
     assert main(["plot", str(tmp_path)]) == 1
     assert told in capsys.readouterr().err
-    if file == "log.txt":
-        assert main(["plot", str(tmp_path / file)]) == 1
-        kinds = "not a trainer_state.json, .csv or events.out.tfevents file"
-        assert f"log.txt: {kinds}" in capsys.readouterr().err

@@ -23,7 +23,6 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 import ds_kfac
-from ds_kfac.checkpoint.files import CheckpointError
 from ds_kfac.integrations.transformers import KFACCallback
 from ds_kfac.step import proving
 from examples.integrations import tiny
@@ -39,7 +38,6 @@ KFAC = {
 }
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "eps": "auto", "torch_adam": True}}
 PRECISION = {
-    "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
 }
@@ -168,23 +166,6 @@ def evaluation_worker(folder: str) -> tuple[float, float, int]:
         return before, trainer.evaluate()["eval_loss"], engine.kfac.preconditioner.steps
 
 
-def object_worker(folder: str) -> str:
-    """An optimizer given by ``optimizers=``, which the Trainer drops under DeepSpeed."""
-    given = arguments_of(folder, per_device_train_batch_size=4)
-    for block in ("optimizer", "kfac"):
-        given["deepspeed"].pop(block)
-    model, arguments = tiny.model(), TrainingArguments(**given)
-    optimizers = ds_kfac.KFACAdamW(model.parameters(), lr=1e-3), None
-    made = {"train_dataset": tiny.tokens(8), "optimizers": optimizers}
-    trainer = Trainer(model=model, args=arguments, **made)
-    del optimizers, made
-    try:
-        trained(trainer)
-    except ValueError as error:
-        return str(error)
-    return "trained"
-
-
 MOVED_AT = 2
 DECAYS = {"AdamW": 0.01, "KFACAdamW": 1.0}
 
@@ -212,10 +193,7 @@ def moving_worker(payload: tuple[str, int, str, bool, bool]) -> dict[str, Any]:
     seen = Seen()
     seen.trainer = trainer
     trainer.add_callback(seen)
-    try:
-        engine = trained(trainer, resume=f"{folder}/checkpoint-{MOVED_AT}" if resumes else None)
-    except CheckpointError as error:
-        return {"error": str(error)}
+    engine = trained(trainer, resume=f"{folder}/checkpoint-{MOVED_AT}" if resumes else None)
     attachment = getattr(engine, "kfac", None)
     return {
         "begun": seen.weights,
@@ -229,8 +207,7 @@ def moving_worker(payload: tuple[str, int, str, bool, bool]) -> dict[str, Any]:
 
 def logged_worker(payload: tuple[str, str]) -> dict[str, list[float]]:
     """Name -> values that have reached tensorboard in three logged steps, through the Trainer's
-    reporter or DeepSpeed's monitor. ``door``: "by hand" adds the callback that the Trainer has
-    anyway."""
+    reporter (with the callback by hand that the Trainer has anyway) or DeepSpeed's monitor."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder, door = payload

@@ -40,6 +40,12 @@ def called(name: str) -> type[Holder]:
     return type(name, (Holder,), {})
 
 
+def saved_by_peft(name: str, layer: nn.Module) -> nn.Module:
+    """As PEFT holds a module that it trains whole."""
+    copies = nn.ModuleDict({"default": layer})
+    return nn.ModuleDict({name: nn.ModuleDict({"modules_to_save": copies})})
+
+
 class NotReady(Holder):
     @property
     def num_heads(self):
@@ -93,6 +99,7 @@ def blocks(model: nn.Module, **chosen) -> dict[str, tuple[int, ...]]:
         (Holder("in_proj_ba", 16, num_k_heads=2), (4, 4)),
         (Holder("out", 72, num_heads=4), ()),
         (nn.ModuleDict({"qkv": nn.ModuleList([nn.Linear(WIDTH, 72)])}), (24, 24, 24)),
+        (saved_by_peft("qkv", nn.Linear(WIDTH, 72)), (24, 24, 24)),
         (nn.MultiheadAttention(WIDTH, 4), (24, 24, 24)),
     ],
 )
