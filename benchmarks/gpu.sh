@@ -8,7 +8,7 @@
 #   gpu.sh kernels   every op beside the library's way and the roofline; decompositions; costs.json
 #
 # A call keeps its results in $OUT/CALL as it gets them. Called again it goes on where it stopped, skips
-# what is there, and says in its last line what it left out (modes: what failed). After "--" come more arguments for the program.
+# what is there, and says in its last line what it left out. After "--" come more arguments for the program.
 #
 #   --rehearse   the same on a CPU at a small size, in about a minute
 #   OUT          runs/gpu; small files only
@@ -61,7 +61,8 @@ main() {
     modes)
         local device=cuda
         [ -n "$rehearse" ] && device=cpu
-        MODES=$out run -m pytest -q -p no:cacheprovider tests/gpu/test_modes.py -k $device "$@"
+        MODES=$out MODES_UNTIL=$(($(date +%s) + $(left) - 30)) \
+            run -m pytest -q -p no:cacheprovider tests/gpu/test_modes.py -k $device "$@"
         ;;
     step)
         local small=()

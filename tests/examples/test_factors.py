@@ -46,6 +46,23 @@ def test_influence_is_a_product_with_the_inverse_of_the_damped_matrix(tmp_path):
     close(actual, expected, sums=2 * (2 + 3) + 6, condition=condition, dtype=torch.float32)
 
 
+def test_a_datamodeling_score_is_a_correlation_of_ranks_and_steps_are_between_evaluations():
+    halves = [torch.tensor([0, 1]), torch.tensor([1, 2]), torch.tensor([0, 2])]
+    scores = torch.tensor([[1.0, 2.0, 4.0]])  # of the halves: 3, 6, 5
+    for measured, expected in (([5.0, -9.0, 1.0], 1.0), ([-9.0, 5.0, 1.0], -1.0)):
+        found = influence.datamodeling(scores, halves, torch.tensor(measured)[:, None])
+        close(found, [expected], sums=3)
+    close(lora.steps_to(2.5, [4.0, 3.0, 2.0]), 1.5 * lora.EVERY)
+    assert lora.steps_to(1.0, [4.0, 3.0, 2.0]) == 2 * lora.EVERY
+
+
+def test_regmean_takes_from_each_model_what_its_own_inputs_need():
+    first, second = torch.randn(2, 4), torch.randn(2, 4)
+    grams = [torch.tensor(values).diag() for values in ((1.0, 1, 0, 0), (0.0, 0, 1, 3))]
+    expected = torch.cat([first[:, :2], second[:, 2:]], dim=1)
+    close(merge.regmean([first, second], grams), expected, sums=8)
+
+
 def test_regmean_merges_better_than_the_average(tmp_path, capsys):
     sizes = ["--context", "32", "--width", "48", "--base", "120", "--further", "80"]
     assert merge.main(["--out", str(tmp_path), *sizes]) == 0
