@@ -34,6 +34,19 @@ class Conv1D(nn.Module):
         return y.view(*x.shape[:-1], self.nf)
 
 
+class LlamaRMSNorm(nn.Module):
+    """As in transformers: torch does not need a 16-bit input after the call."""
+
+    def __init__(self, width: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(width)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = x.float()
+        z = z * torch.rsqrt(z.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * z.to(x.dtype)
+
+
 class Block(nn.Module):
     """Attention and an MLP. ``linear`` makes the linear maps."""
 

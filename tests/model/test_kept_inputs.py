@@ -131,26 +131,6 @@ def test_a_backward_pass_after_the_steps_boundary_runs_and_counts_nothing(kind, 
     assert all(map(torch.equal, (p.grad for p in recorder.model.parameters()), grads))
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("last", ["linear", "norm"])
-def test_an_early_end_of_a_recomputation_passes_through_our_hooks(reentrant, last):
-    """The last tensor that checkpointing needs may be the one that our node saves."""
-
-    class Last(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
-
-        def forward(self, x):
-            layers = [self.norm, self.linear] if last == "linear" else [self.linear, self.norm]
-            return checkpoint(nn.Sequential(*layers), x, use_reentrant=reentrant).sin().sum()
-
-    recorder = Recorder(Last(), CHOICE)
-    for _ in range(2):
-        recorder.backward(recorder.model(batch()))
-        assert not recorder.capture.failed and recorder.rows() == {"linear": 5, "norm": 5}
-
-
 def test_a_compiled_block_that_a_backward_runs_again_is_captured():
     """Its first run is without gradients, and the backward is under no stance of ours."""
 

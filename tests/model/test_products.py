@@ -15,8 +15,7 @@ from ds_kfac.model.products import Products
 from ds_kfac.model.scan import LayerChoice, scan
 from tests.close import close
 from tests.deepspeed.expert_stacks import BIASED, STACKS, WIDTH, Apart, Dispatched, make
-from tests.model.proven import proven
-from tests.model.recorder import Recorder, equal_bits, unannounced
+from tests.model.recorder import Recorder, equal_bits, proven, unannounced
 from tests.model.written import written
 from tests.ops.specification import symmetric_pack
 

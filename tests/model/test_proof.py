@@ -17,25 +17,13 @@ from torch.utils.checkpoint import checkpoint
 from ds_kfac.model import capture, proof
 from ds_kfac.model.calls import Call
 from ds_kfac.model.registry import TYPES
-from ds_kfac.model.rows import RowSums
 from ds_kfac.model.scan import LayerChoice, scan
-from tests.model.proven import proven
-from tests.models import cross_entropy, linear_layer
-from tests.rule_cases import Conv1D
+from tests.model.recorder import proven
+from tests.models import cross_entropy, linear_layer, make_net
+from tests.rule_cases import Conv1D, LlamaRMSNorm
 
 ROWS, TOKENS, WIDTH = 5, 3, 40
 ALL = LayerChoice(types=TYPES)
-
-
-class NameRMSNorm(nn.Module):
-    """As transformers' LlamaRMSNorm."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(width)), eps
-
-    def forward(self, x):
-        return self.weight * x / (x.square().mean(-1, keepdim=True) + self.variance_epsilon).sqrt()
 
 
 class Tokens(nn.Module):
@@ -45,7 +33,7 @@ class Tokens(nn.Module):
         super().__init__()
         self.first, self.norm = nn.Linear(WIDTH, 48), nn.LayerNorm(48, eps=0.5)
         self.middle, self.rms = nn.Linear(48, 48, bias=False), nn.RMSNorm(48)
-        self.lying, self.named = Conv1D(48, 48), NameRMSNorm(48, 0.5)
+        self.lying, self.named = Conv1D(48, 48), LlamaRMSNorm(48, 0.5)
         self.unbiased = nn.LayerNorm(48, bias=False)
         self.experts, self.head = nn.Parameter(torch.randn(4, 48, 48) / 7), nn.Linear(48, 7)
 
@@ -114,11 +102,6 @@ def prove(model, batches=None, choice=ALL, **options):
     return proven(model, layers, [batch(model)] if batches is None else batches, **options)
 
 
-def made(kind):
-    torch.manual_seed(1)
-    return kind()
-
-
 def unfit(found) -> set[str]:
     assert all(seen.is_finite for seen in found.values())
     return {name for name, seen in found.items() if not seen.fits}
@@ -129,9 +112,9 @@ def unfit(found) -> set[str]:
 MASK = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS) % 4 != 0
 WAYS = {
     "rows": {},
-    "examples": {"rows": RowSums("reduce")},
+    "examples": {"sharing": "reduce"},
     # rows that a factor leaves out are in the gradient
-    "mask": {"read_mask": lambda *_: MASK},
+    "mask": {"mask": lambda *_: MASK},
     "stride": {"stride": 3},
 }
 
@@ -139,7 +122,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [Tokens, Images, Detached, Checkpointed, Reentrant])
 def test_right_rows_fit_in_every_kind_of_layer(kind, way):
-    found = prove(made(kind), [batch(made(kind), 0), batch(made(kind), 1)], **WAYS[way])
+    found = prove(make_net(kind), [batch(make_net(kind), 0), batch(make_net(kind), 1)], **WAYS[way])
     # they have no examples
     experts = {name for name in found if "experts" in name} if way == "examples" else set()
     assert len(found) > 5 and unfit(found) == experts, found
@@ -148,10 +131,10 @@ def test_right_rows_fit_in_every_kind_of_layer(kind, way):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rounding_to_16_bits_fits_with_many_micro_batches(dtype):
-    model = made(Tokens).to(dtype)
+    model = make_net(Tokens).to(dtype)
     assert not unfit(prove(model, [batch(model, seed).to(dtype) for seed in range(16)]))
     with torch.autocast("cpu", dtype):
-        assert not unfit(prove(made(Tokens))) and not unfit(prove(made(Plain)))
+        assert not unfit(prove(make_net(Tokens))) and not unfit(prove(make_net(Plain)))
 
 
 def squares(model, x):
@@ -198,20 +181,8 @@ def test_what_is_small_by_chance_is_within_its_rounding(name):
 
 
 def test_what_is_not_finite_shows_nothing():
-    found = prove(made(Tokens), [torch.full((ROWS, TOKENS, WIDTH), float("inf"))])
+    found = prove(make_net(Tokens), [torch.full((ROWS, TOKENS, WIDTH), float("inf"))])
     assert not any(seen.is_finite for seen in found.values())
-
-
-@pytest.mark.parametrize("keeps", [True, False])
-def test_gradients_of_other_engines_fit_whether_the_step_has_them_or_not(keeps):
-    def loss(model, x):
-        generated = torch.tanh(x * torch.ones((), requires_grad=True))
-        model(generated).backward()  # another model's loss
-        if not keeps:
-            model.zero_grad()
-        return model(x)
-
-    assert not unfit(prove(made(Tokens), loss=loss))
 
 
 # uses that are not seen
@@ -240,13 +211,13 @@ class Penalized(Tokens):
 
 @pytest.mark.parametrize("kind", [Tied, Mapped, Penalized])
 def test_a_use_that_is_not_seen_is_found(kind):
-    found = prove(made(kind))
+    found = prove(make_net(kind))
     assert "first" in unfit(found) and "another use was not seen" in str(found["first"])
     assert unfit(found) == {"first"} or kind is Penalized
 
 
 def test_a_layer_that_does_not_fit_is_named_with_the_lines_that_use_its_weight():
-    found = prove(made(Tied))
+    found = prove(make_net(Tied))
     lines = inspect.getsourcelines(Tied)[1], inspect.getsourcelines(Tokens.forward)[1]
     assert f"test_proof.py:{lines[0] + 3} (linalg_multi_dot)" in str(found["first"])
     assert f"test_proof.py:{lines[1] + 1} (linear)" in str(found["first"])
@@ -288,7 +259,7 @@ def test_wrong_inputs_and_gradients_are_found(name):
     else:
         fault = patch.object(Call, "gradient_rows", wrong_gradient)
     with fault:
-        assert unfit(prove(made(Tokens))) == {"first"}
+        assert unfit(prove(make_net(Tokens))) == {"first"}
 
 
 # formats
