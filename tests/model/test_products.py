@@ -7,11 +7,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.model.product_code import MatrixLayout, borrowed_weights, multiplied
-from ds_kfac.model.products import Products
 from ds_kfac.model.scan import LayerChoice, scan
 from tests.close import close
 from tests.deepspeed.expert_stacks import BIASED, STACKS, WIDTH, Apart, Dispatched, make
@@ -58,23 +56,6 @@ class Wrapping(Outer.Inner):
     circle.__wrapped__ = circle
 
 
-if torch.cuda.device_count() < 0:  # as where a library is missing
-
-    class Either(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.linear(x, self.w)
-
-else:
-
-    class Either(nn.Module):
-        @torch.no_grad()
-        def reset(self) -> None:
-            self.w.zero_()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x @ self.w
-
-
 UNKNOWN = {"nn": nn, "F": F, "__name__": "nowhere"}
 exec("class Made(nn.Module):\n    def forward(self, x):\n        return x @ self.w", UNKNOWN)
 UPDATE = """
@@ -89,7 +70,6 @@ LIES = MatrixLayout(True)
 READ = {
     "an inner class": (Outer.Inner, {"w": LIES}),
     "methods that wrap what has no code": (Wrapping, {"w": LIES}),
-    "of two classes with one name that which exists": (Either, {"w": LIES}),
     "a class without a source": (UNKNOWN["Made"], {}),
     "arguments without names": (
         written("def forward(self, x, /):\n    return x @ self.w"),
@@ -179,10 +159,6 @@ def forward(self, x):
 """
 
 
-def grouped_linear() -> nn.Linear:
-    return nn.Linear(IN, 6, bias=False)
-
-
 def adapted() -> nn.Module:
     """A method, which is no forward, bounds a weight before it multiplies, as Gemma 3n's AltUp."""
     inner = module(METHOD, coefs=nn.Linear(IN, OUT, bias=False), other=nn.Linear(OUT, 2))
@@ -198,22 +174,11 @@ def further_out() -> nn.Module:
     return made
 
 
-THREE = ["wo_a.0", "wo_a.1", "wo_a.2"]
 ARCHITECTURES = {
     "XLNet's matrices of three dimensions": (
         lambda: module(XLNET, q=(IN, 2, OUT), o=(IN, 2, OUT)),
         TWO,
         ["q", "o"],
-    ),
-    "Zamba's entries, each with columns of its own": (
-        lambda: module("return (self.w[:, None] @ x.mT).mT", w=(2, OUT, IN)),
-        TWO,
-        ["w.0", "w.1"],
-    ),
-    "an einsum with an entry": (
-        lambda: module('return torch.einsum("ni,io->no", x, self.w[1])', w=(2, IN, OUT)),
-        X,
-        ["w.0", "w.1"],
     ),
     "DBRX's experts": (
         lambda: module(DBRX, mlp=DbrxExpertGLU()),
@@ -221,16 +186,11 @@ ARCHITECTURES = {
         [f"mlp.{name}.{e}" for name in ("w1", "v1", "w2") for e in range(2)],
     ),
     "DeepSeek's groups": (lambda: GroupedLinear(IN, 6, bias=False), GROUPS, ["0", "1", "2"]),
-    "DeepSeek's groups in its own code": (
-        lambda: module(
-            'return torch.einsum("ngi,gri->ngr", x, self.wo_a.weight.view(self.groups, 2, -1))',
-            groups=3,
-            wo_a=grouped_linear(),
-        ),
+    "groups by number": (
+        lambda: module(BY_NUMBER, wo_a=nn.Linear(IN, 6, bias=False)),
         GROUPS,
-        THREE,
+        ["wo_a.0", "wo_a.1", "wo_a.2"],
     ),
-    "groups by number": (lambda: module(BY_NUMBER, wo_a=grouped_linear()), GROUPS, THREE),
     "a method that bounds a weight": (adapted, X, ["inner.coefs", "inner.other"]),
     "a method called from further out": (further_out, X, ["outer.inner.linear"]),
 }
@@ -244,9 +204,7 @@ def test_a_matrix_of_a_modules_own_has_the_rows_of_its_products(name):
     found = scan(model, APART)
     assert [layer.name.removeprefix("m.") for layer in found.layers] == names and not found.skipped
     checks = proven(model, found.layers, [x])
-    unused = ["m.w.0"] if name == "an einsum with an entry" else []
-    assert [name for name, check in checks.items() if not check.calls] == unused
-    assert all(check.fits for check in checks.values()), checks
+    assert all(check.calls and check.fits for check in checks.values()), checks
 
 
 LENDER = """
@@ -307,30 +265,6 @@ def test_torchs_attention_has_the_rows_of_its_projections(batch_first, apart):
     rows = [torch.cat([x[mask], torch.ones(5, 1)], 1) for x in (query, memory, memory)]
     A = recorder.factors()["attention.in_proj_weight"].A
     close(A, second_moment(torch.cat(rows)), sums=15)
-
-
-def test_products_are_watched_in_captured_forwards_and_their_backwards_only():
-    modes: list[list[type]] = []
-
-    def note():
-        modes.append([type(mode) for mode in _get_current_function_mode_stack()])
-
-    inner = written("note()\nreturn F.linear(x, self.w)", note=note)()
-    inner.w = nn.Parameter(torch.ones(OUT, IN))
-    model, plain = nn.Sequential(inner), F.linear
-    recorder = Recorder(model)
-    for active in (True, False):
-        recorder.capture.active = active
-        recorder.backward(model(X).sum())
-        assert F.linear is plain
-    recorder.capture.active = True
-    with pytest.raises(RuntimeError):
-        model(X[:, :2])
-    model(X).sum().backward()
-    recorder.capture.remove()
-    model(X)
-    watched = [Products]
-    assert modes == [watched, [], watched, watched, []] and F.linear is plain
 
 
 # stacks of experts
