@@ -58,25 +58,16 @@ def frozen(module: nn.Module) -> nn.Module:
     return module.requires_grad_(False)
 
 
-def changing(code: str) -> type[nn.Conv2d]:
-    """A convolution with a weight that is computed of another."""
-    return written(code, nn.Conv2d)
-
-
-STANDARDIZED = changing(
+STANDARDIZED = written(
     "weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)\n"
-    "return F.conv2d(x, weight, self.bias)"
+    "return F.conv2d(x, weight, self.bias)",
+    nn.Conv2d,
 )
-SHIFTED = changing(
+SHIFTED = written(
     "def _conv_forward(self, x, weight, bias):\n    weight = weight - weight.mean()\n"
-    "    return super(type(self), self)._conv_forward(x, weight, bias)"
+    "    return super(type(self), self)._conv_forward(x, weight, bias)",
+    nn.Conv2d,
 )
-BOOKS = """
-for level in range(3):
-    book = self.weight[level]
-    x = x - book[(x @ book.T).argmin(-1)]
-return x
-"""
 CODEBOOK = (
     "nearest = (x @ self.weight.T).argmin(-1)\nreturn self.weight.index_select(0, index=nearest)"
 )
@@ -99,7 +90,6 @@ HALF_TIED[1].weight = HALF_TIED[0].weight  # each with a bias of its own
 IS_TABLE = "rows are looked up in weight: it is a table"
 LEFT_ALONE = {
     "frozen": (frozen(nn.Linear(4, 4)), "weight is frozen"),
-    "a frozen norm": (frozen(nn.BatchNorm2d(4)), "weight is frozen"),
     "a norm of half": (HALF_TRAINED, "only one of its weight and bias is trained"),
     "a norm of ranks": (nn.SyncBatchNorm(4), "statistics of all ranks"),
     "an embedding": (nn.Embedding(9, 4), "no K-FAC layer type for it"),
@@ -107,7 +97,6 @@ LEFT_ALONE = {
     "without elements": (nn.Linear(4, 0), "weight has no elements"),
     "weight_norm": (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "computed"),
     "an old weight_norm": (nn.utils.weight_norm(nn.Conv2d(3, 4, 3)), "computed"),
-    "an old spectral_norm": (nn.utils.spectral_norm(nn.Linear(4, 4)), "computed"),
     "drawn": (drawn(), "computed"),
     "a property": (type("Inheriting", (Property,), {})(4, 4), "computed"),
     "standardized": (STANDARDIZED(3, 4, 3), "overrides Conv2d.forward, and does not convolve"),
@@ -131,7 +120,6 @@ LEFT_ALONE = {
         IS_TABLE,
     ),
     "codebook": (written(CODEBOOK, Matrix)(), IS_TABLE),
-    "books of residual quantization": (written(BOOKS, Stack)(), IS_TABLE),
     "head as table": (written(HEAD_AS_TABLE)(), IS_TABLE),
 }
 
@@ -204,12 +192,6 @@ def test_what_the_optimizer_does_not_step_is_listed():
     found = scan(model, optimized=[model["body"].weight])
     assert [(layer.name, layer.bias) for layer in found.layers] == [("body", None)]
     assert found.skipped[0].reason == "weight is not among the optimizer's parameters"
-
-
-def test_matrices_of_torchscript_are_left_to_the_optimizer():
-    """Which gives no parameter by its name."""
-    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Sequential(nn.Linear(4, 4))))
-    assert other_matrices(model, scan(model)) == {"1.0.weight"}
 
 
 # what the user chooses
@@ -328,48 +310,39 @@ def test_tables_are_no_matrices():
 
 
 # class -> shape of its weight
-KERNELS = {
-    "of a 1x1 convolution": ("return F.conv2d(x, self.weight)", (9, 4, 1, 1)),
-    "modulated, as StyleGAN2's": (
-        "w = self.weight * self.gain\nw = w.flatten(0, 1)\nreturn F.conv2d(x, weight=w, padding=1)",
-        (1, 9, 4, 3, 3),
-    ),
+def holding(code: str, *shape: int) -> nn.Module:
+    """A module with this code and a weight of this shape."""
+    module = written(code)()
+    module.weight = nn.Parameter(torch.zeros(shape))
+    return module
+
+
+MODULATED = "w = (self.weight * self.gain).flatten(0, 1)\nreturn F.conv2d(x, weight=w, padding=1)"
+# a mask in ``forward`` reads a matrix like a table, so only the report's row tells
+MASKED = written(PRUNED.replace("def prune(self, kept)", "def forward(self, x, kept=None)"))()
+MASKED.linear = nn.Linear(4, 9, bias=False)
+SCRIPTED = torch.jit.script(nn.Sequential(nn.Linear(4, 4)))
+POSITIONS = "return F.conv2d(x + self.weight, self.kernel)"
+IN_NO_LAYER = {
+    "a kernel of 1x1": (holding("return F.conv2d(x, self.weight)", 9, 4, 1, 1), {"matrices"}),
+    "a kernel as StyleGAN2's": (holding(MODULATED, 1, 9, 4, 3, 3), {"matrices"}),
+    "of TorchScript, which gives no parameter by its name": (SCRIPTED, {"matrices"}),
+    "positions before a convolution": (holding(POSITIONS, 1, 4, 5, 5), {"unclear"}),
+    "a masked matrix": (MASKED, {"tables"}),
+    "of no known shape": (holding("return x", 36), {"unclear"}),
 }
 
 
-@pytest.mark.parametrize(("code", "shape"), KERNELS.values(), ids=KERNELS)
-def test_a_kernel_with_sides_of_one_is_a_matrix(code, shape):
-    convolution = type("Kernel", (Matrix,), {"shape": shape})
-    model = nn.ModuleDict({"linear": nn.Linear(4, 4), "kernel": written(code, convolution)()})
-    model["kernel"].gain = nn.Parameter(torch.ones(1, 9, 1, 1, 1))
+@pytest.mark.parametrize("name", IN_NO_LAYER)
+def test_what_is_in_no_layer_is_named_as_a_matrix_a_table_or_unclear(name):
+    module, expected = IN_NO_LAYER[name]
+    model = nn.ModuleDict({"linear": nn.Linear(4, 4), "embedding": nn.Embedding(9, 4)})
+    model["it"] = module
     found = scan(model)
-    assert other_matrices(model, found) == {"kernel.weight"}
-    assert share_of(model, found).fraction < 0.8
-
-
-def test_positions_that_are_added_before_a_convolution_are_no_kernel():
-    code = "return F.conv2d(x + self.weight, self.kernel)"
-    positions = type("Positions", (Matrix,), {"shape": (1, 4, 5, 5)})
-    model = nn.ModuleDict({"linear": nn.Linear(4, 4), "positions": written(code, positions)()})
-    assert other_matrices(model, scan(model)) == set()
-
-
-def test_tables_that_only_code_shows_are_named():
-    """A mask in ``forward`` reads a matrix like a table, so only the report's row tells."""
-    code = PRUNED.replace("def prune(self, kept)", "def forward(self, x, kept=None)")
-    pruned = written(code)()
-    pruned.linear = nn.Linear(4, 9)
-    model = nn.ModuleDict({"embedding": nn.Embedding(9, 4), "pruned": pruned})
-    model["linear"] = nn.Linear(4, 4)
-    assert share_of(model, scan(model)).tables == (("pruned.linear.weight", 36),)
-
-
-def test_large_parameters_of_no_known_shape_are_named():
-    flat = type("Flat", (Matrix,), {"shape": (36,)})
-    model = nn.ModuleDict({"linear": nn.Linear(4, 9), "flat": flat()})
-    share = share_of(model, scan(model))
-    assert share.unclear == (("flat.weight", 36),)
-    assert share.unclear_fraction == 0.5
+    share, matrices = share_of(model, found), other_matrices(model, found)
+    seen = {"matrices": matrices, "tables": share.tables, "unclear": share.unclear}
+    assert {kind for kind, names in seen.items() if names} == expected
+    assert (share.fraction < 1) == bool(matrices) and len(matrices) < 2
 
 
 def test_biases_of_matrices_are_found_by_their_module():

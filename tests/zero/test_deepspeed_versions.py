@@ -1,10 +1,7 @@
-"""One file knows DeepSpeed's versions; what it reads elsewhere, the others of the package do not
-touch."""
+"""What is known of DeepSpeed's versions: which are refused, and their faults."""
 
-import ast
 import re
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import deepspeed
@@ -20,34 +17,7 @@ from ds_kfac.zero.layout import Half
 from ds_kfac.zero.stages import BF16
 from tests import versions
 
-PACKAGE = Path(deepspeed_versions.__file__).parent.parent
-OURS = Path(deepspeed_versions.__file__)
-ASKS = ("getattr", "hasattr")
-SHARED = {"dtype", "partition_gradients", "use_grad_accum_attribute", "backup_optimizer", "zenflow"}
 """Names that every version has on some object, or that are keys of a DeepSpeed config."""
-
-
-def nodes_of(path: Path, kind: type) -> list:
-    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kind)]
-
-
-def looked_up(path: Path) -> set[str]:
-    """Attributes that a file asks for by ``getattr`` or ``hasattr``: a version may lack them."""
-    calls = [c for c in nodes_of(path, ast.Call) if getattr(c.func, "id", "") in ASKS]
-    return {c.args[1].value for c in calls if isinstance(c.args[1], ast.Constant)}
-
-
-def read(path: Path) -> set[str]:
-    """Attributes that a file reads of other objects than ``self``, or looks up."""
-    attributes = nodes_of(path, ast.Attribute)
-    return {a.attr for a in attributes if getattr(a.value, "id", "") != "self"} | looked_up(path)
-
-
-def test_what_depends_on_the_version_is_read_in_one_file():
-    names = looked_up(OURS) - SHARED
-    assert "loss_scale_config" in names
-    for path in PACKAGE.rglob("*.py"):
-        assert path == OURS or not read(path) & names, path
 
 
 def test_offsets_are_those_that_deepspeed_keeps_or_follow_from_the_numels():
@@ -65,10 +35,8 @@ def test_offsets_are_those_that_deepspeed_keeps_or_follow_from_the_numels():
     [
         ("0.16.9", True, False),
         ("0.17.0", False, False),
-        (deepspeed_versions.TESTED[-1], False, False),
+        (f"{deepspeed_versions.TESTED[-1]}+cu121", False, False),
         ("0.20.1", False, True),
-        ("0.19.8+cu121", False, False),
-        ("1.0", False, True),
     ],
 )
 def test_an_older_deepspeed_is_refused_and_a_newer_one_is_named(

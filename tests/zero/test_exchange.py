@@ -1,8 +1,6 @@
-"""Which rank sends which elements of a gradient to whom, as pure values, so that every world size
-fits in one process; what is kept of results, and scaled where. What engines show of the exchange
-is tested by their modes."""
+"""A map of shards covers its parameters; what is kept of results, and scaled where. What engines
+show of the exchange is tested by their modes."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -12,65 +10,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_kfac.zero.exchange import GradientExchange
-from ds_kfac.zero.shards import (
-    Shard,
-    ShardMap,
-    partition_chunks,
-    partition_flat,
-    plan_gather,
-    plan_scatter,
-    worker_that_sends_to,
-)
+from ds_kfac.zero.shards import Shard, ShardMap, partition_chunks
 from tests.close import exact
 from tests.models import linear_layer
-
-NUMELS = (1, 63, 257, 5, 128)
-
-
-def flat_map(numels: Sequence[int], world: int) -> list[Shard]:
-    """ZeRO-1/2: padded to a multiple of the world."""
-    size, shards = -(-sum(numels) // world), list[Shard]()
-    for i, numel in enumerate(numels):
-        shards += partition_flat(numel, i, 0, sum(numels[:i]), size, world)
-    return shards
-
-
-def chunk_map(numels: Sequence[int], world: int) -> list[Shard]:
-    """ZeRO-3."""
-    each = [partition_chunks(numel, i, 0, 0, world) for i, numel in enumerate(numels)]
-    return [shard for shards in each for shard in shards]
-
-
-def replicated_map(numels: Sequence[int], world: int) -> list[Shard]:
-    ranks = range(world)
-    return [Shard(i, 0, numel, rank, 0, 0) for i, numel in enumerate(numels) for rank in ranks]
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 7])
-@pytest.mark.parametrize("make", [flat_map, chunk_map, replicated_map])
-def test_every_element_goes_to_its_owner_once_and_back_to_every_shard(make, world):
-    shards = ShardMap(world, NUMELS, tuple(make(NUMELS, world)))
-    owner = {i: [(3 * i + 1) % world] for i in range(len(NUMELS))}
-    gathered = plan_gather(shards, owner).moves
-    for param, numel in enumerate(NUMELS):
-        parts = [*shards.on(*owner[param]), *gathered]
-        arrived = [(part.start, part.start + part.numel) for part in parts if part.param == param]
-        covered = sorted(element for start, stop in arrived for element in range(start, stop))
-        assert covered == list(range(numel))
-    assert not gathered or make is not replicated_map, "a replicated gradient is there already"
-    scattered = plan_scatter(shards, owner).moves
-    assert all([move.source] == owner[move.param] for move in scattered)
-    reached = {(m.param, m.start, m.numel, m.target) for m in scattered}
-    assert reached == {
-        (s.param, s.start, s.numel, s.rank) for s in shards.shards if [s.rank] != owner[s.param]
-    }
-
-
-@pytest.mark.parametrize(("world", "workers"), [(1, (0,)), (4, (1, 3)), (12, (2, 5, 8, 11))])
-def test_several_workers_serve_consecutive_ranks_each(world, workers):
-    """The KAISA grid: every rank gets each layer from the one worker in its row."""
-    served = [worker_that_sends_to(workers, rank, world) for rank in range(world)]
-    assert served == [worker for worker in workers for _ in range(world // len(workers))]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +42,7 @@ def exchange_of(
     Args:
         raw: whether DeepSpeed will still multiply the gradient.
     """
-    shards = ShardMap(world, (O * I,), tuple(chunk_map([O * I], world)))
+    shards = ShardMap(world, (O * I,), tuple(partition_chunks(O * I, 0, 0, 0, world)))
     parameter = torch.nn.Parameter(torch.zeros(O * I), requires_grad=not frozen)
     gradients = {shard: torch.ones(shard.numel, dtype=dtype) for shard in shards.on(0)}
     layout = SimpleNamespace(
