@@ -282,10 +282,10 @@ def test_the_rows_of_a_product_give_its_gradient(layout, code):
         close(actual[0, :, -1].float(), expected[1], sums=1000)
 
 
-@pytest.mark.parametrize(
-    ("layout", "code"),
-    [*cases(NONE), (((I, O), True), "torch.addmm(self.b, x, self.w, alpha=2)")],
-)
+ALPHA = (((I, O), True), "torch.addmm(self.b, x, self.w, alpha=2)")
+
+
+@pytest.mark.parametrize(("layout", "code"), [*cases(NONE), ALPHA])
 def test_what_is_no_product_with_the_parameter_itself_has_no_rows(layout, code):
     _, recorder, loss = run(layout, code, bias="self.b" in code)
     loss.backward()
@@ -297,8 +297,7 @@ UNREAD = r"changed|deleted_copy|flatten|T\.expand|mat[12]=|\.addmm\(x|enumerate|
 
 
 @pytest.mark.parametrize(
-    ("layout", "code"),
-    [case for case in cases(COUNTED) if not re.search(UNREAD, case.id)],
+    ("layout", "code"), [case for case in cases(COUNTED) if not re.search(UNREAD, case.id)]
 )
 def test_the_code_of_a_product_says_how_its_matrix_lies(layout, code):
     shape, transposed = layout

@@ -115,10 +115,6 @@ LEFT_ALONE = {
         written("table = self.weight.float()\nreturn table[x] @ self.weight.T", Matrix)(),
         IS_TABLE,
     ),
-    "columns of a Linear's, as LayoutLM's": (
-        written("return self.weight.t()[x] + x @ self.weight.T", Matrix)(),
-        IS_TABLE,
-    ),
     "codebook": (written(CODEBOOK, Matrix)(), IS_TABLE),
     "head as table": (written(HEAD_AS_TABLE)(), IS_TABLE),
 }
@@ -266,13 +262,6 @@ def test_a_weight_that_is_computed_of_another_has_no_curvature(kind):
 
 SLICES = "return x @ self.weight[start:, :].T + self.weight[-1, 0] + self.weight[None][..., 0]"
 CHOSEN = "return x @ self.weight[chosen] + (x @ self.weight[:, chosen[0] :]).sum()"
-RESET = """
-def reset(self):
-    self.weight[i].zero_()
-
-def forward(self, x):
-    return x @ self.weight
-"""
 PRUNED = """
 def prune(self, kept):
     self.linear.weight.data = self.linear.weight[kept].clone()
@@ -285,7 +274,6 @@ PRUNABLE.linear = written("return super(type(self), self).forward(x) * 2", nn.Li
 NO_TABLES = {
     "some rows": (written(SLICES, Matrix)(), "0.weight"),
     "of a stack": (written(CHOSEN, Stack)(), "0.weight"),
-    "set up": (written(RESET, Matrix)(), "0.weight"),
     "pruned": (PRUNABLE, "0.linear.weight"),
 }
 

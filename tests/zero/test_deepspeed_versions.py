@@ -180,12 +180,7 @@ def test_faults_are_found_in_the_code_of_a_version(monkeypatch):
 
 @pytest.mark.parametrize(
     ("installed", "offload", "bf16_optimizer", "pipelines"),
-    [
-        ("0.18.0", 1, 0, 1),
-        ("0.18.9", 1, 1, 1),
-        ("0.19.0", 0, 0, 1),
-        ("0.19.4", 0, 0, 0),
-    ],
+    [("0.18.0", 1, 0, 1), ("0.18.9", 1, 1, 1), ("0.19.0", 0, 0, 1), ("0.19.4", 0, 0, 0)],
 )
 def test_what_a_version_mended_is_a_known_fault_of_those_before(
     installed, offload, bf16_optimizer, pipelines, monkeypatch

@@ -10,9 +10,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_kfac.zero.exchange import GradientExchange
-from ds_kfac.zero.shards import Shard, ShardMap, partition_chunks
+from ds_kfac.zero.shards import Shard, ShardMap, partition_chunks, worker_that_sends_to
 from tests.close import exact
 from tests.models import linear_layer
+
+
+@pytest.mark.parametrize(("world", "workers"), [(1, (0,)), (4, (1, 3)), (12, (2, 5, 8, 11))])
+def test_several_workers_serve_consecutive_ranks_each(world, workers):
+    """The KAISA grid: every rank gets each layer from the one worker in its row."""
+    served = [worker_that_sends_to(workers, rank, world) for rank in range(world)]
+    assert served == [worker for worker in workers for _ in range(world // len(workers))]
 
 
 @pytest.mark.parametrize(
