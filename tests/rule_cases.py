@@ -265,22 +265,20 @@ def images(rank: int) -> tuple[Tensor, Tensor]:
     return x, torch.randint(CLASSES, (3,), generator=generator)
 
 
-def texts(rank: int, *, pads: str = "none", rows: int = 4) -> dict[str, Tensor]:
-    """Arguments of a language model; ``pads``: "right", "left" or "none", of 0 to 3 tokens a
-    text."""
+def texts(rank: int, *, pads: str = "right", masked: bool = True) -> dict[str, Tensor]:
+    """Arguments of a language model, with 0 to 3 pads in a text. ``masked``: they show their
+    mask."""
     generator = torch.Generator().manual_seed(60 + rank)
-    input_ids = torch.randint(VOCABULARY, (rows, TOKENS), generator=generator)
-    if pads == "none":
-        return {"input_ids": input_ids, "labels": input_ids.clone()}
-    mask = torch.arange(TOKENS) < TOKENS - torch.arange(rows)[:, None] % 4
+    input_ids = torch.randint(VOCABULARY, (4, TOKENS), generator=generator)
+    mask = torch.arange(TOKENS) < TOKENS - torch.arange(4)[:, None]
     mask = mask if pads == "right" else mask.flip(1)
-    labels = input_ids.masked_fill(~mask, IGNORED)
-    return {"input_ids": input_ids, "labels": labels, "attention_mask": mask.long()}
+    batch = {"input_ids": input_ids, "labels": input_ids.masked_fill(~mask, IGNORED)}
+    return {**batch, "attention_mask": mask.long()} if masked else batch
 
 
 def prompts(rank: int) -> dict[str, Tensor]:
-    """Right-padded texts whose first two tokens have no label."""
-    batch = texts(rank, pads="right")
+    """Texts whose first two tokens have no label."""
+    batch = texts(rank)
     batch["labels"][:, :2] = IGNORED
     batch["labels"][0, :4] = IGNORED
     return batch
@@ -311,7 +309,7 @@ def micro_batches(forward: Forward, backward: Backward, rank: int) -> None:
 
 
 def padded_micro_batches(forward: Forward, backward: Backward, rank: int) -> None:
-    batch = texts(rank, pads="right")
+    batch = texts(rank)
     for part in (slice(0, 1), slice(1, 4)):
         backward(forward(**{name: x[part] for name, x in batch.items()}))
 
@@ -370,21 +368,8 @@ def zero_head() -> nn.Module:
     return model
 
 
-def decoder_texts(rank: int) -> dict[str, Tensor]:
-    batch = texts(rank, pads="right")
-    batch["decoder_attention_mask"] = batch.pop("attention_mask").bool()
-    return batch
-
-
 def mask_of_labels(args: tuple, kwargs: dict) -> Tensor:
     return kwargs["labels"] != IGNORED
-
-
-def unmasked_texts(rank: int) -> dict[str, Tensor]:
-    """Padded texts that do not show their mask."""
-    batch = texts(rank, pads="right")
-    del batch["attention_mask"]
-    return batch
 
 
 @dataclass(frozen=True)
@@ -408,31 +393,31 @@ class Case:
 
 CASES = {
     "mlp": Case(Mlp, one_pass(vectors)),
-    "llama, padded on the left": Case(Decoder, one_pass(lambda rank: texts(rank, pads="left"))),
+    "llama, padded on the left": Case(Decoder, one_pass(partial(texts, pads="left"))),
     "llama, prompts without labels": Case(Decoder, one_pass(prompts)),
-    "llama, checkpointed": Case(lambda: Decoder(reentrant=False), one_pass(prompts)),
-    "llama, checkpointed reentrantly": Case(lambda: Decoder(reentrant=True), one_pass(prompts)),
+    "llama, checkpointed": Case(partial(Decoder, reentrant=False), one_pass(prompts)),
+    "llama, checkpointed reentrantly": Case(partial(Decoder, reentrant=True), one_pass(prompts)),
     "llama, padded micro-batches": Case(Decoder, padded_micro_batches, passes=2),
     "llama, padded micro-batches, checkpointed reentrantly": Case(
-        lambda: Decoder(reentrant=True), padded_micro_batches, passes=2
+        partial(Decoder, reentrant=True), padded_micro_batches, passes=2
     ),
-    "llama, a mask from the user": Case(Decoder, one_pass(unmasked_texts), mask=mask_of_labels),
-    "llama, pads without a mask": Case(Decoder, one_pass(unmasked_texts)),
-    "gpt2": Case(lambda: Decoder(Conv1D), one_pass(prompts)),
+    "llama, a mask from the user": Case(
+        Decoder, one_pass(partial(texts, masked=False)), mask=mask_of_labels
+    ),
+    "llama, pads without a mask": Case(Decoder, one_pass(partial(texts, masked=False))),
+    "gpt2": Case(partial(Decoder, Conv1D), one_pass(prompts)),
     "bert, classes": Case(
-        lambda: Decoder(nn.Linear, task="classes"),
-        one_pass(lambda rank: {**texts(rank, pads="right"), "labels": vectors(rank, 4)[1]}),
+        partial(Decoder, nn.Linear, task="classes"),
+        one_pass(lambda rank: {**texts(rank), "labels": vectors(rank, 4)[1]}),
     ),
-    "tagger, examples": Case(
-        Tagger, one_pass(lambda rank: texts(rank, pads="right")), sharing="reduce"
-    ),
-    "cnn": Case(lambda: Cnn(dense=False), one_pass(images)),
-    "cnn, dense prediction": Case(lambda: Cnn(dense=True), one_pass(images)),
-    "cnn, examples": Case(lambda: Cnn(dense=True), one_pass(images), sharing="reduce"),
-    "time first": Case(lambda: Tagger("time first"), one_pass(decoder_texts)),
-    "flattened tokens": Case(lambda: Tagger("flat"), one_pass(decoder_texts)),
-    "flattened tokens in the head": Case(lambda: Tagger("flat head"), one_pass(decoder_texts)),
-    "pairs of rows": Case(lambda: Tagger("pairs"), one_pass(decoder_texts)),
+    "tagger, examples": Case(Tagger, one_pass(texts), sharing="reduce"),
+    "cnn": Case(partial(Cnn, dense=False), one_pass(images)),
+    "cnn, dense prediction": Case(partial(Cnn, dense=True), one_pass(images)),
+    "cnn, examples": Case(partial(Cnn, dense=True), one_pass(images), sharing="reduce"),
+    "time first": Case(partial(Tagger, "time first"), one_pass(texts)),
+    "flattened tokens": Case(partial(Tagger, "flat"), one_pass(texts)),
+    "flattened tokens in the head": Case(partial(Tagger, "flat head"), one_pass(texts)),
+    "pairs of rows": Case(partial(Tagger, "pairs"), one_pass(texts)),
     "micro-batches": Case(Mlp, micro_batches, passes=2),
     "two tasks": Case(Tasks, two_tasks, passes=2),
     "retained graph": Case(Mlp, retained, passes=2),

@@ -30,15 +30,13 @@ from tests.ops.specification import symmetric_pack
 CPU = torch.device("cpu")
 
 
-def batch(
-    seed: int, rows: int = 7, dim: int = 5
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    x = torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed))
-    return x.T @ x / rows, symmetric_pack(x.T @ x), torch.tensor(float(rows))
+def batch(seed: int, rows: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(rows, 5, generator=torch.Generator().manual_seed(seed))
+    return symmetric_pack(x.T @ x), torch.tensor(float(rows))
 
 
 def test_zero_no_data_and_overflow_are_not_decomposed():
-    _, total, count = batch(0)
+    total, count = batch(0)
     factors, bad = [KroneckerFactor.empty(Side.dense(5)) for _ in range(3)], total.clone()
     fold(factors[0], total, count, decay=0.9)
     fold(factors[2], torch.zeros_like(total), count, decay=0.9)
@@ -46,16 +44,15 @@ def test_zero_no_data_and_overflow_are_not_decomposed():
         bad[7] = value
         factors.append(KroneckerFactor(Side.dense(5), bad.clone(), torch.ones(())))
     assert usable(factors).tolist() == [True, False, False, False, False, False]
-    assert usable([replace(factors[0], packed_P=1e-45 * torch.eye(15)[0])]).all(), (
-        "the smallest number"
-    )
+    smallest = replace(factors[0], packed_P=1e-45 * torch.eye(15)[0])
+    assert usable([smallest]).all()
 
 
 def settled(scale: float = 1.0) -> KroneckerFactor:
     """After as many ordinary batches as it takes to know what is ordinary."""
     factor = KroneckerFactor.empty(Side.dense(5))
     for seed in range(SETTLED):
-        _, total, count = batch(seed, rows=40)
+        total, count = batch(seed, rows=40)
         fold(factor, scale * total, count, decay=0.9)
     return factor
 
@@ -66,7 +63,7 @@ def trace(factor: KroneckerFactor) -> float:
 
 @pytest.mark.parametrize(("usual", "spike"), [(1e-6, 1e35), (1.0, 2e38)])
 def test_a_spike_whose_size_or_ratio_leaves_fp32_counts_for_nothing(usual, spike):
-    factor, (_, total, count) = settled(usual), batch(99, rows=40)
+    factor, (total, count) = settled(usual), batch(99, rows=40)
     total = total / total.abs().max() * spike
     assert torch.isfinite(total).all()
     after = deepcopy(factor)
@@ -76,7 +73,7 @@ def test_a_spike_whose_size_or_ratio_leaves_fp32_counts_for_nothing(usual, spike
 
 
 def test_what_is_not_a_spike_is_averaged_as_ever():
-    _, total, count = batch(99, rows=40)
+    total, count = batch(99, rows=40)
     for factor, scale in (
         (settled(), 0.9 * SPIKE),  # ordinary from one batch to the next
         (settled(), 0.0),  # nothing at all
@@ -95,7 +92,7 @@ def test_what_is_not_a_spike_is_averaged_as_ever():
 
 def test_a_batch_without_rows_or_that_is_not_finite_changes_nothing_and_is_counted():
     """Nor does it count as a spike."""
-    factor, (_, total, count) = settled(), batch(99, rows=40)
+    factor, (total, count) = settled(), batch(99, rows=40)
     before, updates = factor.packed_P.clone(), factor.updates.clone()
     nan, inf, nothing = total.clone(), total.clone(), torch.zeros(())
     nan[3], inf[3] = math.nan, math.inf
@@ -135,22 +132,13 @@ def test_a_sum_has_the_blocks_of_the_second_moment_of_the_rows_that_count(side):
 COMPARED = [Side.dense(1), Side.dense(63), Side(63, 20), Side.diagonal(9)]
 
 
-@pytest.mark.parametrize(
-    ("flags", "seen"),
-    [
-        ([(False, True), (False, False)], [1, 1]),
-        (
-            [(True, True)] * 4 + [(True, False)] * 2 + [(False, False)] * 5,
-            [2, 3, 5, 8, 8, 8, 4, 2, 1, 1, 1],
-        ),
-    ],
-    ids=["always new", "a change halves and a small one waits"],
-)
-def test_intervals_grow_like_fibonacci_while_a_factor_stays_and_halve_where_it_changes(flags, seen):
-    interval = previous = 1
-    for similar, expected in zip(flags, seen, strict=True):
+def test_intervals_grow_like_fibonacci_while_a_factor_stays_and_halve_where_it_changes():
+    interval, previous, seen = 1, 1, []
+    for similar in [(True, True)] * 4 + [(True, False)] * 2 + [(False, False)] * 5:
         interval, previous = next_interval(interval, previous, *similar)
-        assert interval == expected
+        seen.append(interval)
+    assert seen == [2, 3, 5, 8, 8, 8, 4, 2, 1, 1, 1], "where a little changes, it waits"
+    assert next_interval(1, 1, False, True)[0] == 1
 
 
 def packed(side: Side, seed: int) -> torch.Tensor:

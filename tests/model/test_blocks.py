@@ -20,6 +20,7 @@ from ds_kfac.model.scan import LayerChoice, scan
 from tests.model.written import written
 
 WIDTH = 24
+CONFIG = SimpleNamespace(num_attention_heads=8, num_key_value_heads=2)
 
 
 class Holder(nn.Module):
@@ -57,12 +58,7 @@ def blocks(model: nn.Module, **chosen) -> dict[str, tuple[int, ...]]:
         (Holder("qkv", 72), (24, 24, 24)),
         (Holder("qkv", 50), ()),
         (NotReady("qkv", 72), (24, 24, 24)),
-        (
-            Holder(
-                "qkv_proj", 48, config=SimpleNamespace(num_attention_heads=8, num_key_value_heads=2)
-            ),
-            (32, 8, 8),
-        ),
+        (Holder("qkv_proj", 48, config=CONFIG), (32, 8, 8)),
         (Holder("c_attn", 30, num_heads=3, kv_heads=1, multi_query=True), (18, 6, 6)),
         (Holder("c_attn", 54, num_heads=3, kv_heads=3, multi_query=False), (6, 6, 6)),
         (Holder("c_attn", 48, num_heads=3, q_attn=1), (24, 24)),
@@ -169,18 +165,9 @@ def test_outputs_that_do_not_divide_take_the_next_number_of_parts(small):
     assert len(parts(head(11, 100))) == 1, "a single output is larger than a part"
 
 
-WHOLE = [
-    {"O": 11},
-    {"G": Side.dense(12)},
-    {"G": Side.diagonal(12)},
-    {"A": Side.identity(5)},
-    {"kind": "Conv1D"},
-    {"kind": "LinearLayer"},
-    {"product": True},
-    {"copies": 2},
-    {"cut": (2, 1)},
-    {"part": (0, 2)},
-]
+WHOLE = [{"O": 11}, {"G": Side.dense(12)}, {"G": Side.diagonal(12)}, {"A": Side.identity(5)}]
+WHOLE += [{"kind": "Conv1D"}, {"kind": "LinearLayer"}, {"product": True}, {"copies": 2}]
+WHOLE += [{"cut": (2, 1)}, {"part": (0, 2)}]
 
 
 @pytest.mark.parametrize("changes", WHOLE, ids=str)

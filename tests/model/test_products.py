@@ -2,6 +2,7 @@
 products."""
 
 import functools
+from functools import partial
 
 import pytest
 import torch
@@ -66,26 +67,18 @@ def forward(self, x, i):
     x = F.linear(x, self.u + self.b @ self.a) + (self.u.T @ self.u).sum()
     return x, self.w @ self.basis, y @ self.d, rows @ self.e
 """
-LIES = MatrixLayout(True)
+NAMELESS = "def forward(self, x, /):\n    return x @ self.w"
+STANDS, LIES = MatrixLayout(False), MatrixLayout(True)
 READ = {
     "an inner class": (Outer.Inner, {"w": LIES}),
     "methods that wrap what has no code": (Wrapping, {"w": LIES}),
     "a class without a source": (UNKNOWN["Made"], {}),
-    "arguments without names": (
-        written("def forward(self, x, /):\n    return x @ self.w"),
-        {"w": LIES},
-    ),
+    "arguments without names": (written(NAMELESS), {"w": LIES}),
     "no product": (written("return x[:, :3] * self.w[:, 0] + self.w.sum()"), {}),
-    "one matrix in two ways": (
-        written("return torch.einsum('ni,oi->no', x, self.w) + F.linear(x, self.w)"),
-        {},
-    ),
+    "one matrix in two ways": (written("return x @ self.w + F.linear(x, self.w)"), {}),
     # an update W + B A, a penalty, a product with no parameter, and variables that are not always
     # parameters
-    "products of two parameters": (
-        written(UPDATE),
-        {"w": MatrixLayout(False), "d": LIES, "e": LIES},
-    ),
+    "products of two parameters": (written(UPDATE), {"w": STANDS, "d": LIES, "e": LIES}),
 }
 
 
@@ -165,23 +158,14 @@ def further_out() -> nn.Module:
     return made
 
 
+EXPERTS = [f"mlp.{name}.{e}" for name in ("w1", "v1", "w2") for e in range(2)]
+xlnet = partial(module, XLNET, q=(IN, 2, OUT), o=(IN, 2, OUT))
+by_number = partial(module, BY_NUMBER, wo_a=nn.Linear(IN, 6, bias=False))
 ARCHITECTURES = {
-    "XLNet's matrices of three dimensions": (
-        lambda: module(XLNET, q=(IN, 2, OUT), o=(IN, 2, OUT)),
-        TWO,
-        ["q", "o"],
-    ),
-    "DBRX's experts": (
-        lambda: module(DBRX, mlp=DbrxExpertGLU()),
-        TWO,
-        [f"mlp.{name}.{e}" for name in ("w1", "v1", "w2") for e in range(2)],
-    ),
+    "XLNet's matrices of three dimensions": (xlnet, TWO, ["q", "o"]),
+    "DBRX's experts": (lambda: module(DBRX, mlp=DbrxExpertGLU()), TWO, EXPERTS),
     "DeepSeek's groups": (lambda: GroupedLinear(IN, 6, bias=False), GROUPS, ["0", "1", "2"]),
-    "groups by number": (
-        lambda: module(BY_NUMBER, wo_a=nn.Linear(IN, 6, bias=False)),
-        GROUPS,
-        ["wo_a.0", "wo_a.1", "wo_a.2"],
-    ),
+    "groups by number": (by_number, GROUPS, ["wo_a.0", "wo_a.1", "wo_a.2"]),
     "a method that bounds a weight": (adapted, X, ["inner.coefs", "inner.other"]),
     "a method called from further out": (further_out, X, ["outer.inner.linear"]),
 }

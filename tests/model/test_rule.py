@@ -27,7 +27,6 @@ from tests.rule_cases import (
     DoubledHead,
     Mlp,
     Tagger,
-    decoder_texts,
     frozen,
     images,
     one_pass,
@@ -65,20 +64,20 @@ def frozen_in_the_step(forward, backward, rank: int) -> None:
 
 def labelled_pads(rank: int) -> dict[str, Tensor]:
     """One of the pads has a label, and so a gradient."""
-    batch = texts(rank, pads="right")
+    batch = texts(rank)
     batch["labels"][3, 4] = 2
     return batch
 
 
 def two_masks(rank: int) -> dict[str, Tensor]:
-    batch = texts(rank, pads="right")
+    batch = texts(rank)
     batch["decoder_attention_mask"] = batch["attention_mask"].flip(0)
     return batch
 
 
 def three_forwards(forward, backward, rank: int) -> None:
     """Each with a mask of its own; the pass of one without pads comes last."""
-    batches = [texts(rank, pads="right"), texts(rank + 1, pads="right"), texts(rank)]
+    batches = [texts(rank), texts(rank + 1), texts(rank)]
     batches[2]["attention_mask"] = torch.ones(4, TOKENS)
     for output in [forward(**batch) for batch in batches]:
         backward(getattr(output, "loss", output))
@@ -300,7 +299,7 @@ def test_the_loss_scale_does_not_change_the_factors_but_the_size_of_the_loss_doe
 
 # masks
 
-ATTENDED = texts(0, pads="right")["attention_mask"].bool()
+ATTENDED = texts(0)["attention_mask"].bool()
 
 
 @pytest.mark.parametrize(
@@ -316,7 +315,7 @@ ATTENDED = texts(0, pads="right")["attention_mask"].bool()
     ],
 )
 def test_a_mask_is_of_two_values_and_dimensions_and_anything_else_leaves_nothing_out(mask, rows):
-    batch = {**texts(0, pads="right"), "attention_mask": mask}
+    batch = {**texts(0), "attention_mask": mask}
     recorder = Recorder(Tagger())
     recorder.backward(recorder.model(**batch))
     assert recorder.rows() == {"inner": rows, "head": rows}
@@ -334,8 +333,8 @@ def test_masks_are_read_in_mappings_and_from_a_function():
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
 def test_a_mask_is_that_of_the_forward_though_its_memory_is_used_again(dtype):
     """As a loader's buffer, which has the next batch before the backward pass."""
-    batch = decoder_texts(0)
-    mask = batch["decoder_attention_mask"] = batch["decoder_attention_mask"].to(dtype)
+    batch = texts(0)
+    mask = batch["attention_mask"] = batch["attention_mask"].to(dtype)
     recorder = Recorder(Tagger())
     loss = recorder.model(**batch)
     mask.fill_(1)

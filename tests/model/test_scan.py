@@ -68,9 +68,9 @@ SHIFTED = written(
     "    return super(type(self), self)._conv_forward(x, weight, bias)",
     nn.Conv2d,
 )
-CODEBOOK = (
-    "nearest = (x @ self.weight.T).argmin(-1)\nreturn self.weight.index_select(0, index=nearest)"
-)
+CODEBOOK = "return self.weight.index_select(0, index=(x @ self.weight.T).argmin(-1))"
+INDEXED = "table = self.weight.float()\nreturn table[x] @ self.weight.T"
+TABLE_AND_HEAD = "def logits(self, x):\n    return x @ self.weight.T"
 HEAD_AS_TABLE = """
 def __init__(self):
     nn.Module.__init__(self)
@@ -87,6 +87,7 @@ TIED = nn.ModuleDict({"embed": nn.Embedding(9, 4), "head": nn.Linear(4, 9, bias=
 TIED["head"].weight = TIED["embed"].weight
 HALF_TIED = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
 HALF_TIED[1].weight = HALF_TIED[0].weight  # each with a bias of its own
+WIDE = nn.ConvTranspose2d(4, 4, 2, dilation=2, output_padding=1)
 IS_TABLE = "rows are looked up in weight: it is a table"
 LEFT_ALONE = {
     "frozen": (frozen(nn.Linear(4, 4)), "weight is frozen"),
@@ -101,20 +102,11 @@ LEFT_ALONE = {
     "a property": (type("Inheriting", (Property,), {})(4, 4), "computed"),
     "standardized": (STANDARDIZED(3, 4, 3), "overrides Conv2d.forward, and does not convolve"),
     "shifted": (SHIFTED(3, 4, 3), "overrides Conv2d._conv_forward, and does not convolve"),
-    "a wide output_padding": (
-        nn.ConvTranspose2d(4, 4, 2, dilation=2, output_padding=1),
-        "its output_padding is not below its stride",
-    ),
+    "a wide output_padding": (WIDE, "its output_padding is not below its stride"),
     "tied": (TIED, "weight is shared by it.embed, it.head"),
     "tied but their biases": (HALF_TIED, "weight is shared by it.0, it.1"),
-    "table and head": (
-        written("def logits(self, x):\n    return x @ self.weight.T", TABLE)(),
-        IS_TABLE,
-    ),
-    "a table by index": (
-        written("table = self.weight.float()\nreturn table[x] @ self.weight.T", Matrix)(),
-        IS_TABLE,
-    ),
+    "table and head": (written(TABLE_AND_HEAD, TABLE)(), IS_TABLE),
+    "a table by index": (written(INDEXED, Matrix)(), IS_TABLE),
     "codebook": (written(CODEBOOK, Matrix)(), IS_TABLE),
     "head as table": (written(HEAD_AS_TABLE)(), IS_TABLE),
 }
@@ -225,13 +217,9 @@ def test_a_long_side_is_in_blocks_and_a_vocabularys_diagonal(monkeypatch):
 
 
 def test_adapters_get_the_factor_of_their_small_side():
-    model = nn.ModuleDict(
-        {
-            "base_layer": frozen(nn.Linear(40, 60)),
-            "lora_A": nn.ModuleDict({"default": nn.Linear(40, 4, bias=False)}),
-            "lora_B": nn.ModuleDict({"default": nn.Linear(4, 60, bias=False)}),
-        }
-    )
+    small = {"lora_A": nn.Linear(40, 4, bias=False), "lora_B": nn.Linear(4, 60, bias=False)}
+    model = nn.ModuleDict({"base_layer": frozen(nn.Linear(40, 60))})
+    model.update({name: nn.ModuleDict({"default": each}) for name, each in small.items()})
     assert names(model) == ["lora_A.default", "lora_B.default"]
     assert kinds(model) == [("identity", "dense"), ("dense", "identity")]
     assert sum(layer.A.numel + layer.G.numel for layer in scan(model).layers) == 2 * 10
