@@ -67,6 +67,7 @@ def forward(self, x, i):
     x = F.linear(x, self.u + self.b @ self.a) + (self.u.T @ self.u).sum()
     return x, self.w @ self.basis, y @ self.d, rows @ self.e
 """
+TWO_WAYS = "return torch.einsum('ni,oi->no', x, self.w) + F.linear(x, self.w)"
 NAMELESS = "def forward(self, x, /):\n    return x @ self.w"
 STANDS, LIES = MatrixLayout(False), MatrixLayout(True)
 READ = {
@@ -75,7 +76,7 @@ READ = {
     "a class without a source": (UNKNOWN["Made"], {}),
     "arguments without names": (written(NAMELESS), {"w": LIES}),
     "no product": (written("return x[:, :3] * self.w[:, 0] + self.w.sum()"), {}),
-    "one matrix in two ways": (written("return x @ self.w + F.linear(x, self.w)"), {}),
+    "one matrix in two ways": (written(TWO_WAYS), {}),
     # an update W + B A, a penalty, a product with no parameter, and variables that are not always
     # parameters
     "products of two parameters": (written(UPDATE), {"w": STANDS, "d": LIES, "e": LIES}),
