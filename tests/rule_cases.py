@@ -293,25 +293,22 @@ Step = Callable[[Forward, Backward, int], None]
 """(the model's forward, what takes the place of ``loss.backward()``, rank)."""
 
 
-def one_pass(batch: Callable[[int], Any], **more) -> Step:
+def in_parts(batch: Callable[[int], Any], *parts: slice) -> Step:
+    """A forward and a backward pass for each part of a batch."""
+
     def step(forward: Forward, backward: Backward, rank: int) -> None:
         arguments = batch(rank)
-        named = isinstance(arguments, dict)
-        backward(forward(**arguments, **more) if named else forward(*arguments, **more))
+        for part in parts:
+            if isinstance(arguments, dict):
+                backward(forward(**{name: x[part] for name, x in arguments.items()}))
+            else:
+                backward(forward(*(x[part] for x in arguments)))
 
     return step
 
 
-def micro_batches(forward: Forward, backward: Backward, rank: int) -> None:
-    x, y = vectors(rank)
-    for part in (slice(0, 3), slice(3, 6)):
-        backward(forward(x[part], y[part]))
-
-
-def padded_micro_batches(forward: Forward, backward: Backward, rank: int) -> None:
-    batch = texts(rank)
-    for part in (slice(0, 1), slice(1, 4)):
-        backward(forward(**{name: x[part] for name, x in batch.items()}))
+def one_pass(batch: Callable[[int], Any]) -> Step:
+    return in_parts(batch, slice(None))
 
 
 def two_tasks(forward: Forward, backward: Backward, rank: int) -> None:
@@ -391,15 +388,15 @@ class Case:
     layers: dict[str, Any] = field(default_factory=dict)
 
 
+PADDED_PARTS = in_parts(texts, slice(0, 1), slice(1, 4))
 CASES = {
     "mlp": Case(Mlp, one_pass(vectors)),
     "llama, padded on the left": Case(Decoder, one_pass(partial(texts, pads="left"))),
     "llama, prompts without labels": Case(Decoder, one_pass(prompts)),
     "llama, checkpointed": Case(partial(Decoder, reentrant=False), one_pass(prompts)),
-    "llama, checkpointed reentrantly": Case(partial(Decoder, reentrant=True), one_pass(prompts)),
-    "llama, padded micro-batches": Case(Decoder, padded_micro_batches, passes=2),
+    "llama, padded micro-batches": Case(Decoder, PADDED_PARTS, passes=2),
     "llama, padded micro-batches, checkpointed reentrantly": Case(
-        partial(Decoder, reentrant=True), padded_micro_batches, passes=2
+        partial(Decoder, reentrant=True), PADDED_PARTS, passes=2
     ),
     "llama, a mask from the user": Case(
         Decoder, one_pass(partial(texts, masked=False)), mask=mask_of_labels
@@ -418,7 +415,7 @@ CASES = {
     "flattened tokens": Case(partial(Tagger, "flat"), one_pass(texts)),
     "flattened tokens in the head": Case(partial(Tagger, "flat head"), one_pass(texts)),
     "pairs of rows": Case(partial(Tagger, "pairs"), one_pass(texts)),
-    "micro-batches": Case(Mlp, micro_batches, passes=2),
+    "micro-batches": Case(Mlp, in_parts(vectors, slice(0, 3), slice(3, 6)), passes=2),
     "two tasks": Case(Tasks, two_tasks, passes=2),
     "retained graph": Case(Mlp, retained, passes=2),
     "several forwards": Case(Mlp, several_forwards),

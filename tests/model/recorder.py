@@ -17,7 +17,6 @@ from ds_kfac.model.proof import Proof, RowCheck, eps_of, row_checks
 from ds_kfac.model.registry import LAYERS, MATRICES
 from ds_kfac.model.rows import PASSES, ROWS, TERMS, RowSums
 from ds_kfac.model.scan import LayerChoice, scan
-from ds_kfac.model.shared import SharedInputs
 from tests.close import close, exact
 from tests.ops.specification import symmetric_pack
 from tests.truth import Truth
@@ -53,7 +52,6 @@ class Recorder:
         sharing: str = "expand",
         positions: bool = False,
         sampled: bool = False,
-        inputs: SharedInputs | None = None,
         scale: float = 1.0,
         mask: ReadMask | None = None,
     ) -> None:
@@ -65,7 +63,6 @@ class Recorder:
             self.layers,
             lambda announced: scale,
             rows=RowSums(sharing, positions),
-            inputs=inputs,
             sampled=sampled,
             counts_terms=True,
         )

@@ -11,7 +11,6 @@ from torch import nn
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.factor import Side
 from ds_kfac.directions.kfac_adamw.facts import KFACAdamWFacts
-from ds_kfac.directions.kfac_adamw.group_step import row_blocks
 from ds_kfac.estimate.subject import Subject
 from ds_kfac.model import blocks as module
 from ds_kfac.model.blocks import blocks_text, cut
@@ -125,19 +124,6 @@ def test_blocks_that_do_not_fit_are_an_error_that_names_the_layer(given, said):
     message = rf"kfac.adam.blocks 'qkv': qkv has 72 rows, which cannot be cut into {said}"
     with pytest.raises(ValueError, match=message):
         blocks(Holder("qkv", 72), qkv=given)
-
-
-@pytest.mark.parametrize("shape", [(6, 5), (2, 6, 5)])
-@pytest.mark.parametrize(
-    ("sizes", "rows"),
-    [((2, 4), [[0, 1], [2, 3, 4, 5]]), ((1, 2), [[0, 3], [1, 2, 4, 5]]), ((), [list(range(6))])],
-)
-def test_rows_of_blocks_are_those_of_their_maps(sizes, rows, shape):
-    """Of one matrix and of two at once, one after the other and in turn. They are views."""
-    x = torch.arange(float(torch.Size(shape).numel())).view(shape)
-    for block, of_block in zip(row_blocks(x, sizes), rows, strict=True):
-        assert torch.equal(block.flatten(-3, -2), x[..., of_block, :])
-        assert block.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
 
 
 # parts of large heads

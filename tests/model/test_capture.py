@@ -256,18 +256,18 @@ def test_a_convolution_with_a_forward_of_its_own_is_seen_where_it_convolves(name
 # other threads
 
 
-class Raw(nn.Module):
+RAW = """
+copy = self.w.double()
+self.meanwhile()
+return self.head(torch.tanh(F.linear(x.double(), copy).float())).square().mean()
+"""
+
+
+def raw() -> nn.Module:
     """Its first matrix is a parameter of its own; another thread runs while the forward does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w, self.head = nn.Parameter(torch.randn(6, 6)), nn.Linear(6, 5)
-        self.meanwhile = lambda: None
-
-    def forward(self, x):
-        copy = self.w.double()
-        self.meanwhile()
-        return self.head(torch.tanh(F.linear(x.double(), copy).float())).square().mean()
+    model = written(RAW)()
+    model.w, model.head = nn.Parameter(torch.randn(6, 6)), nn.Linear(6, 5)
+    return model
 
 
 def in_thread(function) -> None:
@@ -279,7 +279,7 @@ def in_thread(function) -> None:
     "what", ["evaluation", "evaluation that raises", "training", "another model"]
 )
 def test_another_thread_does_not_disturb_a_captured_forward(what):
-    model, x = make_net(Raw), torch.randn(N, TOKENS, 6)
+    model, x = make_net(raw), torch.randn(N, TOKENS, 6)
 
     def other():
         model.meanwhile = lambda: None

@@ -94,10 +94,8 @@ Layout = tuple[tuple[int, ...], bool]
 COUNTED: dict[Layout, str] = {
     ((O, I), False): """
         F.linear(x, self.w)
-        F.linear(x, self.w, torch.ones(O))
         F.linear(x[0], self.w)
         F.linear(x[:0], self.w)
-        F.linear(x.view(2, 3, I), self.w)
         F.linear(x.view(2, 3, I).transpose(0, 1), self.w)
         x @ self.w.T
         self.w @ x[1]
@@ -110,18 +108,14 @@ COUNTED: dict[Layout, str] = {
         F.linear(x, changed(self.w.clone(), lambda w: w.data.mul_(3)))
         F.linear(x, self.w.clamp(-50, 50))
         F.linear(x, self.w[:2])
-        x @ self.w[1:].T
         F.linear(x, self.w.flatten().view(O, I))
-        x.view(2, 3, I) @ self.w[None, None].mT
         torch.bmm(x.view(2, 3, I), self.w.T.expand(2, I, O))
-        x @ self.w.T.expand(2, I, O)
         torch.einsum("...i,oi->...o", x[1], self.w)
         torch.einsum("oi,bni->bon", self.w, x.view(2, 3, I))
     """,
     ((I, O), True): """
         x @ self.w
         x[1] @ self.w
-        self.w.T @ x.T
         torch.addmm(torch.zeros(O), x, self.w, alpha=0.25)
         torch.ones(O).addmm(x, self.w, beta=3, alpha=-2)
         x @ self.w[:, 1:]
@@ -141,14 +135,12 @@ COUNTED: dict[Layout, str] = {
     ((1, O), True): "x[:, :1] @ self.w",
     ((E, O, I), False): """
         torch.einsum("...ei,eoi->...eo", groups(x, 0, 2, 1, 3), self.w)
-        torch.einsum("eni,eoi->eno", dispatched(x), self.w)
         sum(F.linear(x * e, self.w[e]) for e in range(E - 1))
         F.linear(x, self.w[torch.tensor(-2)])
         torch.bmm(dispatched(x), self.w.mT.contiguous())
         self.w @ dispatched(x).mT
         dispatched(x)[:2] @ self.w[1::2].mT
         self.w @ groups(x).mT
-        torch.bmm(self.w[PICKED], x[:, :, None])
         torch.bmm(x[:, None], self.w[PICKED].mT)
         torch.stack([x, -x.cos()], 1) @ self.w[PICKED].mT
         torch.bmm(self.w[1:][PICKED % 3], x[:, :, None])
@@ -182,12 +174,9 @@ NONE: dict[Layout, str] = {
     ((O, I), False): """
         F.linear(x, 0.5 * self.w)
         F.linear(x, torch.where(SPREAD > 1, self.w, 0.0))
-        F.linear(x, F.dropout(self.w, 0.5, training=True))
-        F.linear(x, torch.zeros(O, I) + self.v @ self.w)
         self.w @ self.frozen
         self.w @ self.w.T
         F.linear(x, changed(self.w.clone(), lambda w: w.div_(2)))
-        F.linear(x, changed(self.w.clone(), lambda w: w.clamp_(-0.1, 0.1)))
         x @ changed_after_view(self.w.clone())
         F.linear(x, self.w.clamp(-0.1, 0.1))
         F.linear(x, without_gradient(self.w.clone))
@@ -206,7 +195,6 @@ NONE: dict[Layout, str] = {
     ((I, I), False): "F.linear(x, self.w.T)",
     ((I, O), True): """
         torch.linalg.multi_dot([x, self.w, torch.ones(O, 2)])
-        torch.tensordot(x, self.w, 1)
         x.to_sparse() @ self.w
         torch.einsum("ni,io", x, self.w)
         torch.einsum("ni,io->o", x, self.w)

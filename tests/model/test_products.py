@@ -110,16 +110,11 @@ class DbrxExpertGLU(nn.Module):
         return (x.matmul(w1.T).sigmoid() * x.matmul(v1.T)).matmul(w2)
 
 
-class GroupedLinear(nn.Linear):
-    """As DeepSeek-V4's in transformers: a map of its own for each group of the inputs."""
-
-    groups = 3
-
-    def forward(self, x):
-        w = self.weight.view(self.groups, -1, 5).transpose(1, 2)
-        return torch.bmm(x.transpose(0, 1), w).transpose(0, 1)
-
-
+# as DeepSeek-V4's in transformers: a map of its own for each group of the inputs
+GROUPED = """
+w = self.weight.view(self.groups, -1, 5).transpose(1, 2)
+return torch.bmm(x.transpose(0, 1), w).transpose(0, 1)
+"""
 DBRX = """
 weights = self.mlp.w1, self.mlp.v1, self.mlp.w2
 cut = [[w.view(2, 3, 5)[torch.tensor(e)] for w in weights] for e in range(2)]
@@ -150,6 +145,12 @@ def adapted() -> nn.Module:
     return module(AROUND, inner=inner)
 
 
+def grouped() -> nn.Module:
+    made = written(GROUPED, nn.Linear)(IN, 6, bias=False)
+    made.groups = 3
+    return made
+
+
 def further_out() -> nn.Module:
     """A method is called from further out, in a recomputation."""
     outer = module("return self.inner.project(x)", inner=module(PROJECT, linear=nn.Linear(IN, IN)))
@@ -165,7 +166,7 @@ by_number = partial(module, BY_NUMBER, wo_a=nn.Linear(IN, 6, bias=False))
 ARCHITECTURES = {
     "XLNet's matrices of three dimensions": (xlnet, TWO, ["q", "o"]),
     "DBRX's experts": (lambda: module(DBRX, mlp=DbrxExpertGLU()), TWO, EXPERTS),
-    "DeepSeek's groups": (lambda: GroupedLinear(IN, 6, bias=False), GROUPS, ["0", "1", "2"]),
+    "DeepSeek's groups": (grouped, GROUPS, ["0", "1", "2"]),
     "groups by number": (by_number, GROUPS, ["wo_a.0", "wo_a.1", "wo_a.2"]),
     "a method that bounds a weight": (adapted, X, ["inner.coefs", "inner.other"]),
     "a method called from further out": (further_out, X, ["outer.inner.linear"]),

@@ -29,6 +29,7 @@ from tests.rule_cases import (
     Tagger,
     frozen,
     images,
+    in_parts,
     one_pass,
     texts,
     truth_of,
@@ -134,15 +135,7 @@ class Cast(Mlp):
             return F.cross_entropy(self.head(hidden.tanh()).float(), y)
 
 
-def empty_micro_batches(batch):
-    def step(forward, backward, rank: int) -> None:
-        x, y = batch(rank)
-        for part in (slice(0), slice(None), slice(0)):
-            backward(forward(x[part], y[part]))
-
-    return step
-
-
+WITH_EMPTY = slice(0), slice(None), slice(0)
 PROGRAMS = CASES | {
     "gradients of no weight": Case(Mlp, gradients_of_no_weight),
     "head that is frozen in the step": Case(DoubledHead, frozen_in_the_step),
@@ -165,8 +158,8 @@ PROGRAMS = CASES | {
     "a module that is called twice": Case(partial(Twice, 1), one_pass(vectors)),
     "two modules of the same parameters": Case(partial(Twice, 2), one_pass(vectors)),
     "bfloat16": Case(Cast, one_pass(vectors)),
-    "empty batches": Case(Mlp, empty_micro_batches(vectors), passes=3),
-    "no images": Case(partial(Cnn, dense=True), empty_micro_batches(images), passes=3),
+    "empty batches": Case(Mlp, in_parts(vectors, *WITH_EMPTY), passes=3),
+    "no images": Case(partial(Cnn, dense=True), in_parts(images, *WITH_EMPTY), passes=3),
     # it has the shape of the images' first two dimensions
     "a mask of texts": replace(CASES["cnn"], mask=lambda *_: torch.zeros(3, 3)),
     **{

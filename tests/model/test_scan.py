@@ -322,13 +322,8 @@ def test_what_is_in_no_layer_is_named_as_a_matrix_a_table_or_unclear(name):
 
 
 def test_biases_of_matrices_are_found_by_their_module():
-    model = nn.ModuleDict(
-        {
-            "gru": nn.GRU(4, 4),
-            "normed": nn.utils.parametrizations.weight_norm(nn.Linear(4, 5)),
-            "norm": nn.LayerNorm(4),
-        }
-    )
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 5))
+    model = nn.ModuleDict({"gru": nn.GRU(4, 4), "normed": normed, "norm": nn.LayerNorm(4)})
     named = dict(model.named_parameters())
     matrices = {name for name, p in named.items() if p.ndim == 2}
     expected = {"gru.bias_ih_l0", "gru.bias_hh_l0", "normed.bias"}

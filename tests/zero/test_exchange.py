@@ -1,7 +1,6 @@
 """A map of shards covers its parameters; what is kept of results, and scaled where. What engines
 show of the exchange is tested by their modes."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -11,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.shards import Shard, ShardMap, partition_chunks, worker_that_sends_to
-from tests.close import exact
 from tests.models import linear_layer
 
 
@@ -41,66 +39,37 @@ O, I = 4, 6  # noqa: E741
 LAYER, HALF = linear_layer("a", I, O), O * I // 2
 
 
-def exchange_of(
-    world: int = 2, *, dtype=torch.float32, raw=False, frozen=False, copies=1
-) -> GradientExchange:
-    """Of the first rank, which steps a layer and has its part of the gradient.
-
-    Args:
-        raw: whether DeepSpeed will still multiply the gradient.
-    """
-    shards = ShardMap(world, (O * I,), tuple(partition_chunks(O * I, 0, 0, 0, world)))
-    parameter = torch.nn.Parameter(torch.zeros(O * I), requires_grad=not frozen)
-    gradients = {shard: torch.ones(shard.numel, dtype=dtype) for shard in shards.on(0)}
+@pytest.fixture
+def exchange() -> GradientExchange:
+    """Of the first of two ranks, which steps a layer and has its half of the gradient."""
+    shards = ShardMap(2, (O * I,), tuple(partition_chunks(O * I, 0, 0, 0, 2)))
     layout = SimpleNamespace(
         rank=0,
-        world=world,
+        world=2,
         replicated=False,
         engine=SimpleNamespace(device=torch.device("cpu")),
         shards=shards,
         own=shards.on(0),
-        param_of=lambda part: parameter,
-        raw=lambda shard: raw,
-        gradients=lambda: gradients,
+        param_of=lambda part: torch.nn.Parameter(torch.zeros(O * I)),
+        raw=lambda shard: False,
+        gradients=lambda: {shard: torch.ones(shard.numel) for shard in shards.on(0)},
     )
-    layer = replace(LAYER, copies=copies)
-    exchange = GradientExchange(layout, [layer], {"a": (0,)}, (torch.float32, torch.float32))
+    exchange = GradientExchange(layout, [LAYER], {"a": (0,)}, (torch.float32, torch.float32))
     exchange.begin()
     return exchange
 
 
-@pytest.mark.parametrize(
-    ("case", "fits"),
-    [
-        ({"world": 1}, True),
-        ({"world": 2}, False),
-        ({"world": 1, "raw": True}, False),
-        ({"world": 1, "dtype": torch.bfloat16}, False),
-        ({"world": 1, "frozen": True}, False),
-        ({"world": 1, "copies": 2}, False),
-    ],
-)
-def test_results_may_be_computed_where_they_belong_only_if_it_is_one_fp32_tensor(case, fits):
-    exchange = exchange_of(**case)
-    memory = exchange.memory([replace(LAYER, copies=case.get("copies", 1))])
-    assert (memory is not None) == fits
-    if fits:
-        memory.fill_(2.0)
-        exact(*exchange.gradients.values(), torch.full((O * I,), 2.0))
-
-
-def test_no_more_than_what_another_rank_gets_of_a_result_is_kept_for_it():
-    exchange = exchange_of()
+def test_no_more_than_what_another_rank_gets_of_a_result_is_kept_for_it(exchange):
     exchange.put([LAYER], [torch.ones(O, I)])
     part = exchange.scatter_part()
     (sent,) = [part.piece(move) for move in part.plan.moves]
     assert sent.untyped_storage().nbytes() == torch.float32.itemsize * HALF
 
 
-def test_results_on_the_host_are_scaled_by_numbers_on_the_host():
+def test_results_on_the_host_are_scaled_by_numbers_on_the_host(exchange):
     """With offload; a part of it may stay on the device. torch multiplies no tensor by one on
     another device."""
-    exchange, devices = exchange_of(), []
+    devices = []
 
     def noting(ours, others):
         devices.extend((x.device.type, y.device.type) for x, y in zip(ours, others, strict=True))
