@@ -46,14 +46,6 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(eigen, "BATCHED_UP_TO", 64)
 
 
-def test_on_a_cpu_a_result_does_not_depend_on_what_else_is_refreshed():
-    for kept, found in zip(mixed(), refresh_all([*map(Request, mixed())]), strict=True):
-        exact((found.basis.vectors, found.basis.values), (*vars(refresh(kept).basis).values(),))
-        if kept.side.block > 1:
-            plain = [eigh(group) for group in kept.side.blocks(kept.packed_P)]
-            exact(list(found.basis.vectors), [vectors for _, vectors in plain])
-
-
 @pytest.mark.gpu
 @torch.no_grad()
 def test_on_a_gpu_mixed_sizes_are_right_the_same_bits_again_and_hold_no_input():

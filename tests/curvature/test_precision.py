@@ -5,7 +5,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.single import newton_schulz
-from ds_kfac.curvature.eigen import HIGHEST, choose, fp32_products
+from ds_kfac.curvature.eigen import HIGHEST, fp32_products
 from ds_kfac.directions.kfac_gradient import precondition
 from ds_kfac.update.rotation import Rotation
 from tests.curvature.one_factor import random_basis
@@ -64,9 +64,3 @@ def test_highest_is_fp32_whatever_the_process_allows(process):
         newton_schulz(gradient)
     assert set(products.seen) == {("ieee", torch.float32)} and len(products.seen) == 4 + 5 * 3
     assert torch.equal(actual, expected)
-
-
-def test_a_cpu_says_that_it_has_no_tf32():
-    assert choose(None, CPU).name == "highest" and choose("highest", CPU) == HIGHEST
-    chosen = choose("tf32", CPU)
-    assert chosen.products == "ieee" and "no TF32 on this cpu" in str(chosen)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.model.product_code import MatrixLayout, borrowed_weights, multiplied
@@ -244,6 +245,23 @@ def test_torchs_attention_has_the_rows_of_its_projections(batch_first, apart):
     close(A, second_moment(torch.cat(rows)), sums=15)
 
 
+def test_products_are_watched_in_captured_forwards_alone_also_after_an_error():
+    modes = []
+    code = "modes.append(len(_get_current_function_mode_stack()))\nreturn F.linear(x, self.w)"
+    names = {"modes": modes, "_get_current_function_mode_stack": _get_current_function_mode_stack}
+    model = nn.Sequential(written(code, **names)())
+    model[0].w = nn.Parameter(torch.ones(OUT, IN))
+    recorder, plain = Recorder(model), F.linear
+    with pytest.raises(RuntimeError):
+        model(X[:, :2])
+    for active in (True, False):
+        recorder.capture.active = active
+        recorder.backward(model(X).sum())
+    recorder.capture.remove()
+    model(X)
+    assert modes == [1, 1, 0, 0] and F.linear is plain
+
+
 # stacks of experts
 
 
@@ -319,23 +337,6 @@ def test_places_without_a_token_are_no_rows_of_a_stack_s_expert():
     for name, own in {"0.experts.w1.0": X[:4], "0.experts.w1.1": X[4:6]}.items():
         assert found[name].rows == len(own)
         close(found[name].A, second_moment(own), sums=len(own))
-
-
-def test_a_stack_nearest_to_the_loss_is_counted_once_where_it_is_recomputed():
-    counts = []
-    for reentrant in (None, True, False):
-        code = """
-            again = lambda x: checkpoint(self.inner, x, use_reentrant=self.reentrant)
-            run = self.inner if self.reentrant is None else again
-            return run(self.first(x)).square().mean()
-        """
-        model = written(code, checkpoint=checkpoint)()
-        inner = module("return torch.bmm(x.view(2, 5, 5), self.w.mT)", w=(2, OUT, IN))
-        model.first, model.inner, model.reentrant = nn.Linear(IN, IN), inner, reentrant
-        recorder = Recorder(model, APART)
-        recorder.backward(model(X[:10]))
-        counts.append({name: factors[2:] for name, factors in recorder.factors().items()})
-    assert counts == [{"first": (10, 10), "inner.w.0": (5, 10), "inner.w.1": (5, 10)}] * 3
 
 
 @pytest.mark.parametrize("plain", [False, True])

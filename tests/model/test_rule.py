@@ -50,14 +50,6 @@ SUMS = 1000
 # programs that are for the hooks alone
 
 
-def gradients_of_no_weight(forward, backward, rank: int) -> None:
-    x, y = vectors(rank)
-    x.requires_grad_()
-    torch.autograd.grad(100 * forward(x, y), x)
-    torch.autograd.backward(100 * forward(x, y), inputs=[x])
-    backward(forward(x, y))
-
-
 def frozen_in_the_step(forward, backward, rank: int) -> None:
     forward.head.requires_grad_(False)
     backward(forward(*vectors(rank)))
@@ -137,7 +129,6 @@ class Cast(Mlp):
 
 WITH_EMPTY = slice(0), slice(None), slice(0)
 PROGRAMS = CASES | {
-    "gradients of no weight": Case(Mlp, gradients_of_no_weight),
     "head that is frozen in the step": Case(DoubledHead, frozen_in_the_step),
     "head that is frozen but its bias": Case(
         partial(frozen, DoubledHead, "head.weight"), one_pass(vectors)
@@ -201,12 +192,8 @@ COUNTS = {
     "llama, padded on the left": (Q, 14, 17),
     "bert, classes": ("blocks.1.down_proj", 14, 4),
     "tagger, examples": ("inner", 4, 4),
-    "cnn, dense prediction": ("stem", 27, 3 * 6 * 8),
     "flattened tokens in the head": ("head", 20, 20),
-    "pairs of rows": ("inner", 28, 28),
     "two tasks": ("first", 8, 8),
-    "retained graph": ("first", 12, 12),
-    "tiled loss": ("head", 6, 6),
     "micro-batch without a gradient": ("first", 6, 6),
     "frozen head": ("first", 6, 12),
     "pads that have labels": ("inner", 15, 15),

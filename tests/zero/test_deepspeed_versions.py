@@ -14,7 +14,6 @@ from packaging.version import Version
 
 from ds_kfac.zero import deepspeed_versions
 from ds_kfac.zero.layout import Half
-from ds_kfac.zero.stages import BF16
 from tests import versions
 
 """Names that every version has on some object, or that are keys of a DeepSpeed config."""
@@ -196,19 +195,6 @@ def test_what_a_version_mended_is_a_known_fault_of_those_before(
 def test_a_stage_that_looks_for_overflow_itself_skips_on_all_ranks(kind):
     skips = deepspeed_versions.skips_by_rank(object.__new__(kind))
     assert skips == (Version(deepspeed.__version__) < Version("0.19.8"))
-
-
-def test_bf16_gradients_that_were_added_to_fp32_ones_and_stepped_do_not_wait():
-    """In 0.17.0 they stay after a step at stage 0, and attach was refused."""
-    module, flags = torch.nn.Linear(2, 2), [[False, False]]
-    for param in module.parameters():
-        param.grad = torch.ones_like(param)
-    engine = SimpleNamespace(
-        module=module, optimizer=SimpleNamespace(fp32_groups_has_gradients=flags)
-    )
-    assert not BF16.is_waiting(engine)
-    flags[0][1] = True
-    assert BF16.is_waiting(engine)
 
 
 def test_a_step_in_16_bits_at_stage_0_leaves_no_gradient():
