@@ -325,10 +325,6 @@ class ReferenceKFAC:
         most = max(self.dense_max // 2, min(other, self.dense_max))
         return -(-dim // -(-dim // most)) if dim <= self.longest else 1
 
-    @property
-    def factors(self) -> dict[str, list[Tensor]]:
-        return {name: layer.factors for name, layer in self.layers.items()}
-
     def means(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
         """Mean eigenvalues of A, of G and of the Fisher that damping is relative to, of all groups
         of a convolution."""

@@ -141,11 +141,6 @@ def test_intervals_grow_like_fibonacci_while_a_factor_stays_and_halve_where_it_c
     assert next_interval(1, 1, False, True)[0] == 1
 
 
-def packed(side: Side, seed: int) -> torch.Tensor:
-    x = torch.randn(2 * side.dim + 1, side.dim, generator=torch.Generator().manual_seed(seed))
-    return side.accumulate_(torch.zeros(side.numel), x)
-
-
 def whole(side: Side, kept: torch.Tensor) -> torch.Tensor:
     return torch.block_diag(*(block for group in side.blocks(kept) for block in group)).double()
 
@@ -165,8 +160,9 @@ def flags(history: History, new: torch.Tensor, tolerance: float) -> list[bool]:
 
 def test_similar_is_a_small_relative_distance_of_whole_matrices():
     """Of all factors in one call."""
-    kept = [[packed(side, seed) for side in COMPARED] for seed in (1, 2, 3)]
-    before, last, new = kept
+    before, last, new = (
+        [random_factor(side, seed).packed_P for side in COMPARED] for seed in (1, 2, 3)
+    )
     histories = [filled(side, *old) for side, *old in zip(COMPARED, before, last, strict=True)]
     for history, x, y in zip(histories, last, before, strict=True):
         assert torch.equal(history.last, x) and torch.equal(history.before, y)
@@ -194,7 +190,7 @@ def test_norms_of_millions_of_elements_keep_their_digits():
 
 
 def test_nothing_is_similar_to_what_was_not_refreshed_to_zero_or_to_nan():
-    side, new = Side.dense(3), packed(Side.dense(3), 1)
+    side, new = Side.dense(3), random_factor(Side.dense(3), 1).packed_P
     zero, nan, vast = torch.zeros_like(new), new * torch.nan, torch.full_like(new, 1e30)
     for old, value, wanted in (
         ((), new, [False, False]),

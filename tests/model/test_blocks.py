@@ -40,12 +40,6 @@ def called(name: str) -> type[Holder]:
     return type(name, (Holder,), {})
 
 
-class NotReady(Holder):
-    @property
-    def num_heads(self):
-        raise RuntimeError("before the first batch")
-
-
 def blocks(model: nn.Module, **chosen) -> dict[str, tuple[int, ...]]:
     found = scan(model, LayerChoice(blocks=tuple(chosen.items())))
     return {layer.weight.removesuffix(".weight"): layer.blocks for layer in found.layers}
@@ -56,7 +50,6 @@ def blocks(model: nn.Module, **chosen) -> dict[str, tuple[int, ...]]:
     [
         (Holder("qkv", 72), (24, 24, 24)),
         (Holder("qkv", 50), ()),
-        (NotReady("qkv", 72), (24, 24, 24)),
         (Holder("qkv_proj", 48, config=CONFIG), (32, 8, 8)),
         (Holder("c_attn", 30, num_heads=3, kv_heads=1, multi_query=True), (18, 6, 6)),
         (Holder("c_attn", 54, num_heads=3, kv_heads=3, multi_query=False), (6, 6, 6)),

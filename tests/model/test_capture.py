@@ -275,25 +275,19 @@ def in_thread(function) -> None:
         pool.submit(function).result()
 
 
-@pytest.mark.parametrize(
-    "what", ["evaluation", "evaluation that raises", "training", "another model"]
-)
+@pytest.mark.parametrize("what", ["evaluation that raises", "another model"])
 def test_another_thread_does_not_disturb_a_captured_forward(what):
     model, x = make_net(raw), torch.randn(N, TOKENS, 6)
 
     def other():
         model.meanwhile = lambda: None
-        if what == "training":
-            model(x).backward()
-            model.zero_grad()
-        elif what == "another model":
+        if what == "another model":
             F.linear(torch.randn(2, 6), torch.randn(3, 6, requires_grad=True)).sum().backward()
         else:
             with torch.no_grad():
                 model(x)
-                if what == "evaluation that raises":
-                    with pytest.raises(RuntimeError):
-                        model(torch.randn(2, 7))
+                with pytest.raises(RuntimeError):
+                    model(torch.randn(2, 7))
 
     found, plain = [], F.linear
     for meanwhile in (lambda: None, lambda: in_thread(other)):
@@ -304,5 +298,4 @@ def test_another_thread_does_not_disturb_a_captured_forward(what):
         found.append(recorder.factors())
         recorder.capture.remove()
     assert "w" in found[0]
-    if what != "training":  # its calls are the model's, too
-        equal_bits(found[1], found[0])
+    equal_bits(found[1], found[0])

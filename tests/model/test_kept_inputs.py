@@ -10,18 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.model.scan import LayerChoice
 from tests.model.recorder import Recorder, Watched
+from tests.model.written import written
 
 CHOICE = LayerChoice(types=("Linear", "Conv1D", "LayerNorm"))
 KINDS = ["plain", "reentrant", "non_reentrant"]
-
-
-class Raw(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight
 
 
 class Normed(nn.Module):
@@ -32,7 +24,8 @@ class Normed(nn.Module):
         self.kind = kind
         self.norms = nn.ModuleList([nn.LayerNorm(8) for _ in range(blocks)])
         self.linears = nn.ModuleList([nn.Linear(8, 8) for _ in range(blocks)])
-        self.raw = Raw()
+        self.raw = written("return x @ self.weight")()
+        self.raw.weight = nn.Parameter(torch.randn(8, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * 1.0

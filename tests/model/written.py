@@ -29,11 +29,7 @@ def written(code: str, base: type[nn.Module] = nn.Module, **names: object) -> ty
     module.__file__ = f"<{name}>"
     vars(module).update(Base=base, torch=torch, nn=nn, F=F, **names)
     sys.modules[name] = module
-    linecache.cache[module.__file__] = (
-        len(text),
-        None,
-        text.splitlines(keepends=True),
-        module.__file__,
-    )
+    lines = text.splitlines(keepends=True)
+    linecache.cache[module.__file__] = len(text), None, lines, module.__file__
     exec(compile(text, module.__file__, "exec"), vars(module))
     return module.Written

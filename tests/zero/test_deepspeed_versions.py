@@ -21,12 +21,10 @@ from tests import versions
 
 def test_offsets_are_those_that_deepspeed_keeps_or_follow_from_the_numels():
     params = [torch.empty(size) for size in (3, 5, 2)]
-    old = SimpleNamespace(round_robin_bit16_groups=[params])
-    assert list(deepspeed_versions.offsets(old, 0)) == [0, 3, 8]
-    aligned = SimpleNamespace(
-        round_robin_bit16_groups=[params], round_robin_bit16_offsets=[[0, 4, 12]]
-    )
-    assert list(deepspeed_versions.offsets(aligned, 0)) == [0, 4, 12]
+    optimizer = SimpleNamespace(round_robin_bit16_groups=[params])
+    assert list(deepspeed_versions.offsets(optimizer, 0)) == [0, 3, 8]
+    optimizer.round_robin_bit16_offsets = [[0, 4, 12]]
+    assert list(deepspeed_versions.offsets(optimizer, 0)) == [0, 4, 12]
 
 
 @pytest.mark.parametrize(
