@@ -37,21 +37,14 @@ class _Layer:
     """A module, or a group of a convolution: its rows, its parameters as a matrix [O, I], and the
     sizes of the blocks of A and G that are kept."""
 
-    def __init__(
-        self,
-        owner: "ReferenceKFAC",
-        name: str,
-        module: Any,
-        blocks: tuple[int, int],
-        *,
-        group: int = 0,
-        bias: bool = True,
-    ) -> None:
+    def __init__(self, owner: "ReferenceKFAC", name: str, module: Any, group: int) -> None:
         self.owner, self.name, self.module, self.group = owner, name, module, group
-        self.blocks = blocks
         # a norm's A is made of gradients
         self.norm = not isinstance(module, (nn.Linear, *CONVOLUTIONS))
-        self.params = [module.weight, module.bias] if bias else [module.weight]
+        bias = getattr(module, "bias", None) is not None and not isinstance(module, TRANSPOSED)
+        sides, cut = owner.sides(module, bias), dict(owner.parts).get(name, (None, None))
+        self.blocks = cut[0] or sides[0], cut[1] or sides[1]
+        self.params = [module.weight, module.bias] if bias and not cut[0] else [module.weight]
         self.orthogonal = not self.norm
         if isinstance(module, CONVOLUTIONS):
             sides = module.in_channels // module.groups, module.out_channels // module.groups
@@ -255,6 +248,7 @@ class ReferenceKFAC:
         types: of layers; "BatchNorm" is that of images of any dimension.
         dense_max, longest: sides over ``dense_max`` are cut into blocks, over ``longest`` a
             diagonal, all of them identities if it is 0.
+        parts: {linear: (A's block or None, G's block or None)}; a bias stays apart where A is cut.
         corrected: the decay of the running mean of M R^2; None: without it.
         iterates: device types where KFACAdamW refreshes by a step of the iteration after the
             burn-in, but for every tenth time.
@@ -273,6 +267,7 @@ class ReferenceKFAC:
     types: Any = ("Linear",)
     dense_max: int | None = None
     longest = 16384
+    parts: Any = ()
     corrected: float | None = None
     sharing, fisher, method = "expand", "empirical", "eigen"
     iterates: Any = frozenset({"cuda"})
@@ -280,9 +275,7 @@ class ReferenceKFAC:
     scale = 1.0
     only: Any = None
 
-    def __init__(self, model: nn.Module, *, exclude=(), parts=(), **settings) -> None:
-        """``parts``: {linear: (A's block or None, G's block or None)}; a bias stays apart where A
-        is cut."""
+    def __init__(self, model: nn.Module, *, exclude=(), **settings) -> None:
         assert all(hasattr(ReferenceKFAC, name) for name in settings), settings
         vars(self).update(settings)
         self.steps = self.refreshed = 0
@@ -293,14 +286,9 @@ class ReferenceKFAC:
             is_chosen = name not in exclude and {kind, kind.rstrip("123d")} & set(self.types)
             if not is_chosen or weight is None or not weight.requires_grad:
                 continue
-            cut = dict(parts).get(name, (None, None))
-            bias = getattr(m, "bias", None) is not None and not isinstance(m, TRANSPOSED)
-            sides = self.sides(m, bias)
-            blocks = cut[0] or sides[0], cut[1] or sides[1]
             for group in range(getattr(m, "groups", 1)):
                 own = f"{name}:{group}" if isinstance(m, CONVOLUTIONS) else name
-                layer = _Layer(self, own, m, blocks, group=group, bias=bias and not cut[0])
-                self.layers[own] = layer
+                self.layers[own] = _Layer(self, own, m, group)
         self.passes = Truth(
             model,
             mask=lambda *_: self.mask,

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ds_kfac.model import capture
+from ds_kfac.model.products import Products
 from ds_kfac.model.proof import Proof
 from ds_kfac.model.scan import LayerChoice, scan
 from tests.close import exact
@@ -299,3 +300,12 @@ def test_another_thread_does_not_disturb_a_captured_forward(what):
         recorder.capture.remove()
     assert "w" in found[0]
     equal_bits(found[1], found[0])
+
+
+def test_functions_of_torch_are_watched_in_the_thread_that_entered_alone():
+    w, seen = nn.Parameter(torch.randn(3, 6)), []
+    with Products({w: 1}, seen.append):
+        in_thread(lambda: F.linear(torch.randn(2, 6), w))
+        assert not seen
+        F.linear(torch.randn(2, 6), w)
+    assert len(seen) == 1

@@ -3,6 +3,7 @@ parameter's gradient, or there are no rows at all. What the reader of code finds
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -211,20 +212,10 @@ def run(layout: Layout, code: str, bias: bool = False) -> tuple[Part, Recorder, 
     shape, transposed = layout
     *stack, first, second = shape
     outputs, inputs = (second, first) if transposed else (first, second)
-    layers = tuple(
-        LayerSpec(
-            f"w.{e}",
-            "Conv1D" if transposed else "Linear",
-            "0",
-            "0.w",
-            "0.b" if bias else None,
-            Side.dense(inputs + bias),
-            Side.dense(outputs),
-            product=True,
-            part=(e, stack[0] if stack else 1),
-        )
-        for e in range(stack[0] if stack else 1)
-    )
+    kind, count = "Conv1D" if transposed else "Linear", stack[0] if stack else 1
+    sides = Side.dense(inputs + bias), Side.dense(outputs)
+    layer = LayerSpec("", kind, "0", "0.w", "0.b" if bias else None, *sides, product=True)
+    layers = tuple(replace(layer, name=f"w.{e}", part=(e, count)) for e in range(count))
     part = written(f"return {code}", Part, **NAMES)(shape)
     recorder = Recorder(nn.Sequential(part), layers=layers, sampled=True)
     x = torch.randn(N, I, generator=torch.Generator().manual_seed(2)).requires_grad_()

@@ -172,6 +172,18 @@ def test_what_is_not_finite_shows_nothing():
     assert not any(seen.is_finite for seen in found.values())
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_gradients_of_other_engines_fit_whether_the_step_has_them_or_not(keeps):
+    def loss(model, x):
+        generated = torch.tanh(x * torch.ones((), requires_grad=True))
+        model(generated).backward()  # another model's loss
+        if not keeps:
+            model.zero_grad()
+        return model(x)
+
+    assert not unfit(prove(make_net(Tokens), loss=loss))
+
+
 # uses that are not seen
 
 
