@@ -153,11 +153,6 @@ def filled(side: Side, *values: torch.Tensor) -> History:
     return history
 
 
-def flags(history: History, new: torch.Tensor, tolerance: float) -> list[bool]:
-    """What a new value is compared to; the history stays."""
-    return compare_([deepcopy(history)], [new], tolerance=tolerance)[0].tolist()
-
-
 def test_similar_is_a_small_relative_distance_of_whole_matrices():
     """Of all factors in one call."""
     before, last, new = (
@@ -201,9 +196,10 @@ def test_nothing_is_similar_to_what_was_not_refreshed_to_zero_or_to_nan():
         ((new, vast), new, [False, True]),  # the square of its norm is not finite
     ):
         history = filled(side, *old)
-        assert flags(history, value, 10.0) == wanted, old
+        assert compare_([history], [value], tolerance=10.0)[0].tolist() == wanted, old
     identity = Side.identity(3)
-    assert flags(filled(identity, torch.zeros(0)), torch.zeros(0), 0.1) == [False, False]
+    history = filled(identity, torch.zeros(0))
+    assert compare_([history], [torch.zeros(0)], tolerance=0.1).tolist() == [[False, False]]
 
 
 def test_relative_damping_needs_no_partner_and_16_bits_would_cost_an_inverse_its_definiteness():

@@ -15,7 +15,7 @@ from ds_kfac.model.proof import Proof
 from ds_kfac.model.scan import LayerChoice, scan
 from tests.close import exact
 from tests.model.recorder import Recorder, equal_bits, proven, unannounced
-from tests.model.written import written
+from tests.model.written import module, written
 from tests.models import FEATURES, make_batch, make_net
 from tests.rule_cases import LlamaRMSNorm
 
@@ -140,8 +140,7 @@ SPARSE = "return self.head(x) + self.norm(self.linear(torch.eye(6).to_sparse()))
 def test_a_call_that_hooks_do_not_understand_raises_nothing_and_its_layer_is_named(
     code, failed, text, rows, caplog
 ):
-    model = written(code)()
-    model.linear, model.norm, model.head = nn.Linear(6, 6), LlamaRMSNorm(6), nn.Linear(6, 5)
+    model = module(code, linear=nn.Linear(6, 6), norm=LlamaRMSNorm(6), head=nn.Linear(6, 5))
     recorder = Recorder(model, LayerChoice(types=("Linear", "RMSNorm")))
     recorder.backward(model(torch.randn(7, 6)).square().mean())
     assert recorder.capture.failed.keys() == {failed} and recorder.rows() == rows
@@ -168,8 +167,7 @@ def test_hooks_of_others_come_after_ours():
     found = []
     for hook in (lambda *_: None, lambda module, x, output: {"out": output}):
         torch.manual_seed(0)
-        model = written(code)()
-        model.inner, model.head = nn.Linear(FEATURES, 6), nn.Linear(6, 5)
+        model = module(code, inner=nn.Linear(FEATURES, 6), head=nn.Linear(6, 5))
         model.inner.register_forward_hook(hook)
         recorder = Recorder(model)
         recorder.backward(model(make_batch(0, N)[0]))
@@ -184,8 +182,7 @@ def test_with_reduce_another_first_dimension_than_the_nearest_layers_is_said(cap
     """The rows of a layer whose examples are not its first dimension would be means over other
     things."""
     code = "return self.head(self.inner(x.transpose(0, 1)).tanh().transpose(0, 1)).mean(1)"
-    model = written(code)()
-    model.inner, model.head = nn.Linear(6, 6), nn.Linear(6, 5)
+    model = module(code, inner=nn.Linear(6, 6), head=nn.Linear(6, 5))
     recorder = Recorder(model, sharing="reduce")
     recorder.backward(recorder.model(torch.randn(N, TOKENS, 6)).square().mean())
     assert recorder.capture.failed.keys() == {"inner"} and recorder.rows() == {"head": N}
@@ -257,18 +254,12 @@ def test_a_convolution_with_a_forward_of_its_own_is_seen_where_it_convolves(name
 # other threads
 
 
+# its first matrix is a parameter of its own; another thread runs while the forward does
 RAW = """
 copy = self.w.double()
 self.meanwhile()
 return self.head(torch.tanh(F.linear(x.double(), copy).float())).square().mean()
 """
-
-
-def raw() -> nn.Module:
-    """Its first matrix is a parameter of its own; another thread runs while the forward does."""
-    model = written(RAW)()
-    model.w, model.head = nn.Parameter(torch.randn(6, 6)), nn.Linear(6, 5)
-    return model
 
 
 def in_thread(function) -> None:
@@ -278,7 +269,7 @@ def in_thread(function) -> None:
 
 @pytest.mark.parametrize("what", ["evaluation that raises", "another model"])
 def test_another_thread_does_not_disturb_a_captured_forward(what):
-    model, x = make_net(raw), torch.randn(N, TOKENS, 6)
+    model, x = module(RAW, w=(6, 6), head=nn.Linear(6, 5)), torch.randn(N, TOKENS, 6)
 
     def other():
         model.meanwhile = lambda: None

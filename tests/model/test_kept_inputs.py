@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.model.scan import LayerChoice
 from tests.model.recorder import Recorder, Watched
-from tests.model.written import written
+from tests.model.written import module
 
 CHOICE = LayerChoice(types=("Linear", "Conv1D", "LayerNorm"))
 KINDS = ["plain", "reentrant", "non_reentrant"]
@@ -24,8 +24,7 @@ class Normed(nn.Module):
         self.kind = kind
         self.norms = nn.ModuleList([nn.LayerNorm(8) for _ in range(blocks)])
         self.linears = nn.ModuleList([nn.Linear(8, 8) for _ in range(blocks)])
-        self.raw = written("return x @ self.weight")()
-        self.raw.weight = nn.Parameter(torch.randn(8, 8))
+        self.raw = module("return x @ self.weight", weight=(8, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * 1.0

@@ -52,11 +52,6 @@ def changed(tensor: Tensor, how: Callable[[Tensor], object]) -> Tensor:
     return tensor
 
 
-def without_gradient(make: Callable[[], Tensor]) -> Tensor:
-    with torch.no_grad():
-        return make()
-
-
 def groups(x: Tensor, *order: int) -> Tensor:
     """[G, E, 2, I] of [N, I], with different rows, its dimensions in this order."""
     every = torch.stack([x[:2] * (k + 1) + k for k in range(G * E)]).view(G, E, 2, I)
@@ -66,7 +61,6 @@ def groups(x: Tensor, *order: int) -> Tensor:
 NAMES = {
     "View": View,
     "changed": changed,
-    "without_gradient": without_gradient,
     "groups": groups,
     "nested": lambda x: torch.nested.nested_tensor([x[:1], x[1:]]),
     "dispatched": lambda x: groups(x)[0],
@@ -165,7 +159,6 @@ NONE: dict[Layout, str] = {
         self.w @ self.w.T
         F.linear(x, changed(self.w.clone(), lambda w: w.div_(2)))
         F.linear(x, self.w.clamp(-0.1, 0.1))
-        F.linear(x, without_gradient(self.w.clone))
         F.linear(x, self.w.detach())
         F.linear(x, View.apply(self.w))
         F.linear(x, self.w[torch.tensor([0, 2])])

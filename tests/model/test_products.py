@@ -16,7 +16,7 @@ from ds_kfac.model.scan import LayerChoice, scan
 from tests.close import close
 from tests.deepspeed.expert_stacks import BIASED, STACKS, WIDTH, Apart, Dispatched, make
 from tests.model.recorder import Recorder, equal_bits, proven, unannounced
-from tests.model.written import written
+from tests.model.written import module, written
 from tests.ops.specification import symmetric_pack
 
 ROWS, IN, OUT = 11, 5, 3
@@ -24,16 +24,6 @@ X = torch.randn(ROWS, IN, generator=torch.Generator().manual_seed(1))
 TWO = torch.stack([X, X.sin()])
 GROUPS = torch.randn(ROWS, 3, IN, generator=torch.Generator().manual_seed(2))
 APART = LayerChoice(shares=False)
-
-
-def module(code: str, **parts: object) -> nn.Module:
-    """A module with this code; ``parts`` are shapes of its parameters, or other attributes."""
-    torch.manual_seed(2)
-    made = written(code)()
-    for name, part in parts.items():
-        is_shape = isinstance(part, tuple)
-        setattr(made, name, nn.Parameter(torch.randn(part) / 3) if is_shape else part)
-    return made
 
 
 def second_moment(x: torch.Tensor) -> torch.Tensor:

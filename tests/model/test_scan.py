@@ -9,7 +9,7 @@ from ds_kfac.diagnostics.share import share_of
 from ds_kfac.directions.kfac_adamw.matrices import biases_of, other_matrices
 from ds_kfac.model.scan import LayerChoice, scan
 from tests.model.recorder import Recorder
-from tests.model.written import written
+from tests.model.written import module, written
 from tests.rule_cases import Conv1D
 
 
@@ -19,18 +19,6 @@ def reasons(model: nn.Module, **choice) -> dict[str, str]:
 
 def names(model: nn.Module, choice: LayerChoice | None = None, **options) -> list[str]:
     return [layer.name for layer in scan(model, choice, **options).layers]
-
-
-class Matrix(nn.Module):
-    shape: tuple[int, ...] = (9, 4)
-
-    def __init__(self, dtype: torch.dtype = torch.float32):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(self.shape, dtype=dtype))
-
-
-class Stack(Matrix):
-    shape = (3, 4, 4)
 
 
 class Property(nn.Linear):
@@ -80,7 +68,7 @@ def forward(self, x):
     return self.head(self.head.weight[x])
 """
 # as I-BERT has it
-TABLE = written("return F.embedding(x, self.weight)", Matrix)
+TABLE = written("return F.embedding(x, self.weight)")
 HALF_TRAINED = nn.LayerNorm(4)
 HALF_TRAINED.bias.requires_grad_(False)
 TIED = nn.ModuleDict({"embed": nn.Embedding(9, 4), "head": nn.Linear(4, 9, bias=False)})
@@ -105,9 +93,9 @@ LEFT_ALONE = {
     "a wide output_padding": (WIDE, "its output_padding is not below its stride"),
     "tied": (TIED, "weight is shared by it.embed, it.head"),
     "tied but their biases": (HALF_TIED, "weight is shared by it.0, it.1"),
-    "table and head": (written(TABLE_AND_HEAD, TABLE)(), IS_TABLE),
-    "a table by index": (written(INDEXED, Matrix)(), IS_TABLE),
-    "codebook": (written(CODEBOOK, Matrix)(), IS_TABLE),
+    "table and head": (module(TABLE_AND_HEAD, TABLE, weight=(9, 4)), IS_TABLE),
+    "a table by index": (module(INDEXED, weight=(9, 4)), IS_TABLE),
+    "codebook": (module(CODEBOOK, weight=(9, 4)), IS_TABLE),
     "head as table": (written(HEAD_AS_TABLE)(), IS_TABLE),
 }
 
@@ -148,8 +136,7 @@ def test_linear_and_conv1d_are_found_with_their_shapes():
 
 def test_a_bias_that_another_module_only_holds_is_the_layers_and_no_two_layers_have_one():
     """As RoBERTa's head has it."""
-    holding = written("return self.decoder(x)")()
-    holding.decoder = nn.Linear(4, 9)
+    holding = module("return self.decoder(x)", decoder=nn.Linear(4, 9))
     holding.bias = holding.decoder.bias
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "holding": holding})
     (_, layer) = scan(model).layers
@@ -257,12 +244,11 @@ def prune(self, kept):
 def forward(self, x):
     return self.linear(x)
 """
-PRUNABLE = written(PRUNED)()
-PRUNABLE.linear = written("return super(type(self), self).forward(x) * 2", nn.Linear)(4, 9)
+DOUBLED = written("return super(type(self), self).forward(x) * 2", nn.Linear)
 NO_TABLES = {
-    "some rows": (written(SLICES, Matrix)(), "0.weight"),
-    "of a stack": (written(CHOSEN, Stack)(), "0.weight"),
-    "pruned": (PRUNABLE, "0.linear.weight"),
+    "some rows": (module(SLICES, weight=(9, 4)), "0.weight"),
+    "of a stack": (module(CHOSEN, weight=(3, 4, 4)), "0.weight"),
+    "pruned": (module(PRUNED, linear=DOUBLED(4, 9)), "0.linear.weight"),
 }
 
 
@@ -275,37 +261,34 @@ def test_tables_are_no_matrices():
     positions, kernel = nn.Module(), "return some_kernel(x, self.weight) @ self.weight.T"
     positions.middle = nn.Parameter(torch.zeros(3, 1, 5, 4))
     positions.stack = nn.Parameter(torch.zeros(3, 5, 4))
-    modules = {"linear": nn.Linear(4, 4), "table": TABLE(), "positions": positions}
+    modules = {
+        "linear": nn.Linear(4, 4),
+        "table": module("return F.embedding(x, self.weight)", weight=(9, 4)),
+        "positions": positions,
+    }
     model = nn.ModuleDict(modules | {"c": frozen(nn.Conv1d(4, 4, 1))})
     share = share_of(model, scan(model))
     # of a stack nothing shows that it is a table, nor what a kernel does
     assert share.matrices - share.stepped == 3 * 5 * 4
-    model["table"] = written(kernel, Matrix)()
+    model["table"] = module(kernel, weight=(9, 4))
     share = share_of(model, scan(model))
     assert share.matrices == 16 + 3 * 5 * 4 + 9 * 4 and share.stepped == 16 + 9 * 4
 
 
 # class -> shape of its weight
-def holding(code: str, *shape: int) -> nn.Module:
-    """A module with this code and a weight of this shape."""
-    module = written(code)()
-    module.weight = nn.Parameter(torch.zeros(shape))
-    return module
-
-
 MODULATED = "w = (self.weight * self.gain).flatten(0, 1)\nreturn F.conv2d(x, weight=w, padding=1)"
 # a mask in ``forward`` reads a matrix like a table, so only the report's row tells
-MASKED = written(PRUNED.replace("def prune(self, kept)", "def forward(self, x, kept=None)"))()
-MASKED.linear = nn.Linear(4, 9, bias=False)
+MASKED = PRUNED.replace("def prune(self, kept)", "def forward(self, x, kept=None)")
 SCRIPTED = torch.jit.script(nn.Sequential(nn.Linear(4, 4)))
+POINTWISE = "return F.conv2d(x, self.weight)"
 POSITIONS = "return F.conv2d(x + self.weight, self.kernel)"
 IN_NO_LAYER = {
-    "a kernel of 1x1": (holding("return F.conv2d(x, self.weight)", 9, 4, 1, 1), {"matrices"}),
-    "a kernel as StyleGAN2's": (holding(MODULATED, 1, 9, 4, 3, 3), {"matrices"}),
+    "a kernel of 1x1": (module(POINTWISE, weight=(9, 4, 1, 1)), {"matrices"}),
+    "a kernel as StyleGAN2's": (module(MODULATED, weight=(1, 9, 4, 3, 3)), {"matrices"}),
     "of TorchScript, which gives no parameter by its name": (SCRIPTED, {"matrices"}),
-    "positions before a convolution": (holding(POSITIONS, 1, 4, 5, 5), {"unclear"}),
-    "a masked matrix": (MASKED, {"tables"}),
-    "of no known shape": (holding("return x", 36), {"unclear"}),
+    "positions before a convolution": (module(POSITIONS, weight=(1, 4, 5, 5)), {"unclear"}),
+    "a masked matrix": (module(MASKED, linear=nn.Linear(4, 9, bias=False)), {"tables"}),
+    "of no known shape": (module("return x", weight=(36,)), {"unclear"}),
 }
 
 
