@@ -129,7 +129,7 @@ COUNTED: dict[Layout, str] = {
         torch.bmm(self.w[[1, 1, -3]], x[:3, :, None])
         torch.bmm(self.w[torch.arange(E) % 2 > 0], x[:2, :, None])
         torch.bmm(torch.index_select(input=self.w, index=PICKED % E, dim=0), x[:, :, None])
-        F.linear(x, self.w[PICKED][3])
+        F.linear(x, self.w[PICKED][1])
     """,
     ((E, I, O), True): """
         torch.baddbmm(torch.zeros(E, 1, O), dispatched(x), self.w, alpha=0.25)
