@@ -72,8 +72,20 @@ def three_forwards(forward, backward, rank: int) -> None:
     """Each with a mask of its own; the pass of one without pads comes last."""
     batches = [texts(rank), texts(rank + 1), texts(rank)]
     batches[2]["attention_mask"] = torch.ones(4, TOKENS)
-    for loss in [forward(**batch) for batch in batches]:
-        backward(loss)
+    for output in [forward(**batch) for batch in batches]:
+        backward(getattr(output, "loss", output))
+
+
+class Hidden:
+    """An output that nobody can look into, and that does not show its backward pass."""
+
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+
+
+class HiddenDecoder(Decoder):
+    def forward(self, *args, **kwargs) -> Hidden:
+        return Hidden(super().forward(*args, **kwargs))
 
 
 class Checkpointed(Mlp):
@@ -123,6 +135,9 @@ PROGRAMS = CASES | {
     ),
     "padded frozen head": Case(partial(frozen, Tagger), one_pass(labelled_pads)),
     "pads that have labels": Case(Tagger, one_pass(labelled_pads)),
+    "hidden losses of three forwards, recomputed reentrantly": Case(
+        partial(HiddenDecoder, reentrant=True), three_forwards, passes=3
+    ),
     "masks of three forwards": Case(Decoder, three_forwards, passes=3),
     "masks of three forwards, recomputed": Case(
         partial(Decoder, reentrant=False), three_forwards, passes=3
