@@ -97,7 +97,6 @@ COUNTED: dict[Layout, str] = {
     ((I, O), True): """
         x @ self.w
         x[1] @ self.w
-        torch.addmm(torch.zeros(O), x, self.w, alpha=0.25)
         torch.ones(O).addmm(x, self.w, beta=3, alpha=-2)
         x @ self.w[:, 1:]
         torch.einsum("ni,io->no", x, self.w)
@@ -122,7 +121,6 @@ COUNTED: dict[Layout, str] = {
         self.w @ dispatched(x).mT
         dispatched(x)[:2] @ self.w[1::2].mT
         self.w @ groups(x).mT
-        torch.bmm(x[:, None], self.w[PICKED].mT)
         torch.stack([x, -x.cos()], 1) @ self.w[PICKED].mT
         torch.bmm(self.w[1:][PICKED % 3], x[:, :, None])
         torch.bmm(self.w[PICKED].double(), x[:, :, None].double())
