@@ -33,16 +33,30 @@ from torch.nn import functional as F
 from tests.truth import CONVOLUTIONS, TRANSPOSED, Call, Truth
 
 
-class _Use:
-    """One module's rows, or one group's of a convolution."""
+class _Layer:
+    """A module, or a group of a convolution: its rows, its parameters as a matrix [O, I], and the
+    sizes of the blocks of A and G that are kept."""
 
-    def __init__(self, owner: "ReferenceKFAC", module: Any, group: int = 0) -> None:
-        self.module, self.owner, self.group = module, owner, group
-        is_transposed = isinstance(module, TRANSPOSED)
-        self.bias = getattr(module, "bias", None) is not None and not is_transposed
+    def __init__(self, owner: "ReferenceKFAC", name: str, module: Any, group: int) -> None:
+        self.owner, self.name, self.module, self.group = owner, name, module, group
         # a norm's A is made of gradients
-        self.inputs = isinstance(module, (nn.Linear, *CONVOLUTIONS))
-        self.name = ""
+        self.norm = not isinstance(module, (nn.Linear, *CONVOLUTIONS))
+        bias = getattr(module, "bias", None) is not None and not isinstance(module, TRANSPOSED)
+        sides, cut = owner.sides(module, bias), dict(owner.parts).get(name, (None, None))
+        self.blocks = cut[0] or sides[0], cut[1] or sides[1]
+        self.params = [module.weight, module.bias] if bias and not cut[0] else [module.weight]
+        self.orthogonal = not self.norm
+        if isinstance(module, CONVOLUTIONS):
+            sides = module.in_channels // module.groups, module.out_channels // module.groups
+            self.orthogonal = module.in_channels > 4 and not (module.groups > 1 and 1 in sides)
+        self.factors: list[Tensor] = []  # A, G
+        self.bases: list[tuple[Tensor, Tensor]] = []  # (alpha, Q_A), (beta, Q_G)
+        self.k, self.updates = 0, 0
+        self.S: Any = 0.0
+        self.e: Any = 0.0
+        self.m: Any = 0.0
+        self.v: Any = 0.0
+        self.terms, self.damping = 1.0, 0.0  # of the last batch, at the last refresh
 
     @property
     def pairs(self) -> list[tuple[Call, int, Tensor]]:
@@ -53,7 +67,7 @@ class _Use:
 
     def rows(self, call: Call, g: Tensor) -> tuple[Tensor, Tensor]:
         """A call's a [N, T, I], without the bias' 1, and g [N, T, O]."""
-        if self.inputs:
+        if not self.norm:
             return call.rows(g)[self.group]
         x, module = call.x, self.module
         # a norm's rows are those of its parameters' own gradients
@@ -76,12 +90,12 @@ class _Use:
             a, g, kept = call.taken(
                 *self.rows(call, gradient),
                 owner.sharing,
-                bias=self.inputs and self.bias,
-                mean=self.inputs,
+                bias=not self.norm and len(self.params) > 1,
+                mean=not self.norm,
             )
             # K R_p goes to G, a square
             root = (len(R) * R[number]) ** 0.5 / owner.scale
-            found.append((a if self.inputs else a * root, g * root, kept.to(a)))
+            found.append((a * root if self.norm else a, g * root, kept.to(a)))
         a, g, kept = (torch.cat(parts) for parts in zip(*found, strict=True))
         weigh_a = weigh_g = torch.ones_like(kept)
         if owner.only is not None:
@@ -90,42 +104,13 @@ class _Use:
                 for only in (owner.only(self.name, side) for side in "AG")
             )
         A = (a.T * weigh_a) @ a
-        if self.inputs:
-            return A / (weigh_a * kept).sum(), (g.T * weigh_g) @ g
-        return A, a.new_ones(1, 1)
-
-
-def image_norm(module: Any, x: Tensor) -> Tensor:
-    """What a BatchNorm or GroupNorm multiplies by its weight."""
-    if isinstance(module, nn.GroupNorm):
-        return F.group_norm(x, module.num_groups, eps=module.eps)
-    moments = None, None
-    if not module.training:
-        moments = module.running_mean.to(x), module.running_var.to(x)
-    return F.batch_norm(x, *moments, training=module.training, eps=module.eps)
-
-
-class _Layer:
-    """How a module's parameters form a matrix [O, I]; which blocks of A and G are kept."""
-
-    def __init__(self, use: _Use, block_A: int, block_G: int) -> None:
-        self.use, self.module = use, use.module
-        self.blocks = (block_A, block_G)
-        self.norm = not use.inputs
-        self.orthogonal = not self.norm
-        self.params = [self.module.weight] + ([self.module.bias] if use.bias else [])
-        self.factors: list[Tensor] = []  # A, G
-        self.bases: list[tuple[Tensor, Tensor]] = []  # (alpha, Q_A), (beta, Q_G)
-        self.k, self.updates = 0, 0
-        self.S: Any = 0.0
-        self.e: Any = 0.0
-        self.m: Any = 0.0
-        self.v: Any = 0.0
-        self.terms, self.damping = 1.0, 0.0  # of the last batch, at the last refresh
+        if self.norm:
+            return A, a.new_ones(1, 1)
+        return A / (weigh_a * kept).sum(), (g.T * weigh_g) @ g
 
     def of_group(self, parameter: Tensor) -> Tensor:
         """A weight's or a bias' matrix of the group, which is a view."""
-        own = parameter.unflatten(0, (getattr(self.module, "groups", 1), -1))[self.use.group]
+        own = parameter.unflatten(0, (getattr(self.module, "groups", 1), -1))[self.group]
         if own.ndim == 1:
             return own[:, None]
         return own.flatten(1).mT if isinstance(self.module, TRANSPOSED) else own.flatten(1)
@@ -162,11 +147,8 @@ class _Layer:
         """Decompose both factors. Adam's first moment goes into the new bases; the second stays,
         but for the first bases, into which it goes as far as a diagonal can."""
         first = not self.bases
-        old = (
-            [torch.eye(len(C), device=C.device) for C in self.factors]
-            if first
-            else [Q for _, Q in self.bases]
-        )
+        eyes = [torch.eye(len(C), device=C.device) for C in self.factors]
+        old = [Q for _, Q in self.bases] or eyes
         self.bases = [
             _iterated(C, block, Q) if iterate and not first else _eigh(C, block)
             for C, block, Q in zip(self.factors, self.blocks, old, strict=True)
@@ -177,9 +159,19 @@ class _Layer:
             self.v = RG**2 @ self.v @ RA.T**2 if first else self.v
 
     def batch(self) -> list[Tensor]:
-        A, G = self.use.moments()
-        self.terms = float(sum(self.use.owner.passes.terms().values()))
+        A, G = self.moments()
+        self.terms = float(sum(self.owner.passes.terms().values()))
         return [_blocks(A, self.blocks[0]), _blocks(G, self.blocks[1])]
+
+
+def image_norm(module: Any, x: Tensor) -> Tensor:
+    """What a BatchNorm or GroupNorm multiplies by its weight."""
+    if isinstance(module, nn.GroupNorm):
+        return F.group_norm(x, module.num_groups, eps=module.eps)
+    moments = None, None
+    if not module.training:
+        moments = module.running_mean.to(x), module.running_var.to(x)
+    return F.batch_norm(x, *moments, training=module.training, eps=module.eps)
 
 
 def _limited(new: Tensor, size: Tensor, usual: Tensor, updates: int) -> Tensor:
@@ -249,95 +241,54 @@ def _seen(values: Tensor, block: int, squares: Tensor | None = None) -> Tensor:
 
 
 class ReferenceKFAC:
-    """See the module's docstring.
+    """See the module's docstring. Every group of a convolution is a layer of its own, named
+    "<module>:<group>".
 
-    ``types`` are layer types. Sides over ``dense_max`` are cut into blocks, over
-    ``longest`` a diagonal, all of them identities if it is 0. ``parts`` is
-    {linear: (A's block or None, G's block or None)}; a bias stays apart where A is cut.
-
-    Attributes that may be set before a backward:
+    Settings, of which a step reads those of its time:
+        types: of layers; "BatchNorm" is that of images of any dimension.
+        dense_max, longest: sides over ``dense_max`` are cut into blocks, over ``longest`` a
+            diagonal, all of them identities if it is 0.
+        parts: {linear: (A's block or None, G's block or None)}; a bias stays apart where A is cut.
+        corrected: the decay of the running mean of M R^2; None: without it.
+        iterates: device types where KFACAdamW refreshes by a step of the iteration after the
+            burn-in, but for every tenth time.
         mask: [N, T], the attention mask.
         scale: by which the loss is multiplied.
         only: (layer, "A" or "G") -> [N] or [N T], for how many each example, or each row, stands;
             0: it is not taken.
     """
 
+    update_interval = refresh_interval = 1
+    burn_in = 0
+    decay: float = 0.95
+    damping: float = 1e-3
+    damping_kind = "tikhonov"
+    kl_clip: float = 1e-3
+    types: Any = ("Linear",)
+    dense_max: int | None = None
+    longest = 16384
+    parts: Any = ()
+    corrected: float | None = None
+    sharing, fisher, method = "expand", "empirical", "eigen"
     iterates: Any = frozenset({"cuda"})
-    """Device types where KFACAdamW refreshes by a step of the iteration after the burn-in, but for
-    every tenth time."""
     mask: Tensor | None = None
     scale = 1.0
     only: Any = None
-    passes: Any = None
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        update_interval=1,
-        refresh_interval=1,
-        decay=0.95,
-        damping=1e-3,
-        damping_kind="tikhonov",
-        kl_clip=1e-3,
-        exclude=(),
-        types=("Linear",),
-        dense_max=None,
-        longest=16384,
-        corrected=None,
-        sharing="expand",
-        fisher="empirical",
-        parts=(),
-        method="eigen",
-        burn_in=0,
-    ):
-        self.update_interval, self.refresh_interval, self.decay = (
-            update_interval,
-            refresh_interval,
-            decay,
-        )
-        self.burn_in = burn_in
-        self.damping, self.damping_kind, self.kl_clip = damping, damping_kind, kl_clip
-        self.corrected = corrected
-        self.sharing, self.fisher, self.method = sharing, fisher, method
+    def __init__(self, model: nn.Module, *, exclude=(), **settings) -> None:
+        assert all(hasattr(ReferenceKFAC, name) for name in settings), settings
+        vars(self).update(settings)
         self.steps = self.refreshed = 0
         self.nu = 1.0
         self.layers: dict[str, _Layer] = {}
-
-        def block(dim: int, other: int) -> int:
-            if not longest or dense_max is None or dim <= dense_max:
-                return dim if longest else 0
-            most = max(dense_max // 2, min(other, dense_max))
-            return -(-dim // -(-dim // most)) if dim <= longest else 1
-
-        named = {
-            n: m
-            for n, m in model.named_modules()
-            if n not in exclude and getattr(m, "weight", None) is not None
-        }
-        for name, m in named.items():
-            kind = type(m).__name__
-            if not m.weight.requires_grad or kind not in types:
+        for name, m in model.named_modules():
+            kind, weight = type(m).__name__, getattr(m, "weight", None)
+            is_chosen = name not in exclude and {kind, kind.rstrip("123d")} & set(self.types)
+            if not is_chosen or weight is None or not weight.requires_grad:
                 continue
-            if kind == "Linear":
-                no_G = fisher == "activations_only"
-                I, O = m.in_features + (m.bias is not None), m.out_features  # noqa: E741
-                A, G = block(I, O), 0 if no_G else block(O, I)
-                use = _Use(self, m)
-                if name in parts:
-                    A, G = (part or side for part, side in zip(parts[name], (A, G), strict=True))
-                    use.bias = use.bias and not parts[name][0]
-                self.layers[name] = _Layer(use, A, G)
-            else:
-                self.layers[name] = _Layer(_Use(self, m), 2 if kind == "LayerNorm" else 1, 0)
-        self.listen(model)
-
-    def listen(self, model: nn.Module) -> None:
-        """Keep the rows of all layers from now on."""
-        if self.passes is not None:
-            self.passes.leave()
-        for name, layer in self.layers.items():
-            layer.use.name = name
+            for group in range(getattr(m, "groups", 1)):
+                own = f"{name}:{group}" if isinstance(m, CONVOLUTIONS) else name
+                self.layers[own] = _Layer(self, own, m, group)
         self.passes = Truth(
             model,
             mask=lambda *_: self.mask,
@@ -348,14 +299,26 @@ class ReferenceKFAC:
         self.passes.listens = self.fisher != "monte_carlo"
         self.passes.listen()
 
-    @property
-    def factors(self) -> dict[str, list[Tensor]]:
-        return {name: layer.factors for name, layer in self.layers.items()}
+    def sides(self, m: Any, bias: bool) -> tuple[int, int]:
+        """Sizes of the blocks of A and G."""
+        if not isinstance(m, (nn.Linear, *CONVOLUTIONS)):
+            return 1 + bias, 0
+        one, other = len(m.weight) // getattr(m, "groups", 1), m.weight[0].numel()
+        I, O = (one, other) if isinstance(m, TRANSPOSED) else (other + bias, one)  # noqa: E741
+        return self.block(I, O), 0 if self.fisher == "activations_only" else self.block(O, I)
+
+    def block(self, dim: int, other: int) -> int:
+        if not self.longest or self.dense_max is None or dim <= self.dense_max:
+            return dim if self.longest else 0
+        most = max(self.dense_max // 2, min(other, self.dense_max))
+        return -(-dim // -(-dim // most)) if dim <= self.longest else 1
 
     def means(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean eigenvalues of A, of G and of the Fisher that damping is relative to."""
-        layer = self.layers[name]
-        return layer.bases[0][0].mean(), layer.bases[1][0].mean(), layer.e.mean()
+        """Mean eigenvalues of A, of G and of the Fisher that damping is relative to, of all groups
+        of a convolution."""
+        own = [each for each in self.layers.values() if each.module is self.layers[name].module]
+        A, G = (torch.cat([each.bases[side][0] for each in own]).mean() for side in (0, 1))
+        return A, G, torch.stack([each.e for each in own]).mean() if self.corrected else A * G
 
     def sampled(self, loss: Tensor) -> None:
         """Monte-Carlo Fisher: G from a loss on labels drawn from the model, before the true
@@ -374,7 +337,7 @@ class ReferenceKFAC:
     def fold(self) -> None:
         if self.steps % self.update_interval == 0:
             for layer in self.layers.values():
-                if layer.use.pairs:
+                if layer.pairs:
                     layer.fold(self.decay)
         self.passes.clear()
 

@@ -6,6 +6,8 @@ The models are small, in plain torch, and return their loss.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,6 +34,19 @@ class Conv1D(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight)
         return y.view(*x.shape[:-1], self.nf)
+
+
+class LlamaRMSNorm(nn.Module):
+    """As in transformers: torch does not need a 16-bit input after the call."""
+
+    def __init__(self, width: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(width)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = x.float()
+        z = z * torch.rsqrt(z.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * z.to(x.dtype)
 
 
 class Block(nn.Module):
@@ -64,7 +79,7 @@ class Decoder(nn.Module):
 
     Args:
         linear: makes a linear map of some inputs and outputs.
-        task: "next" token, "words" of the masked language model, or "classes", by the first token.
+        task: "next" token, or "classes", by the first token.
         reentrant: which kind of activation checkpointing the blocks use; None: none.
         nested: whether both blocks together are checkpointed, too.
     """
@@ -93,9 +108,7 @@ class Decoder(nn.Module):
             x = self.run_blocks(x, attention_mask)
         if self.task == "classes":
             return F.cross_entropy(self.lm_head(x[:, 0]), labels)
-        logits = self.lm_head(x)
-        if self.task == "next":
-            logits, labels = logits[:, :-1], labels[:, 1:]
+        logits, labels = self.lm_head(x)[:, :-1], labels[:, 1:]
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
     def run_blocks(self, x: Tensor, mask: Tensor | None) -> Tensor:
@@ -252,31 +265,22 @@ def images(rank: int) -> tuple[Tensor, Tensor]:
     return x, torch.randint(CLASSES, (3,), generator=generator)
 
 
-def texts(rank: int, *, pads: str = "none", rows: int = 4) -> dict[str, Tensor]:
-    """Arguments of a language model; ``pads``: "right", "left" or "none", of 0 to 3 tokens a
-    text."""
+def texts(rank: int, *, pads: str = "right", masked: bool = True) -> dict[str, Tensor]:
+    """Arguments of a language model, with 0 to 3 pads in a text. ``masked``: they show their
+    mask."""
     generator = torch.Generator().manual_seed(60 + rank)
-    input_ids = torch.randint(VOCABULARY, (rows, TOKENS), generator=generator)
-    if pads == "none":
-        return {"input_ids": input_ids, "labels": input_ids.clone()}
-    mask = torch.arange(TOKENS) < TOKENS - torch.arange(rows)[:, None] % 4
+    input_ids = torch.randint(VOCABULARY, (4, TOKENS), generator=generator)
+    mask = torch.arange(TOKENS) < TOKENS - torch.arange(4)[:, None]
     mask = mask if pads == "right" else mask.flip(1)
-    labels = input_ids.masked_fill(~mask, IGNORED)
-    return {"input_ids": input_ids, "labels": labels, "attention_mask": mask.long()}
+    batch = {"input_ids": input_ids, "labels": input_ids.masked_fill(~mask, IGNORED)}
+    return {**batch, "attention_mask": mask.long()} if masked else batch
 
 
 def prompts(rank: int) -> dict[str, Tensor]:
-    """Right-padded texts whose first two tokens have no label."""
-    batch = texts(rank, pads="right")
+    """Texts whose first two tokens have no label."""
+    batch = texts(rank)
     batch["labels"][:, :2] = IGNORED
     batch["labels"][0, :4] = IGNORED
-    return batch
-
-
-def words(rank: int) -> dict[str, Tensor]:
-    """Right-padded texts with a label at every third token."""
-    batch = texts(rank, pads="right")
-    batch["labels"][torch.arange(4 * TOKENS).view(4, TOKENS) % 3 > 0] = IGNORED
     return batch
 
 
@@ -289,25 +293,22 @@ Step = Callable[[Forward, Backward, int], None]
 """(the model's forward, what takes the place of ``loss.backward()``, rank)."""
 
 
-def one_pass(batch: Callable[[int], Any], **more) -> Step:
+def in_parts(batch: Callable[[int], Any], *parts: slice) -> Step:
+    """A forward and a backward pass for each part of a batch."""
+
     def step(forward: Forward, backward: Backward, rank: int) -> None:
         arguments = batch(rank)
-        named = isinstance(arguments, dict)
-        backward(forward(**arguments, **more) if named else forward(*arguments, **more))
+        for part in parts:
+            if isinstance(arguments, dict):
+                backward(forward(**{name: x[part] for name, x in arguments.items()}))
+            else:
+                backward(forward(*(x[part] for x in arguments)))
 
     return step
 
 
-def micro_batches(forward: Forward, backward: Backward, rank: int) -> None:
-    x, y = vectors(rank)
-    for part in (slice(0, 3), slice(3, 6)):
-        backward(forward(x[part], y[part]))
-
-
-def padded_micro_batches(forward: Forward, backward: Backward, rank: int) -> None:
-    batch = texts(rank, pads="right")
-    for part in (slice(0, 1), slice(1, 4)):
-        backward(forward(**{name: x[part] for name, x in batch.items()}))
+def one_pass(batch: Callable[[int], Any]) -> Step:
+    return in_parts(batch, slice(None))
 
 
 def two_tasks(forward: Forward, backward: Backward, rank: int) -> None:
@@ -335,12 +336,14 @@ def chosen_and_rejected(forward: Forward, backward: Backward, rank: int) -> None
 
 
 def evaluated_between(forward: Forward, backward: Backward, rank: int) -> None:
-    """A forward without a backward pass, and one without gradients."""
+    """A forward without a backward pass, whose graph stays alive, and some without gradients."""
     x, y = vectors(rank)
-    forward(x + 1, y)
-    with torch.no_grad():
-        forward(x + 2, y)
+    skipped = forward(torch.full_like(x, torch.nan), y)
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            forward(x + 2, y)
     backward(forward(x, y))
+    assert skipped.requires_grad
 
 
 def without_gradient(forward: Forward, backward: Backward, rank: int) -> None:
@@ -349,9 +352,10 @@ def without_gradient(forward: Forward, backward: Backward, rank: int) -> None:
     backward(0 * forward(*vectors(rank + 1)))
 
 
-def frozen_head() -> nn.Module:
-    model = DoubledHead()
-    model.head.requires_grad_(False)
+def frozen(make: Callable[[], nn.Module], name: str = "head") -> nn.Module:
+    """A model with a frozen module or parameter."""
+    model = make()
+    attrgetter(name)(model).requires_grad_(False)
     return model
 
 
@@ -361,21 +365,8 @@ def zero_head() -> nn.Module:
     return model
 
 
-def decoder_texts(rank: int) -> dict[str, Tensor]:
-    batch = texts(rank, pads="right")
-    batch["decoder_attention_mask"] = batch.pop("attention_mask").bool()
-    return batch
-
-
 def mask_of_labels(args: tuple, kwargs: dict) -> Tensor:
     return kwargs["labels"] != IGNORED
-
-
-def unmasked_texts(rank: int) -> dict[str, Tensor]:
-    """Padded texts that do not show their mask."""
-    batch = texts(rank, pads="right")
-    del batch["attention_mask"]
-    return batch
 
 
 @dataclass(frozen=True)
@@ -387,7 +378,6 @@ class Case:
         sharing: ``kfac.factor.weight_sharing``.
         mask: ``engine.kfac.mask``.
         layers: ``kfac.layers``, what K-FAC steps.
-        left: layers that have no factors in the end.
     """
 
     make: Callable[[], nn.Module]
@@ -396,49 +386,45 @@ class Case:
     sharing: str = "expand"
     mask: Callable[[tuple, dict], Tensor] | None = None
     layers: dict[str, Any] = field(default_factory=dict)
-    left: tuple[str, ...] = ()
 
 
+PADDED_PARTS = in_parts(texts, slice(0, 1), slice(1, 4))
 CASES = {
     "mlp": Case(Mlp, one_pass(vectors)),
-    "llama": Case(Decoder, one_pass(texts)),
-    "llama, padded on the right": Case(Decoder, one_pass(lambda rank: texts(rank, pads="right"))),
-    "llama, padded on the left": Case(Decoder, one_pass(lambda rank: texts(rank, pads="left"))),
+    "llama, padded on the left": Case(Decoder, one_pass(partial(texts, pads="left"))),
     "llama, prompts without labels": Case(Decoder, one_pass(prompts)),
-    "llama, checkpointed": Case(lambda: Decoder(reentrant=False), one_pass(prompts)),
-    "llama, checkpointed reentrantly": Case(lambda: Decoder(reentrant=True), one_pass(prompts)),
-    "llama, padded micro-batches": Case(Decoder, padded_micro_batches, passes=2),
+    "llama, checkpointed": Case(partial(Decoder, reentrant=False), one_pass(prompts)),
+    "llama, padded micro-batches": Case(Decoder, PADDED_PARTS, passes=2),
     "llama, padded micro-batches, checkpointed reentrantly": Case(
-        lambda: Decoder(reentrant=True), padded_micro_batches, passes=2
+        partial(Decoder, reentrant=True), PADDED_PARTS, passes=2
     ),
-    "llama, a mask from the user": Case(Decoder, one_pass(unmasked_texts), mask=mask_of_labels),
-    "llama, pads without a mask": Case(Decoder, one_pass(unmasked_texts)),
-    "gpt2": Case(lambda: Decoder(Conv1D), one_pass(prompts)),
-    "bert, words": Case(lambda: Decoder(nn.Linear, task="words"), one_pass(words)),
+    "llama, a mask from the user": Case(
+        Decoder, one_pass(partial(texts, masked=False)), mask=mask_of_labels
+    ),
+    "llama, pads without a mask": Case(Decoder, one_pass(partial(texts, masked=False))),
+    "gpt2": Case(partial(Decoder, Conv1D), one_pass(prompts)),
     "bert, classes": Case(
-        lambda: Decoder(nn.Linear, task="classes"),
-        one_pass(lambda rank: {**texts(rank, pads="right"), "labels": vectors(rank, 4)[1]}),
+        partial(Decoder, nn.Linear, task="classes"),
+        one_pass(lambda rank: {**texts(rank), "labels": vectors(rank, 4)[1]}),
     ),
-    "tagger, examples": Case(
-        Tagger, one_pass(lambda rank: texts(rank, pads="right")), sharing="reduce"
-    ),
-    "cnn": Case(lambda: Cnn(dense=False), one_pass(images)),
-    "cnn, dense prediction": Case(lambda: Cnn(dense=True), one_pass(images)),
-    "cnn, examples": Case(lambda: Cnn(dense=True), one_pass(images), sharing="reduce"),
-    "time first": Case(lambda: Tagger("time first"), one_pass(decoder_texts)),
-    "flattened tokens": Case(lambda: Tagger("flat"), one_pass(decoder_texts)),
-    "flattened tokens in the head": Case(lambda: Tagger("flat head"), one_pass(decoder_texts)),
-    "pairs of rows": Case(lambda: Tagger("pairs"), one_pass(decoder_texts)),
-    "micro-batches": Case(Mlp, micro_batches, passes=2),
+    "tagger, examples": Case(Tagger, one_pass(texts), sharing="reduce"),
+    "cnn": Case(partial(Cnn, dense=False), one_pass(images)),
+    "cnn, dense prediction": Case(partial(Cnn, dense=True), one_pass(images)),
+    "cnn, examples": Case(partial(Cnn, dense=True), one_pass(images), sharing="reduce"),
+    "time first": Case(partial(Tagger, "time first"), one_pass(texts)),
+    "flattened tokens": Case(partial(Tagger, "flat"), one_pass(texts)),
+    "flattened tokens in the head": Case(partial(Tagger, "flat head"), one_pass(texts)),
+    "pairs of rows": Case(partial(Tagger, "pairs"), one_pass(texts)),
+    "micro-batches": Case(Mlp, in_parts(vectors, slice(0, 3), slice(3, 6)), passes=2),
     "two tasks": Case(Tasks, two_tasks, passes=2),
     "retained graph": Case(Mlp, retained, passes=2),
     "several forwards": Case(Mlp, several_forwards),
     "chosen and rejected": Case(Mlp, chosen_and_rejected, passes=2),
     "evaluated between": Case(Mlp, evaluated_between),
     "tiled loss": Case(Tiled, one_pass(vectors)),
-    "detours": Case(Detours, one_pass(vectors), left=("dummy",)),
-    "frozen head": Case(frozen_head, one_pass(vectors)),
-    "head of zeros": Case(zero_head, one_pass(vectors), left=("first",)),
+    "detours": Case(Detours, one_pass(vectors)),
+    "frozen head": Case(partial(frozen, DoubledHead), one_pass(vectors)),
+    "head of zeros": Case(zero_head, one_pass(vectors)),
     "micro-batch without a gradient": Case(Mlp, without_gradient, passes=2),
     "head that is not stepped": Case(DoubledHead, one_pass(vectors), layers={"exclude": ["head"]}),
 }

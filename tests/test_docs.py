@@ -12,7 +12,7 @@ from torch import nn
 
 from ds_kfac.model import registry
 from ds_kfac.model.scan import LayerChoice, scan
-from tests.model.proven import proven
+from tests.model.recorder import proven
 from tests.test_architecture import FLOORS
 
 ROOT = Path(__file__).parent.parent

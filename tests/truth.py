@@ -352,19 +352,9 @@ def patches(module: Any, x: Tensor) -> Tensor:
     groups, D]. It is the module itself with filters of a single 1."""
     seen = x.shape[1] // module.groups * module.weight[0, 0].numel()
     kind = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[x.ndim - 2]
-    picks = kind(
-        x.shape[1],
-        seen * module.groups,
-        module.kernel_size,
-        module.stride,
-        module.padding,
-        module.dilation,
-        module.groups,
-        False,
-        module.padding_mode,
-        device=x.device,
-        dtype=x.dtype,
-    )
+    names = ("stride", "padding", "dilation", "groups", "padding_mode")
+    options = {name: getattr(module, name) for name in names}
+    picks = kind(x.shape[1], seen * module.groups, module.kernel_size, bias=False, **options).to(x)
     with torch.no_grad():
         picks.weight.copy_(torch.eye(seen).repeat(module.groups, 1).view(picks.weight.shape))
         return pixels(picks(x), module.groups)

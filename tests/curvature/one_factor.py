@@ -57,11 +57,5 @@ def dense_vectors(basis: Eigenbasis) -> Tensor:
 
 def random_basis(rows: int, columns: int, seed: int = 0) -> LayerBasis:
     """Of factors of random rows."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def side(dim: int):
-        x = torch.randn(3 * dim, dim, generator=generator)
-        total = Side.dense(dim).accumulate_(torch.zeros(dim * (dim + 1) // 2), x)
-        return refresh(KroneckerFactor(Side.dense(dim), total / len(x), torch.ones(()))).basis
-
-    return LayerBasis(side(rows), side(columns))
+    sides = enumerate((rows, columns), 2 * seed)
+    return LayerBasis(*(refresh(random_factor(Side.dense(dim), at)).basis for at, dim in sides))

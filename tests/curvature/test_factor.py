@@ -21,11 +21,7 @@ from ds_kfac.curvature.factor import (
     update_,
     usable,
 )
-from ds_kfac.curvature.inverse import (
-    cholesky_inverse,
-    passes_residual_check,
-    refresh_inverse,
-)
+from ds_kfac.curvature.inverse import cholesky_inverse, passes_residual_check, refresh_inverse
 from ds_kfac.schedule.timetable import next_interval
 from tests.close import close
 from tests.curvature.one_factor import SIDES, dense_matrix, fold, random_factor
@@ -34,15 +30,13 @@ from tests.ops.specification import symmetric_pack
 CPU = torch.device("cpu")
 
 
-def batch(
-    seed: int, rows: int = 7, dim: int = 5
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    x = torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed))
-    return x.T @ x / rows, symmetric_pack(x.T @ x), torch.tensor(float(rows))
+def batch(seed: int, rows: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(rows, 5, generator=torch.Generator().manual_seed(seed))
+    return symmetric_pack(x.T @ x), torch.tensor(float(rows))
 
 
 def test_zero_no_data_and_overflow_are_not_decomposed():
-    _, total, count = batch(0)
+    total, count = batch(0)
     factors, bad = [KroneckerFactor.empty(Side.dense(5)) for _ in range(3)], total.clone()
     fold(factors[0], total, count, decay=0.9)
     fold(factors[2], torch.zeros_like(total), count, decay=0.9)
@@ -50,16 +44,15 @@ def test_zero_no_data_and_overflow_are_not_decomposed():
         bad[7] = value
         factors.append(KroneckerFactor(Side.dense(5), bad.clone(), torch.ones(())))
     assert usable(factors).tolist() == [True, False, False, False, False, False]
-    assert usable([replace(factors[0], packed_P=1e-45 * torch.eye(15)[0])]).all(), (
-        "the smallest number"
-    )
+    smallest = replace(factors[0], packed_P=1e-45 * torch.eye(15)[0])
+    assert usable([smallest]).all()
 
 
 def settled(scale: float = 1.0) -> KroneckerFactor:
     """After as many ordinary batches as it takes to know what is ordinary."""
     factor = KroneckerFactor.empty(Side.dense(5))
     for seed in range(SETTLED):
-        _, total, count = batch(seed, rows=40)
+        total, count = batch(seed, rows=40)
         fold(factor, scale * total, count, decay=0.9)
     return factor
 
@@ -70,7 +63,7 @@ def trace(factor: KroneckerFactor) -> float:
 
 @pytest.mark.parametrize(("usual", "spike"), [(1e-6, 1e35), (1.0, 2e38)])
 def test_a_spike_whose_size_or_ratio_leaves_fp32_counts_for_nothing(usual, spike):
-    factor, (_, total, count) = settled(usual), batch(99, rows=40)
+    factor, (total, count) = settled(usual), batch(99, rows=40)
     total = total / total.abs().max() * spike
     assert torch.isfinite(total).all()
     after = deepcopy(factor)
@@ -80,7 +73,7 @@ def test_a_spike_whose_size_or_ratio_leaves_fp32_counts_for_nothing(usual, spike
 
 
 def test_what_is_not_a_spike_is_averaged_as_ever():
-    _, total, count = batch(99, rows=40)
+    total, count = batch(99, rows=40)
     for factor, scale in (
         (settled(), 0.9 * SPIKE),  # ordinary from one batch to the next
         (settled(), 0.0),  # nothing at all
@@ -99,7 +92,7 @@ def test_what_is_not_a_spike_is_averaged_as_ever():
 
 def test_a_batch_without_rows_or_that_is_not_finite_changes_nothing_and_is_counted():
     """Nor does it count as a spike."""
-    factor, (_, total, count) = settled(), batch(99, rows=40)
+    factor, (total, count) = settled(), batch(99, rows=40)
     before, updates = factor.packed_P.clone(), factor.updates.clone()
     nan, inf, nothing = total.clone(), total.clone(), torch.zeros(())
     nan[3], inf[3] = math.nan, math.inf
@@ -139,39 +132,13 @@ def test_a_sum_has_the_blocks_of_the_second_moment_of_the_rows_that_count(side):
 COMPARED = [Side.dense(1), Side.dense(63), Side(63, 20), Side.diagonal(9)]
 
 
-@pytest.mark.parametrize(("dim", "block"), [(8, 8), (9, 5), (17, 6)])
-def test_a_long_side_is_cut_evenly(dim, block):
-    assert Side.blocks_of(dim, 8) == Side(dim, block)
-
-
-def intervals(flags: list[tuple[bool, bool]]) -> list[int]:
+def test_intervals_grow_like_fibonacci_while_a_factor_stays_and_halve_where_it_changes():
     interval, previous, seen = 1, 1, []
-    for similar in flags:
+    for similar in [(True, True)] * 4 + [(True, False)] * 2 + [(False, False)] * 5:
         interval, previous = next_interval(interval, previous, *similar)
         seen.append(interval)
-    return seen
-
-
-@pytest.mark.parametrize(
-    ("flags", "seen"),
-    [
-        ([(True, True)] * 6, [2, 3, 5, 8, 13, 21]),
-        ([(False, True)] * 5, [1] * 5),
-        ([(False, False)] * 5, [1] * 5),
-        (
-            [(True, True)] * 4 + [(True, False)] * 2 + [(False, False)] * 5,
-            [2, 3, 5, 8, 8, 8, 4, 2, 1, 1, 1],
-        ),
-    ],
-    ids=["stays", "changes", "always new", "a change halves and a small one waits"],
-)
-def test_intervals_grow_like_fibonacci_while_a_factor_stays_and_halve_where_it_changes(flags, seen):
-    assert intervals(flags) == seen
-
-
-def packed(side: Side, seed: int) -> torch.Tensor:
-    x = torch.randn(2 * side.dim + 1, side.dim, generator=torch.Generator().manual_seed(seed))
-    return side.accumulate_(torch.zeros(side.numel), x)
+    assert seen == [2, 3, 5, 8, 8, 8, 4, 2, 1, 1, 1], "where a little changes, it waits"
+    assert next_interval(1, 1, False, True)[0] == 1
 
 
 def whole(side: Side, kept: torch.Tensor) -> torch.Tensor:
@@ -186,26 +153,19 @@ def filled(side: Side, *values: torch.Tensor) -> History:
     return history
 
 
-def flags(history: History, new: torch.Tensor, tolerance: float) -> list[bool]:
-    """What a new value is compared to; the history stays."""
-    return compare_([deepcopy(history)], [new], tolerance=tolerance)[0].tolist()
-
-
 def test_similar_is_a_small_relative_distance_of_whole_matrices():
     """Of all factors in one call."""
-    kept = [[packed(side, seed) for side in COMPARED] for seed in (1, 2, 3)]
-    before, last, new = kept
+    before, last, new = (
+        [random_factor(side, seed).packed_P for side in COMPARED] for seed in (1, 2, 3)
+    )
     histories = [filled(side, *old) for side, *old in zip(COMPARED, before, last, strict=True)]
     for history, x, y in zip(histories, last, before, strict=True):
         assert torch.equal(history.last, x) and torch.equal(history.before, y)
-    distances = [
-        [
-            float((whole(side, x) - whole(side, y)).norm() / whole(side, y).norm())
-            for y in (one, other)
-        ]
-        for side, x, one, other in zip(COMPARED, new, last, before, strict=True)
-    ]
-    for distance in (distance for pair in distances for distance in pair):
+    distances = []
+    for side, x, *olds in zip(COMPARED, new, last, before, strict=True):
+        x, olds = whole(side, x), [whole(side, y) for y in olds]
+        distances.append([float((x - y).norm() / y.norm()) for y in olds])
+    for distance in (one for pair in distances for one in pair):
         for tolerance in (1.0001 * distance, 0.9999 * distance):
             wanted = [[one < tolerance for one in pair] for pair in distances]
             assert compare_(deepcopy(histories), new, tolerance=tolerance).tolist() == wanted
@@ -215,17 +175,17 @@ def test_norms_of_millions_of_elements_keep_their_digits():
     """torch's own is off by 2e-4 at this length."""
     sides = [Side.dense(4096), Side.diagonal(3 * PIECE + 1), Side(63, 20), Side.identity(3)]
     kept = [torch.rand(side.numel, generator=torch.Generator().manual_seed(1)) for side in sides]
-    wanted = [
-        (2 * x.double().square().sum() - side.diagonal_of(x).double().square().sum()).sqrt()
-        for side, x in zip(sides, kept, strict=True)
-    ]
+    wanted = []
+    for side, x in zip(sides, kept, strict=True):
+        squares, diagonal = x.double().square(), side.diagonal_of(x).double().square()
+        wanted.append((2 * squares.sum() - diagonal.sum()).sqrt())
     wanted = torch.stack(wanted)
     # pieces keep the length of one sum short
     close(frobenius(kept, sides), wanted, sums=4096, scale=wanted)
 
 
 def test_nothing_is_similar_to_what_was_not_refreshed_to_zero_or_to_nan():
-    side, new = Side.dense(3), packed(Side.dense(3), 1)
+    side, new = Side.dense(3), random_factor(Side.dense(3), 1).packed_P
     zero, nan, vast = torch.zeros_like(new), new * torch.nan, torch.full_like(new, 1e30)
     for old, value, wanted in (
         ((), new, [False, False]),
@@ -236,9 +196,10 @@ def test_nothing_is_similar_to_what_was_not_refreshed_to_zero_or_to_nan():
         ((new, vast), new, [False, True]),  # the square of its norm is not finite
     ):
         history = filled(side, *old)
-        assert flags(history, value, 10.0) == wanted, old
+        assert compare_([history], [value], tolerance=10.0)[0].tolist() == wanted, old
     identity = Side.identity(3)
-    assert flags(filled(identity, torch.zeros(0)), torch.zeros(0), 0.1) == [False, False]
+    history = filled(identity, torch.zeros(0))
+    assert compare_([history], [torch.zeros(0)], tolerance=0.1).tolist() == [[False, False]]
 
 
 def test_relative_damping_needs_no_partner_and_16_bits_would_cost_an_inverse_its_definiteness():

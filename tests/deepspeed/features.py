@@ -41,7 +41,6 @@ from tests.models import (
     make_tokens,
 )
 from tests.oracle import ReferenceKFAC, _eigh, _seen
-from tests.oracle_images import ImageKFAC
 from tests.spread import difference
 
 ROWS = 4
@@ -452,7 +451,7 @@ OF_IMAGES = {
     "adam-A": (merged(NO_G, {"layers": {"types": CONVOLUTIONS}}), ORTHOGONAL),
 }
 CASES |= {
-    f"images-{name}": Feature(merged(IMAGES, kfac), ConvNet, changes, oracle=ImageKFAC)
+    f"images-{name}": Feature(merged(IMAGES, kfac), ConvNet, changes)
     for name, (kfac, changes) in OF_IMAGES.items()
 }
 
@@ -648,7 +647,6 @@ class Timed(ReferenceKFAC):
                     layer.factors[index] = r * layer.factors[index] + (1 - r) * batch[index]
                 if key in self.refreshes:
                     layer.bases[index] = _eigh(layer.factors[index], layer.blocks[index])
-            layer.use.pairs.clear()
         self.passes.clear()
         self.steps += 1
 

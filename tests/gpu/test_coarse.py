@@ -65,7 +65,7 @@ class Rounded(TorchDispatchMode):
 def rounded_oracle() -> Iterator[None]:
     """What the oracle does with gradients is rounded; its statistics are not."""
     mode, step, adam = Rounded(), oracle.ReferenceKFAC.step, oracle.ReferenceKFAC.adam
-    moments, orthogonalized = oracle._Use.moments, oracle._orthogonalized
+    moments, orthogonalized = oracle._Layer.moments, oracle._orthogonalized
 
     def within(function, context):
         def run(*given, **named):
@@ -87,7 +87,7 @@ def rounded_oracle() -> Iterator[None]:
     with (
         patch.object(oracle.ReferenceKFAC, "step", rounded(step)),
         patch.object(oracle.ReferenceKFAC, "adam", rounded(adam)),
-        patch.object(oracle._Use, "moments", exact(moments)),
+        patch.object(oracle._Layer, "moments", exact(moments)),
         patch.object(oracle, "_orthogonalized", halved),
     ):
         yield

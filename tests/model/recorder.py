@@ -1,7 +1,9 @@
-"""A captured step without DeepSpeed, compared with tests/truth.py."""
+"""A captured step without DeepSpeed: compared with tests/truth.py, or proven by
+ds_kfac/model/proof.py alone."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.layers import LayerSpec, key_of
 from ds_kfac.model.masks import ReadMask
-from ds_kfac.model.registry import MATRICES
+from ds_kfac.model.proof import Proof, RowCheck, eps_of, row_checks
+from ds_kfac.model.registry import LAYERS, MATRICES
 from ds_kfac.model.rows import PASSES, ROWS, TERMS, RowSums
 from ds_kfac.model.scan import LayerChoice, scan
-from ds_kfac.model.shared import SharedInputs
 from tests.close import close, exact
 from tests.ops.specification import symmetric_pack
 from tests.truth import Truth
@@ -50,7 +52,6 @@ class Recorder:
         sharing: str = "expand",
         positions: bool = False,
         sampled: bool = False,
-        inputs: SharedInputs | None = None,
         scale: float = 1.0,
         mask: ReadMask | None = None,
     ) -> None:
@@ -62,7 +63,6 @@ class Recorder:
             self.layers,
             lambda announced: scale,
             rows=RowSums(sharing, positions),
-            inputs=inputs,
             sampled=sampled,
             counts_terms=True,
         )
@@ -173,6 +173,60 @@ def same(found: Mapping[str, Factors], expected: Mapping[str, Factors], sums: fl
 def equal_bits(found: Mapping[str, Factors], expected: Mapping[str, Factors]) -> None:
     assert expected
     exact({**found}, {**expected})
+
+
+def proven(
+    model: nn.Module,
+    layers: Sequence[LayerSpec],
+    batches: Iterable[Any],
+    *,
+    loss: Callable[[Any, Any], Tensor] = lambda model, batch: model(batch),
+    stride: int = 1,
+    **options,
+) -> Mapping[str, RowCheck]:
+    """Layer name -> whether its captured rows make up its gradient, see :mod:`ds_kfac.model.proof`.
+    The gradient is of the batches' summed losses; parameters have it in ``.grad`` afterwards.
+
+    Args:
+        loss: (model, batch) -> scalar loss; by default the model returns it.
+        options: of :class:`Recorder`.
+    """
+    parameters = dict(model.named_parameters())
+    device = next(model.parameters()).device
+    recorder = Recorder(model, layers=tuple(layers), positions=True, **options)
+    capture = recorder.capture
+    proof = Proof(layers, capture.inputs.key, 0, device)
+    try:
+        recorder.begin(stride=stride, proof=proof)
+        model.zero_grad(set_to_none=True)
+        for batch in batches:
+            with capture.uses or nullcontext():
+                value = loss(model, batch)
+            recorder.backward(value)
+        numbers = proof.numbers()
+    finally:
+        capture.remove()
+    accuracies = [eps_of(parameters[layer.weight].dtype) for layer in proof.layers]
+    eps = torch.tensor(accuracies, device=device).double()
+    gradients = {layer.name: matrix_of(layer, parameters) for layer in proof.layers}
+    ratios = proof.ratios(numbers, gradients, divisor=1, world=1, eps=eps, floor=0)
+    names = [layer.name for layer in proof.layers]
+    checks = row_checks(numbers, ratios, [capture.used(name) for name in names])
+    return dict(zip(names, checks, strict=True))
+
+
+def matrix_of(layer: LayerSpec, parameters: Mapping[str, nn.Parameter]) -> Tensor:
+    """A layer's gradient as its matrix, of ``layer.shape``; zeros where a parameter has none."""
+    index, count = layer.part
+    flats = []
+    for name in layer.parameters:
+        parameter = parameters[name]
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        flats.append(gradient.reshape(-1).chunk(count)[index])
+    kind, has_bias = LAYERS[layer.kind], layer.bias is not None
+    matrix = kind.matrix(flats[0], flats[1] if has_bias else None, layer.shape)
+    exact(list(kind.split(matrix, has_bias)), flats, what="split undoes matrix")
+    return matrix
 
 
 class Watched:

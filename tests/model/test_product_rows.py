@@ -1,7 +1,9 @@
 """Of each way to write a product with a parameter: the sum over its rows of g a^T is the
 parameter's gradient, or there are no rows at all. What the reader of code finds is how it lies."""
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,11 +33,10 @@ class Part(nn.Module):
         self.v = nn.Parameter(torch.randn(O, O))  # not a layer
         self.b = nn.Parameter(torch.ones(O))
         self.frozen = nn.Parameter(torch.randn(I, 7), requires_grad=False)
-        self.norm = self.w.detach().norm()
 
 
-class Doubled(torch.autograd.Function):
-    """A view whose gradient is doubled."""
+class View(torch.autograd.Function):
+    """Its node has the name of torch's, but its gradient is doubled."""
 
     @staticmethod
     def forward(ctx, w):
@@ -46,29 +47,9 @@ class Doubled(torch.autograd.Function):
         return 2 * gradient
 
 
-class View(Doubled):
-    """Its node has the name of torch's."""
-
-
 def changed(tensor: Tensor, how: Callable[[Tensor], object]) -> Tensor:
     how(tensor)
     return tensor
-
-
-def changed_after_view(copy: Tensor) -> Tensor:
-    view = copy.T
-    copy.mul_(2)
-    return view
-
-
-def without_gradient(make: Callable[[], Tensor]) -> Tensor:
-    with torch.no_grad():
-        return make()
-
-
-def view_of_deleted_copy(w: Tensor) -> Tensor:
-    copy = w.double()
-    return copy.T
 
 
 def groups(x: Tensor, *order: int) -> Tensor:
@@ -78,12 +59,8 @@ def groups(x: Tensor, *order: int) -> Tensor:
 
 
 NAMES = {
-    "Doubled": Doubled,
     "View": View,
     "changed": changed,
-    "changed_after_view": changed_after_view,
-    "without_gradient": without_gradient,
-    "view_of_deleted_copy": view_of_deleted_copy,
     "groups": groups,
     "nested": lambda x: torch.nested.nested_tensor([x[:1], x[1:]]),
     "dispatched": lambda x: groups(x)[0],
@@ -99,52 +76,31 @@ Layout = tuple[tuple[int, ...], bool]
 COUNTED: dict[Layout, str] = {
     ((O, I), False): """
         F.linear(x, self.w)
-        F.linear(weight=self.w, input=x)
-        F.linear(x, self.w, torch.ones(O))
         F.linear(x[0], self.w)
         F.linear(x[:0], self.w)
-        F.linear(x.view(2, 3, I), self.w)
         F.linear(x.view(2, 3, I).transpose(0, 1), self.w)
         x @ self.w.T
-        x.matmul(self.w.transpose(0, 1))
         self.w @ x[1]
-        self.w @ x.T
         self.w @ x.view(2, 3, I).mT
         torch.addmm(torch.zeros(O, 1), self.w, x.T, alpha=0.5)
         F.linear(x.double(), self.w.double()).float()
-        x.double() @ self.w.T.to(torch.float64)
         x.double() @ self.w.double().T
-        x.double() @ view_of_deleted_copy(self.w)
         x @ self.w.T.contiguous()
-        x @ self.w.clone().clone().T
-        F.linear(x, torch.clone(input=self.w))
         F.linear(x, changed(self.w.clone(), lambda w: w.data.mul_(3)))
         F.linear(x, self.w.clamp(-50, 50))
         F.linear(x, self.w[:2])
-        x @ self.w[1:].T
         F.linear(x, self.w.flatten().view(O, I))
-        x @ self.w[None].mT
-        x.view(2, 3, I) @ self.w[None, None].mT
         torch.bmm(x.view(2, 3, I), self.w.T.expand(2, I, O))
-        x @ self.w.T.expand(2, I, O)
         torch.einsum("...i,oi->...o", x[1], self.w)
         torch.einsum("oi,bni->bon", self.w, x.view(2, 3, I))
-        torch.einsum("oi,ni->on", self.w, x).T
     """,
     ((I, O), True): """
         x @ self.w
         x[1] @ self.w
-        self.w.T @ x.T
-        torch.matmul(other=self.w, input=x)
-        torch.mm(x, mat2=self.w)
-        torch.addmm(torch.zeros(O), x, self.w)
-        torch.addmm(torch.zeros(O), x, self.w, alpha=0.25)
         torch.ones(O).addmm(x, self.w, beta=3, alpha=-2)
-        torch.addmm(input=torch.ones(O), mat1=x, mat2=self.w)
         x @ self.w[:, 1:]
         torch.einsum("ni,io->no", x, self.w)
         torch.einsum("...i,io->...o", x.view(2, 3, 1, I), self.w)
-        torch.einsum("ni,io->no", x.double(), self.w.double())
     """,
     ((I, I), False): """
         x @ self.w.T
@@ -159,28 +115,19 @@ COUNTED: dict[Layout, str] = {
     ((1, O), True): "x[:, :1] @ self.w",
     ((E, O, I), False): """
         torch.einsum("...ei,eoi->...eo", groups(x, 0, 2, 1, 3), self.w)
-        torch.einsum("eni,eoi->eno", dispatched(x), self.w)
         sum(F.linear(x * e, self.w[e]) for e in range(E - 1))
-        F.linear(x, self.w[-1])
         F.linear(x, self.w[torch.tensor(-2)])
-        torch.bmm(dispatched(x), self.w.mT)
-        torch.bmm(dispatched(x).double(), self.w.double().mT)
         torch.bmm(dispatched(x), self.w.mT.contiguous())
         self.w @ dispatched(x).mT
-        dispatched(x)[:2] @ self.w[1:3].mT
         dispatched(x)[:2] @ self.w[1::2].mT
         self.w @ groups(x).mT
-        torch.bmm(self.w[PICKED], x[:, :, None])
-        torch.bmm(x[:, None], self.w[PICKED].mT)
         torch.stack([x, -x.cos()], 1) @ self.w[PICKED].mT
         torch.bmm(self.w[1:][PICKED % 3], x[:, :, None])
-        torch.bmm(self.w.double()[PICKED], x[:, :, None].double())
         torch.bmm(self.w[PICKED].double(), x[:, :, None].double())
         torch.bmm(self.w[[1, 1, -3]], x[:3, :, None])
         torch.bmm(self.w[torch.arange(E) % 2 > 0], x[:2, :, None])
-        torch.bmm(self.w.index_select(0, PICKED % E), x[:, :, None])
         torch.bmm(torch.index_select(input=self.w, index=PICKED % E, dim=0), x[:, :, None])
-        F.linear(x, self.w[PICKED][3])
+        F.linear(x, self.w[PICKED][1])
     """,
     ((E, I, O), True): """
         torch.baddbmm(torch.zeros(E, 1, O), dispatched(x), self.w, alpha=0.25)
@@ -190,8 +137,6 @@ COUNTED: dict[Layout, str] = {
         groups(x) @ self.w
         groups(x, 1, 0, 2, 3) @ self.w[:, None]
         x @ self.w
-        x.view(2, 1, 3, I) @ self.w
-        torch.bmm(x[:, None], self.w[PICKED])
     """,
     ((E, 4, 8), False): """
         torch._grouped_mm(wide(x), self.w.mT, offs=ENDS)
@@ -207,26 +152,12 @@ BIASED = "torch.addmm(self.b, x, self.w, alpha=2, beta=2)"
 NONE: dict[Layout, str] = {
     ((O, I), False): """
         F.linear(x, 0.5 * self.w)
-        F.linear(x, self.w * (SPREAD > 1))
         F.linear(x, torch.where(SPREAD > 1, self.w, 0.0))
-        F.linear(x, self.w.masked_fill(SPREAD > 2, 0.0))
-        F.linear(x, F.dropout(self.w, 0.5, training=True))
-        F.linear(x, self.w / self.w.norm(dim=1, keepdim=True))
-        F.linear(x, torch.zeros(O, I) + self.v @ self.w)
         self.w @ self.frozen
-        self.w.double() @ self.frozen.double()
         self.w @ self.w.T
-        self.w.double() @ self.w.double().T
-        F.linear(x, changed(self.w.clone(), lambda w: w.mul_(3)))
-        F.linear(x, changed(self.w.clone(), lambda w: w.div_(self.norm)))
-        F.linear(x, changed(self.w.clone(), lambda w: w[0].zero_()))
-        F.linear(x, changed(self.w.clone(), lambda w: w.clamp_(-0.1, 0.1)))
-        x @ changed_after_view(self.w.clone())
+        F.linear(x, changed(self.w.clone(), lambda w: w.div_(2)))
         F.linear(x, self.w.clamp(-0.1, 0.1))
-        F.linear(x, without_gradient(self.w.clone))
-        x @ without_gradient(lambda: self.w.T)
         F.linear(x, self.w.detach())
-        F.linear(x, Doubled.apply(self.w))
         F.linear(x, View.apply(self.w))
         F.linear(x, self.w[torch.tensor([0, 2])])
         F.linear(x, self.w.view(torch.int32).view(torch.float32))
@@ -241,19 +172,15 @@ NONE: dict[Layout, str] = {
     ((I, I), False): "F.linear(x, self.w.T)",
     ((I, O), True): """
         torch.linalg.multi_dot([x, self.w, torch.ones(O, 2)])
-        torch.chain_matmul(x, self.w)
-        torch.tensordot(x, self.w, 1)
         x.to_sparse() @ self.w
         torch.einsum("ni,io", x, self.w)
         torch.einsum("ni,io->o", x, self.w)
-        torch.einsum("ni,io->i", x, self.w)
     """,
     ((E, I, O), True): "torch.einsum('ni,eio->eno', x, self.w)",
     ((E, O, I), False): """
         torch.einsum("eni,eoi->eno", dispatched(x)[:2], self.w[1:3])
         torch.einsum("eni,eoi->eno", dispatched(x)[:2], self.w.view(2, 2 * O, I))
         torch.einsum("eni,eoi->no", dispatched(x), self.w)
-        torch.bmm(self.w, self.w.mT)
         torch.bmm(self.w[PICKED], self.w[PICKED].mT)
         torch.bmm(changed(self.w[PICKED], lambda w: w.mul_(2)), x[:, :, None])
         torch.bmm(self.w.index_select(1, torch.tensor([0, 2])), dispatched(x).mT)
@@ -276,20 +203,10 @@ def run(layout: Layout, code: str, bias: bool = False) -> tuple[Part, Recorder, 
     shape, transposed = layout
     *stack, first, second = shape
     outputs, inputs = (second, first) if transposed else (first, second)
-    layers = tuple(
-        LayerSpec(
-            f"w.{e}",
-            "Conv1D" if transposed else "Linear",
-            "0",
-            "0.w",
-            "0.b" if bias else None,
-            Side.dense(inputs + bias),
-            Side.dense(outputs),
-            product=True,
-            part=(e, stack[0] if stack else 1),
-        )
-        for e in range(stack[0] if stack else 1)
-    )
+    kind, count = "Conv1D" if transposed else "Linear", stack[0] if stack else 1
+    sides = Side.dense(inputs + bias), Side.dense(outputs)
+    layer = LayerSpec("", kind, "0", "0.w", "0.b" if bias else None, *sides, product=True)
+    layers = tuple(replace(layer, name=f"w.{e}", part=(e, count)) for e in range(count))
     part = written(f"return {code}", Part, **NAMES)(shape)
     recorder = Recorder(nn.Sequential(part), layers=layers, sampled=True)
     x = torch.randn(N, I, generator=torch.Generator().manual_seed(2)).requires_grad_()
@@ -320,37 +237,22 @@ def test_the_rows_of_a_product_give_its_gradient(layout, code):
         close(actual[0, :, -1].float(), expected[1], sums=1000)
 
 
-@pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
-@pytest.mark.parametrize(
-    ("layout", "code"),
-    [*cases(NONE), (((I, O), True), "torch.addmm(self.b, x, self.w, alpha=2)")],
-)
+ALPHA = (((I, O), True), "torch.addmm(self.b, x, self.w, alpha=2)")
+
+
+@pytest.mark.parametrize(("layout", "code"), [*cases(NONE), ALPHA])
 def test_what_is_no_product_with_the_parameter_itself_has_no_rows(layout, code):
     _, recorder, loss = run(layout, code, bias="self.b" in code)
     loss.backward()
     assert not recorder.capture.pending
 
 
-UNREAD = (
-    "clone(input",
-    "changed",
-    "deleted_copy",
-    "flatten",
-    "T.expand",
-    "other=",
-    "mat2=",
-    "mat1=",
-    ".addmm(x",
-    "enumerate",
-    "unbind",
-    "index_select",
-)
+UNREAD = r"changed|flatten|T\.expand|mat[12]=|\.addmm\(x|enumerate|unbind|index_select"
 """The reader does not know code with one of these."""
 
 
 @pytest.mark.parametrize(
-    ("layout", "code"),
-    [case for case in cases(COUNTED) if not any(word in case.id for word in UNREAD)],
+    ("layout", "code"), [case for case in cases(COUNTED) if not re.search(UNREAD, case.id)]
 )
 def test_the_code_of_a_product_says_how_its_matrix_lies(layout, code):
     shape, transposed = layout

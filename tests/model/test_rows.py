@@ -12,27 +12,21 @@ from ds_kfac.model.convolutions import phase
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.masks import Forward
 from ds_kfac.model.registry import LAYERS
-from ds_kfac.model.rows import ROWS, BatchSum, RowSums, is_nonzero, kept_rows
+from ds_kfac.model.rows import BatchSum, RowSums, is_nonzero, kept_rows
 from ds_kfac.model.shared import SharedInputs, agreed
 from tests.close import close
 from tests.ops.specification import symmetric_pack
 
 
-def sums_of(x, g, sharing="expand", scale=1.0):
-    """(sum of A, rows of A, sum of G) of a call of a linear layer without bias."""
-    A, G = (BatchSum.empty(side.numel, torch.device("cpu")) for side in sides_of(x, g))
-    layer = LayerSpec("layer", "Linear", "", "w", None, *sides_of(x, g))
-    leading = g.shape[:-1]
-    rows = Rows("w", Forward(), leading, leading.numel(), recomputed=False)
+def sum_of_G(g, scale: float):
+    """Of a call of a linear layer without bias."""
+    x, side = torch.zeros(*g.shape[:-1], 4), Side.dense(g.shape[-1])
+    layer = LayerSpec("layer", "Linear", "", "w", None, Side.dense(4), side)
+    rows = Rows("w", Forward(), g.shape[:-1], g.shape[:-1].numel(), recomputed=False)
     call = Call(layer, LAYERS["Linear"], nn.Identity(), rows, g.shape)
-    kept = torch.ones(x.shape[:-1], dtype=torch.bool)
-    RowSums(sharing).add_inputs(call, x, kept, kept.any(), A)
-    RowSums(sharing).add_gradients(call, x, g, g.any(), G, scale)
-    return A.sum_P, float(A.counts[ROWS]), G.sum_P
-
-
-def sides_of(x, g):
-    return Side.dense(x.shape[-1]), Side.dense(g.shape[-1])
+    G = BatchSum.empty(side.numel, torch.device("cpu"))
+    RowSums().add_gradients(call, x, g, g.any(), G, scale)
+    return G.sum_P
 
 
 def second_moment(x: torch.Tensor) -> torch.Tensor:
@@ -40,44 +34,19 @@ def second_moment(x: torch.Tensor) -> torch.Tensor:
     return symmetric_pack(x.T @ x)
 
 
-@pytest.mark.parametrize("pooled", [False, True])
-def test_each_rule_of_weight_sharing_is_exact_in_its_own_setting(pooled):
-    """For y = W a of squared loss, whose Fisher is E[J^T J]. Pooled: one prediction per example,
-    the mean over its positions. The gradients of all output directions together have it exactly,
-    so there is nothing to sample."""
-    N, T, inputs, outputs = 6, 3, 4, 2
-    a, terms = torch.randn(N, T, inputs), N if pooled else N * T
-    per_term = (a.mean(dim=1) if pooled else a.view(terms, inputs)).double()
-    eye = torch.eye(outputs, dtype=torch.float64)
-    jacobians = torch.stack([torch.kron(eye, row[None]) for row in per_term])
-    exact = torch.einsum("noi,noj->ij", jacobians, jacobians) / terms
-    lower, fishers = torch.tril_indices(inputs, inputs), {}
-    for rule in ("expand", "reduce"):
-        G, A = torch.zeros(3), torch.zeros(inputs, inputs)
-        for direction in torch.eye(outputs):
-            g = (direction / terms / (T if pooled else 1)).expand(N, T, outputs)
-            sum_A, rows, of_direction = sums_of(a, g, sharing=rule)
-            G += terms * of_direction
-        A[lower[0], lower[1]] = A[lower[1], lower[0]] = sum_A / rows
-        fishers[rule] = torch.kron(torch.tensor([[G[0], G[1]], [G[1], G[2]]]), A).double()
-    right, other = ("reduce", "expand") if pooled else ("expand", "reduce")
-    close(fishers[right], exact, sums=7 * 3, dtype=torch.float32)
-    assert (fishers[other] - exact).norm() > 0.1 * exact.norm()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_in_16_bits_are_divided_after_the_product(dtype):
     g = torch.randn(2, 3, 5).to(dtype)
-    *_, G = sums_of(torch.randn(2, 3, 5), g, scale=2.0**16)
+    G = sum_of_G(g, scale=2.0**16)
     assert G.dtype is torch.float32
     close(G, second_moment(g) / 2.0**32, sums=6)
-    *_, G = sums_of(torch.randn(2, 3, 5), g.float() * 2.0**80, scale=2.0**80)
+    G = sum_of_G(g.float() * 2.0**80, scale=2.0**80)
     close(G, second_moment(g), sums=6)
 
 
-@pytest.mark.parametrize("interval", [1, 2, 5, 10, 16, 50, 7919])
+@pytest.mark.parametrize("interval", [1, 5, 16, 7919])
 def test_a_place_visits_all_alike_at_any_interval(interval):
-    for stride in (2, 3, 4, 7, 10, 16, 100):
+    for stride in (2, 3, 7, 16, 100):
         visits = torch.zeros(stride)
         for capture in range(1000):
             visits[phase(capture * interval, stride)] += 1
@@ -95,25 +64,13 @@ def test_a_row_whose_gradient_is_not_finite_counts():
 X = torch.arange(12.0).view(3, 4)
 
 
-@pytest.mark.parametrize(
-    ("other", "same"),
-    [
-        (lambda x: x, True),
-        (lambda x: x.detach(), True),
-        (lambda x: x.view(3, 4), True),
-        (lambda x: x[:], True),
-        (lambda x: x.T.T, True),
-        (lambda x: x.clone(), False),
-        (lambda x: x[:2], False),
-        (lambda x: x.view(4, 3), False),
-        (lambda x: x.T.contiguous().T, False),
-        (lambda x: x.as_strided((3, 4), (1, 3)), False),
-        (lambda x: x.flatten()[1:], False),
-    ],
-)
-def test_the_same_memory_seen_in_one_way_is_the_same_input(other, same):
-    shared = SharedInputs("ab")
-    assert (shared.number("a", X) == shared.number("b", other(X))) == same
+def test_the_same_memory_seen_in_one_way_is_the_same_input():
+    same = [X, X.detach(), X.T.T]
+    others = [X.clone(), X[:2], X.view(4, 3), X.as_strided((3, 4), (1, 3)), X.flatten()[1:]]
+    for other in same + others:
+        shared = SharedInputs("ab")
+        is_same = shared.number("a", X) == shared.number("b", other)
+        assert is_same == any(other is one for one in same), other
 
 
 def test_an_input_changed_in_place_in_between_is_another_one():

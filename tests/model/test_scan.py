@@ -9,7 +9,7 @@ from ds_kfac.diagnostics.share import share_of
 from ds_kfac.directions.kfac_adamw.matrices import biases_of, other_matrices
 from ds_kfac.model.scan import LayerChoice, scan
 from tests.model.recorder import Recorder
-from tests.model.written import written
+from tests.model.written import module, written
 from tests.rule_cases import Conv1D
 
 
@@ -19,18 +19,6 @@ def reasons(model: nn.Module, **choice) -> dict[str, str]:
 
 def names(model: nn.Module, choice: LayerChoice | None = None, **options) -> list[str]:
     return [layer.name for layer in scan(model, choice, **options).layers]
-
-
-class Matrix(nn.Module):
-    shape: tuple[int, ...] = (9, 4)
-
-    def __init__(self, dtype: torch.dtype = torch.float32):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(self.shape, dtype=dtype))
-
-
-class Stack(Matrix):
-    shape = (3, 4, 4)
 
 
 class Property(nn.Linear):
@@ -58,28 +46,19 @@ def frozen(module: nn.Module) -> nn.Module:
     return module.requires_grad_(False)
 
 
-def changing(code: str) -> type[nn.Conv2d]:
-    """A convolution with a weight that is computed of another."""
-    return written(code, nn.Conv2d)
-
-
-STANDARDIZED = changing(
+STANDARDIZED = written(
     "weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)\n"
-    "return F.conv2d(x, weight, self.bias)"
+    "return F.conv2d(x, weight, self.bias)",
+    nn.Conv2d,
 )
-SHIFTED = changing(
+SHIFTED = written(
     "def _conv_forward(self, x, weight, bias):\n    weight = weight - weight.mean()\n"
-    "    return super(type(self), self)._conv_forward(x, weight, bias)"
+    "    return super(type(self), self)._conv_forward(x, weight, bias)",
+    nn.Conv2d,
 )
-BOOKS = """
-for level in range(3):
-    book = self.weight[level]
-    x = x - book[(x @ book.T).argmin(-1)]
-return x
-"""
-CODEBOOK = (
-    "nearest = (x @ self.weight.T).argmin(-1)\nreturn self.weight.index_select(0, index=nearest)"
-)
+CODEBOOK = "return self.weight.index_select(0, index=(x @ self.weight.T).argmin(-1))"
+INDEXED = "table = self.weight.float()\nreturn table[x] @ self.weight.T"
+TABLE_AND_HEAD = "def logits(self, x):\n    return x @ self.weight.T"
 HEAD_AS_TABLE = """
 def __init__(self):
     nn.Module.__init__(self)
@@ -89,17 +68,17 @@ def forward(self, x):
     return self.head(self.head.weight[x])
 """
 # as I-BERT has it
-TABLE = written("return F.embedding(x, self.weight)", Matrix)
+TABLE = written("return F.embedding(x, self.weight)")
 HALF_TRAINED = nn.LayerNorm(4)
 HALF_TRAINED.bias.requires_grad_(False)
 TIED = nn.ModuleDict({"embed": nn.Embedding(9, 4), "head": nn.Linear(4, 9, bias=False)})
 TIED["head"].weight = TIED["embed"].weight
 HALF_TIED = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
 HALF_TIED[1].weight = HALF_TIED[0].weight  # each with a bias of its own
+WIDE = nn.ConvTranspose2d(4, 4, 2, dilation=2, output_padding=1)
 IS_TABLE = "rows are looked up in weight: it is a table"
 LEFT_ALONE = {
     "frozen": (frozen(nn.Linear(4, 4)), "weight is frozen"),
-    "a frozen norm": (frozen(nn.BatchNorm2d(4)), "weight is frozen"),
     "a norm of half": (HALF_TRAINED, "only one of its weight and bias is trained"),
     "a norm of ranks": (nn.SyncBatchNorm(4), "statistics of all ranks"),
     "an embedding": (nn.Embedding(9, 4), "no K-FAC layer type for it"),
@@ -107,31 +86,16 @@ LEFT_ALONE = {
     "without elements": (nn.Linear(4, 0), "weight has no elements"),
     "weight_norm": (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "computed"),
     "an old weight_norm": (nn.utils.weight_norm(nn.Conv2d(3, 4, 3)), "computed"),
-    "an old spectral_norm": (nn.utils.spectral_norm(nn.Linear(4, 4)), "computed"),
     "drawn": (drawn(), "computed"),
     "a property": (type("Inheriting", (Property,), {})(4, 4), "computed"),
     "standardized": (STANDARDIZED(3, 4, 3), "overrides Conv2d.forward, and does not convolve"),
     "shifted": (SHIFTED(3, 4, 3), "overrides Conv2d._conv_forward, and does not convolve"),
-    "a wide output_padding": (
-        nn.ConvTranspose2d(4, 4, 2, dilation=2, output_padding=1),
-        "its output_padding is not below its stride",
-    ),
+    "a wide output_padding": (WIDE, "its output_padding is not below its stride"),
     "tied": (TIED, "weight is shared by it.embed, it.head"),
     "tied but their biases": (HALF_TIED, "weight is shared by it.0, it.1"),
-    "table and head": (
-        written("def logits(self, x):\n    return x @ self.weight.T", TABLE)(),
-        IS_TABLE,
-    ),
-    "a table by index": (
-        written("table = self.weight.float()\nreturn table[x] @ self.weight.T", Matrix)(),
-        IS_TABLE,
-    ),
-    "columns of a Linear's, as LayoutLM's": (
-        written("return self.weight.t()[x] + x @ self.weight.T", Matrix)(),
-        IS_TABLE,
-    ),
-    "codebook": (written(CODEBOOK, Matrix)(), IS_TABLE),
-    "books of residual quantization": (written(BOOKS, Stack)(), IS_TABLE),
+    "table and head": (module(TABLE_AND_HEAD, TABLE, weight=(9, 4)), IS_TABLE),
+    "a table by index": (module(INDEXED, weight=(9, 4)), IS_TABLE),
+    "codebook": (module(CODEBOOK, weight=(9, 4)), IS_TABLE),
     "head as table": (written(HEAD_AS_TABLE)(), IS_TABLE),
 }
 
@@ -172,8 +136,7 @@ def test_linear_and_conv1d_are_found_with_their_shapes():
 
 def test_a_bias_that_another_module_only_holds_is_the_layers_and_no_two_layers_have_one():
     """As RoBERTa's head has it."""
-    holding = written("return self.decoder(x)")()
-    holding.decoder = nn.Linear(4, 9)
+    holding = module("return self.decoder(x)", decoder=nn.Linear(4, 9))
     holding.bias = holding.decoder.bias
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "holding": holding})
     (_, layer) = scan(model).layers
@@ -204,12 +167,6 @@ def test_what_the_optimizer_does_not_step_is_listed():
     found = scan(model, optimized=[model["body"].weight])
     assert [(layer.name, layer.bias) for layer in found.layers] == [("body", None)]
     assert found.skipped[0].reason == "weight is not among the optimizer's parameters"
-
-
-def test_matrices_of_torchscript_are_left_to_the_optimizer():
-    """Which gives no parameter by its name."""
-    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Sequential(nn.Linear(4, 4))))
-    assert other_matrices(model, scan(model)) == {"1.0.weight"}
 
 
 # what the user chooses
@@ -247,13 +204,9 @@ def test_a_long_side_is_in_blocks_and_a_vocabularys_diagonal(monkeypatch):
 
 
 def test_adapters_get_the_factor_of_their_small_side():
-    model = nn.ModuleDict(
-        {
-            "base_layer": frozen(nn.Linear(40, 60)),
-            "lora_A": nn.ModuleDict({"default": nn.Linear(40, 4, bias=False)}),
-            "lora_B": nn.ModuleDict({"default": nn.Linear(4, 60, bias=False)}),
-        }
-    )
+    small = {"lora_A": nn.Linear(40, 4, bias=False), "lora_B": nn.Linear(4, 60, bias=False)}
+    model = nn.ModuleDict({"base_layer": frozen(nn.Linear(40, 60))})
+    model.update({name: nn.ModuleDict({"default": each}) for name, each in small.items()})
     assert names(model) == ["lora_A.default", "lora_B.default"]
     assert kinds(model) == [("identity", "dense"), ("dense", "identity")]
     assert sum(layer.A.numel + layer.G.numel for layer in scan(model).layers) == 2 * 10
@@ -284,13 +237,6 @@ def test_a_weight_that_is_computed_of_another_has_no_curvature(kind):
 
 SLICES = "return x @ self.weight[start:, :].T + self.weight[-1, 0] + self.weight[None][..., 0]"
 CHOSEN = "return x @ self.weight[chosen] + (x @ self.weight[:, chosen[0] :]).sum()"
-RESET = """
-def reset(self):
-    self.weight[i].zero_()
-
-def forward(self, x):
-    return x @ self.weight
-"""
 PRUNED = """
 def prune(self, kept):
     self.linear.weight.data = self.linear.weight[kept].clone()
@@ -298,13 +244,11 @@ def prune(self, kept):
 def forward(self, x):
     return self.linear(x)
 """
-PRUNABLE = written(PRUNED)()
-PRUNABLE.linear = written("return super(type(self), self).forward(x) * 2", nn.Linear)(4, 9)
+DOUBLED = written("return super(type(self), self).forward(x) * 2", nn.Linear)
 NO_TABLES = {
-    "some rows": (written(SLICES, Matrix)(), "0.weight"),
-    "of a stack": (written(CHOSEN, Stack)(), "0.weight"),
-    "set up": (written(RESET, Matrix)(), "0.weight"),
-    "pruned": (PRUNABLE, "0.linear.weight"),
+    "some rows": (module(SLICES, weight=(9, 4)), "0.weight"),
+    "of a stack": (module(CHOSEN, weight=(3, 4, 4)), "0.weight"),
+    "pruned": (module(PRUNED, linear=DOUBLED(4, 9)), "0.linear.weight"),
 }
 
 
@@ -317,69 +261,52 @@ def test_tables_are_no_matrices():
     positions, kernel = nn.Module(), "return some_kernel(x, self.weight) @ self.weight.T"
     positions.middle = nn.Parameter(torch.zeros(3, 1, 5, 4))
     positions.stack = nn.Parameter(torch.zeros(3, 5, 4))
-    modules = {"linear": nn.Linear(4, 4), "table": TABLE(), "positions": positions}
+    modules = {
+        "linear": nn.Linear(4, 4),
+        "table": module("return F.embedding(x, self.weight)", weight=(9, 4)),
+        "positions": positions,
+    }
     model = nn.ModuleDict(modules | {"c": frozen(nn.Conv1d(4, 4, 1))})
     share = share_of(model, scan(model))
     # of a stack nothing shows that it is a table, nor what a kernel does
     assert share.matrices - share.stepped == 3 * 5 * 4
-    model["table"] = written(kernel, Matrix)()
+    model["table"] = module(kernel, weight=(9, 4))
     share = share_of(model, scan(model))
     assert share.matrices == 16 + 3 * 5 * 4 + 9 * 4 and share.stepped == 16 + 9 * 4
 
 
 # class -> shape of its weight
-KERNELS = {
-    "of a 1x1 convolution": ("return F.conv2d(x, self.weight)", (9, 4, 1, 1)),
-    "modulated, as StyleGAN2's": (
-        "w = self.weight * self.gain\nw = w.flatten(0, 1)\nreturn F.conv2d(x, weight=w, padding=1)",
-        (1, 9, 4, 3, 3),
-    ),
+MODULATED = "w = (self.weight * self.gain).flatten(0, 1)\nreturn F.conv2d(x, weight=w, padding=1)"
+# a mask in ``forward`` reads a matrix like a table, so only the report's row tells
+MASKED = PRUNED.replace("def prune(self, kept)", "def forward(self, x, kept=None)")
+SCRIPTED = torch.jit.script(nn.Sequential(nn.Linear(4, 4)))
+POINTWISE = "return F.conv2d(x, self.weight)"
+POSITIONS = "return F.conv2d(x + self.weight, self.kernel)"
+IN_NO_LAYER = {
+    "a kernel of 1x1": (module(POINTWISE, weight=(9, 4, 1, 1)), {"matrices"}),
+    "a kernel as StyleGAN2's": (module(MODULATED, weight=(1, 9, 4, 3, 3)), {"matrices"}),
+    "of TorchScript, which gives no parameter by its name": (SCRIPTED, {"matrices"}),
+    "positions before a convolution": (module(POSITIONS, weight=(1, 4, 5, 5)), {"unclear"}),
+    "a masked matrix": (module(MASKED, linear=nn.Linear(4, 9, bias=False)), {"tables"}),
+    "of no known shape": (module("return x", weight=(36,)), {"unclear"}),
 }
 
 
-@pytest.mark.parametrize(("code", "shape"), KERNELS.values(), ids=KERNELS)
-def test_a_kernel_with_sides_of_one_is_a_matrix(code, shape):
-    convolution = type("Kernel", (Matrix,), {"shape": shape})
-    model = nn.ModuleDict({"linear": nn.Linear(4, 4), "kernel": written(code, convolution)()})
-    model["kernel"].gain = nn.Parameter(torch.ones(1, 9, 1, 1, 1))
+@pytest.mark.parametrize("name", IN_NO_LAYER)
+def test_what_is_in_no_layer_is_named_as_a_matrix_a_table_or_unclear(name):
+    module, expected = IN_NO_LAYER[name]
+    model = nn.ModuleDict({"linear": nn.Linear(4, 4), "embedding": nn.Embedding(9, 4)})
+    model["it"] = module
     found = scan(model)
-    assert other_matrices(model, found) == {"kernel.weight"}
-    assert share_of(model, found).fraction < 0.8
-
-
-def test_positions_that_are_added_before_a_convolution_are_no_kernel():
-    code = "return F.conv2d(x + self.weight, self.kernel)"
-    positions = type("Positions", (Matrix,), {"shape": (1, 4, 5, 5)})
-    model = nn.ModuleDict({"linear": nn.Linear(4, 4), "positions": written(code, positions)()})
-    assert other_matrices(model, scan(model)) == set()
-
-
-def test_tables_that_only_code_shows_are_named():
-    """A mask in ``forward`` reads a matrix like a table, so only the report's row tells."""
-    code = PRUNED.replace("def prune(self, kept)", "def forward(self, x, kept=None)")
-    pruned = written(code)()
-    pruned.linear = nn.Linear(4, 9)
-    model = nn.ModuleDict({"embedding": nn.Embedding(9, 4), "pruned": pruned})
-    model["linear"] = nn.Linear(4, 4)
-    assert share_of(model, scan(model)).tables == (("pruned.linear.weight", 36),)
-
-
-def test_large_parameters_of_no_known_shape_are_named():
-    flat = type("Flat", (Matrix,), {"shape": (36,)})
-    model = nn.ModuleDict({"linear": nn.Linear(4, 9), "flat": flat()})
-    share = share_of(model, scan(model))
-    assert share.unclear == (("flat.weight", 36),)
-    assert share.unclear_fraction == 0.5
+    share, matrices = share_of(model, found), other_matrices(model, found)
+    seen = {"matrices": matrices, "tables": share.tables, "unclear": share.unclear}
+    assert {kind for kind, names in seen.items() if names} == expected
+    assert (share.fraction < 1) == bool(matrices) and len(matrices) < 2
 
 
 def test_biases_of_matrices_are_found_by_their_module():
-    model = nn.ModuleDict(
-        {
-            "gru": nn.GRU(4, 4),
-            "normed": nn.utils.parametrizations.weight_norm(nn.Linear(4, 5)),
-            "norm": nn.LayerNorm(4),
-        }
-    )
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 5))
+    model = nn.ModuleDict({"gru": nn.GRU(4, 4), "normed": normed, "norm": nn.LayerNorm(4)})
     named = dict(model.named_parameters())
     matrices = {name for name, p in named.items() if p.ndim == 2}
     expected = {"gru.bias_ih_l0", "gru.bias_hh_l0", "normed.bias"}

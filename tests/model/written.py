@@ -29,11 +29,17 @@ def written(code: str, base: type[nn.Module] = nn.Module, **names: object) -> ty
     module.__file__ = f"<{name}>"
     vars(module).update(Base=base, torch=torch, nn=nn, F=F, **names)
     sys.modules[name] = module
-    linecache.cache[module.__file__] = (
-        len(text),
-        None,
-        text.splitlines(keepends=True),
-        module.__file__,
-    )
+    lines = text.splitlines(keepends=True)
+    linecache.cache[module.__file__] = len(text), None, lines, module.__file__
     exec(compile(text, module.__file__, "exec"), vars(module))
     return module.Written
+
+
+def module(code: str, base: type[nn.Module] = nn.Module, **parts: object) -> nn.Module:
+    """A module of :func:`written`; ``parts`` are shapes of its parameters, or other attributes."""
+    torch.manual_seed(2)
+    made = written(code, base)()
+    for name, part in parts.items():
+        is_shape = isinstance(part, tuple)
+        setattr(made, name, nn.Parameter(torch.randn(part) / 3) if is_shape else part)
+    return made

@@ -1,10 +1,7 @@
-"""One file knows DeepSpeed's versions; what it reads elsewhere, the others of the package do not
-touch."""
+"""What is known of DeepSpeed's versions: which are refused, and their faults."""
 
-import ast
 import re
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import deepspeed
@@ -17,47 +14,17 @@ from packaging.version import Version
 
 from ds_kfac.zero import deepspeed_versions
 from ds_kfac.zero.layout import Half
-from ds_kfac.zero.stages import BF16
 from tests import versions
 
-PACKAGE = Path(deepspeed_versions.__file__).parent.parent
-OURS = Path(deepspeed_versions.__file__)
-ASKS = ("getattr", "hasattr")
-SHARED = {"dtype", "partition_gradients", "use_grad_accum_attribute", "backup_optimizer", "zenflow"}
 """Names that every version has on some object, or that are keys of a DeepSpeed config."""
-
-
-def nodes_of(path: Path, kind: type) -> list:
-    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kind)]
-
-
-def looked_up(path: Path) -> set[str]:
-    """Attributes that a file asks for by ``getattr`` or ``hasattr``: a version may lack them."""
-    calls = [c for c in nodes_of(path, ast.Call) if getattr(c.func, "id", "") in ASKS]
-    return {c.args[1].value for c in calls if isinstance(c.args[1], ast.Constant)}
-
-
-def read(path: Path) -> set[str]:
-    """Attributes that a file reads of other objects than ``self``, or looks up."""
-    attributes = nodes_of(path, ast.Attribute)
-    return {a.attr for a in attributes if getattr(a.value, "id", "") != "self"} | looked_up(path)
-
-
-def test_what_depends_on_the_version_is_read_in_one_file():
-    names = looked_up(OURS) - SHARED
-    assert "loss_scale_config" in names
-    for path in PACKAGE.rglob("*.py"):
-        assert path == OURS or not read(path) & names, path
 
 
 def test_offsets_are_those_that_deepspeed_keeps_or_follow_from_the_numels():
     params = [torch.empty(size) for size in (3, 5, 2)]
-    old = SimpleNamespace(round_robin_bit16_groups=[params])
-    assert list(deepspeed_versions.offsets(old, 0)) == [0, 3, 8]
-    aligned = SimpleNamespace(
-        round_robin_bit16_groups=[params], round_robin_bit16_offsets=[[0, 4, 12]]
-    )
-    assert list(deepspeed_versions.offsets(aligned, 0)) == [0, 4, 12]
+    optimizer = SimpleNamespace(round_robin_bit16_groups=[params])
+    assert list(deepspeed_versions.offsets(optimizer, 0)) == [0, 3, 8]
+    optimizer.round_robin_bit16_offsets = [[0, 4, 12]]
+    assert list(deepspeed_versions.offsets(optimizer, 0)) == [0, 4, 12]
 
 
 @pytest.mark.parametrize(
@@ -65,10 +32,8 @@ def test_offsets_are_those_that_deepspeed_keeps_or_follow_from_the_numels():
     [
         ("0.16.9", True, False),
         ("0.17.0", False, False),
-        (deepspeed_versions.TESTED[-1], False, False),
+        (f"{deepspeed_versions.TESTED[-1]}+cu121", False, False),
         ("0.20.1", False, True),
-        ("0.19.8+cu121", False, False),
-        ("1.0", False, True),
     ],
 )
 def test_an_older_deepspeed_is_refused_and_a_newer_one_is_named(
@@ -212,12 +177,7 @@ def test_faults_are_found_in_the_code_of_a_version(monkeypatch):
 
 @pytest.mark.parametrize(
     ("installed", "offload", "bf16_optimizer", "pipelines"),
-    [
-        ("0.18.0", 1, 0, 1),
-        ("0.18.9", 1, 1, 1),
-        ("0.19.0", 0, 0, 1),
-        ("0.19.4", 0, 0, 0),
-    ],
+    [("0.18.0", 1, 0, 1), ("0.18.9", 1, 1, 1), ("0.19.0", 0, 0, 1), ("0.19.4", 0, 0, 0)],
 )
 def test_what_a_version_mended_is_a_known_fault_of_those_before(
     installed, offload, bf16_optimizer, pipelines, monkeypatch
@@ -233,19 +193,6 @@ def test_what_a_version_mended_is_a_known_fault_of_those_before(
 def test_a_stage_that_looks_for_overflow_itself_skips_on_all_ranks(kind):
     skips = deepspeed_versions.skips_by_rank(object.__new__(kind))
     assert skips == (Version(deepspeed.__version__) < Version("0.19.8"))
-
-
-def test_bf16_gradients_that_were_added_to_fp32_ones_and_stepped_do_not_wait():
-    """In 0.17.0 they stay after a step at stage 0, and attach was refused."""
-    module, flags = torch.nn.Linear(2, 2), [[False, False]]
-    for param in module.parameters():
-        param.grad = torch.ones_like(param)
-    engine = SimpleNamespace(
-        module=module, optimizer=SimpleNamespace(fp32_groups_has_gradients=flags)
-    )
-    assert not BF16.is_waiting(engine)
-    flags[0][1] = True
-    assert BF16.is_waiting(engine)
 
 
 def test_a_step_in_16_bits_at_stage_0_leaves_no_gradient():

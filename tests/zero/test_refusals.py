@@ -46,36 +46,24 @@ CASES = [
     ("tensor and sequence parallelism", of(sharded=True, sequence=True), "a group of one rank"),
     ("NVMe offload of parameters", config(zero_optimization=NVME), 'offload_param.device to "cpu"'),
     (f"{PIPELINE} of another kind", pipeline(), "default schedule"),
-    (
-        f"{PIPELINE} with a model axis",
-        pipeline(is_model_parallel=True),
-        "axes pipe and data",
-    ),
+    (f"{PIPELINE} with a model axis", pipeline(is_model_parallel=True), "axes pipe and data"),
     (f"{EXPERTS} in BF16_Optimizer", of(experts=True, bf16_optimizer=True), "grad_accum_dtype"),
     *(
         (
             f"{EXPERTS} with other model parallelism",
-            of(experts=True, **{other: True}),
+            of(experts=True, **other),
             "data parallelism only",
         )
-        for other in ("sharded", "pipeline", "sequence")
+        for other in ({"sharded": True}, {"pipeline": True}, {"sequence": True})
     ),
     ("AutoEP with AutoTP", autoep(tensor=2), "autotp_size to 1"),
     ("AutoEP with DeepEP", autoep(backend="deepep"), 'comm_backend to "comm"'),
-    (
-        "AutoEP with Triton's grouped products",
-        autoep(use_triton_grouped_mm=True),
-        "disable_triton_grouped_mm to true",
-    ),
-    (
-        "AutoEP with one product for gate and up",
-        autoep(gate_up_impl="fused"),
-        'gate_up_impl to "separate"',
-    ),
+    ("AutoEP with Triton's grouped products", autoep(use_triton_grouped_mm=True), "to true"),
+    ("AutoEP with one product for gate and up", autoep(gate_up_impl="fused"), 'to "separate"'),
     (
         "kfac.rescale_weights with tensor parallelism",
         of(sharded=True, config=RESCALING),
-        "set rescale_weights to false",
+        "to false",
     ),
     ("compressed-communication optimizer", config("OneBitAdam"), "such as AdamW"),
     ("Muon", config("Muon"), "choose Muon or K-FAC"),
