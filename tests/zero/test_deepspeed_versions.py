@@ -16,8 +16,6 @@ from ds_kfac.zero import deepspeed_versions
 from ds_kfac.zero.layout import Half
 from tests import versions
 
-"""Names that every version has on some object, or that are keys of a DeepSpeed config."""
-
 
 def test_offsets_are_those_that_deepspeed_keeps_or_follow_from_the_numels():
     params = [torch.empty(size) for size in (3, 5, 2)]
@@ -206,7 +204,7 @@ def test_a_step_in_16_bits_at_stage_0_leaves_no_gradient():
 def test_the_table_of_versions_has_a_row_a_tested_version_and_a_cell_a_column():
     columns, tested = versions.COLUMNS, deepspeed_versions.TESTED
     page = (versions.ROOT / "docs/reference/supported.md").read_text().replace("\n", " ")
-    said = f"Tested are {', '.join(tested[:-1])} and {tested[-1]},"
+    said = f" are {', '.join(tested[:-1])} and {tested[-1]},"
     assert said in page, "errors say that this page names them"
     assert f"| deepspeed | {' | '.join(columns)} |" in versions.DOCUMENT.read_text()
     rows = versions.rows()
