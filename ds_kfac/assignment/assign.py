@@ -30,13 +30,13 @@ class Assignment:
         workers: layer name -> ranks that have the layer's eigenbases and precondition its gradient,
             in ascending order. If gradients are partitioned (ZeRO), each layer has one such rank.
             If gradients are replicated, the ranks form a column of the KAISA grid.
-        eigen_workers: factor key -> rank that averages and decomposes the factor. The dict may also
+        owners: factor key -> rank that averages and decomposes the factor. The dict may also
             have keys of factors that no longer exist, because a shared factor has replaced them.
     """
 
     work: Work
     workers: Workers
-    eigen_workers: Mapping[str, int]
+    owners: Mapping[str, int]
 
     @property
     def world(self) -> int:
@@ -49,18 +49,18 @@ class Assignment:
     @cached_property
     def loads(self) -> tuple[float, ...]:
         """Predicted seconds per step for each rank, without work that is the same on all ranks."""
-        return tuple(self.work.loads(self.workers, self.eigen_workers))
+        return tuple(self.work.loads(self.workers, self.owners))
 
     @cached_property
     def memory(self) -> tuple[int, ...]:
         """Predicted bytes of K-FAC state on each rank."""
-        *state, _ = self.work.bytes_of(self.workers, self.eigen_workers).values()
+        *state, _ = self.work.bytes_of(self.workers, self.owners).values()
         return tuple(map(sum, zip(*state, strict=True)))
 
     @cached_property
     def peak(self) -> tuple[int, ...]:
         """Predicted bytes on each rank during a step: K-FAC's state and the step's temporaries."""
-        parts = self.work.bytes_of(self.workers, self.eigen_workers).values()
+        parts = self.work.bytes_of(self.workers, self.owners).values()
         return tuple(map(sum, zip(*parts, strict=True)))
 
     @property
@@ -73,7 +73,7 @@ class Assignment:
 def assign(
     work: Work, workers: int, *, paired: bool = False, memory_cap: float | None = None
 ) -> Assignment:
-    """Assign layers to columns of workers, and then factors to eigen workers. The heaviest layer is
+    """Assign layers to columns of workers, and then factors to owners. The heaviest layer is
     assigned first. Each layer goes to the column whose load is smallest after the layer is added.
     Factors are assigned to ranks in the same way.
 
@@ -96,7 +96,7 @@ def assign(
     assert work.world % workers == 0 and (work.held is None or workers == 1), (
         "a divisor of the world, 1 under ZeRO"
     )
-    # (with_decompositions, split), see place_workers and place_eigen_workers
+    # (with_decompositions, split), see place_workers and place_owners
     variants = [(True, False)]
     if workers > 1 and not paired:
         variants += [(True, True), (False, True)]
@@ -111,10 +111,8 @@ def assign(
                 memory_cap=cap,
                 by_memory=by_memory,
             )
-            homes = place_eigen_workers(
-                work, placed, split=split, memory_cap=cap, by_memory=by_memory
-            )
-            in_order = {factor.key: homes[factor.key] for factor in work.factors}
+            owners = place_owners(work, placed, split=split, memory_cap=cap, by_memory=by_memory)
+            in_order = {factor.key: owners[factor.key] for factor in work.factors}
             candidates.append(Assignment(work, placed, in_order))
         fitting = [assignment for assignment in candidates if max(assignment.peak) <= cap]
         if fitting:
@@ -233,21 +231,21 @@ def place_workers(
     }
 
 
-def place_eigen_workers(
+def place_owners(
     work: Work, workers: Workers, *, split: bool, memory_cap: float, by_memory: bool
 ) -> Mapping[str, int]:
-    """Return a dict from factor key to the factor's eigen worker.
+    """Return a dict from factor key to the factor's owner.
 
-    The eigen worker is one of the layer's workers. If layers share the factor, it is a worker of
+    The owner is one of the layer's workers. If layers share the factor, it is a worker of
     any of these layers.
 
     Args:
-        split: whether a layer's A and G may have different eigen workers if that is faster.
+        split: whether a layer's A and G may have different owners if that is faster.
         by_memory: whether to balance bytes instead of seconds.
     """
     loads = work.loads(workers, {})
     memory = list(Assignment(work, workers, {}).peak)
-    eigen_workers: dict[str, int] = {}
+    owners: dict[str, int] = {}
 
     def seconds(factors: tuple[FactorSpec, ...]) -> float:
         return sum(work.factor[factor.key] for factor in factors)
@@ -270,9 +268,9 @@ def place_eigen_workers(
             rank = min(fitting or candidates, key=lambda rank: (memory[rank], rank))
         memory[rank] += int(size(factors))
         for factor, users in zip(factors, users_of, strict=True):
-            eigen_workers[factor.key] = rank
+            owners[factor.key] = rank
             work.decompose(loads, factor, rank, users)
-    return eigen_workers
+    return owners
 
 
 def _decomposed_together(work: Work, split: bool) -> list[tuple[FactorSpec, ...]]:
@@ -292,7 +290,7 @@ def _decomposed_together(work: Work, split: bool) -> list[tuple[FactorSpec, ...]
 def _soonest(
     candidates: list[int], loads: list[float], users: set[int], seconds: float, travel: float
 ) -> int:
-    """Return the candidate that should become the eigen worker. This is the candidate for which the
+    """Return the candidate that should become the owner. This is the candidate for which the
     largest load of any user is smallest. If there are several, return the one with the least load.
 
     Args:
@@ -352,7 +350,7 @@ that refreshes can be spread evenly."""
 
 def refresh_offsets(
     factors: Sequence[FactorSpec],
-    eigen_workers: Mapping[str, int],
+    owners: Mapping[str, int],
     work: Work,
     *,
     alone: bool = False,
@@ -376,7 +374,7 @@ def refresh_offsets(
 
     Args:
         factors: the factors to spread.
-        alone: whether only the eigen worker and a few other ranks capture a factor. If False, all
+        alone: whether only the owner and a few other ranks capture a factor. If False, all
             ranks capture it.
 
     Returns two values. The first is a dict from factor key to the offset of the factor's refreshes,
@@ -399,7 +397,7 @@ def refresh_offsets(
         for factor in (*work.factors, *factors)
     }
     squares = {factor.key: factor.side.dim**2 for factor in factors}
-    capturer = {key: eigen_workers[key] if alone else None for key in squares}  # None: all ranks
+    capturer = {key: owners[key] if alone else None for key in squares}  # None: all ranks
     total_captured = Counter[int | None]()
     for key, square in squares.items():
         total_captured[capturer[key]] += square
@@ -412,7 +410,7 @@ def refresh_offsets(
     heaviest_first = sorted(squares, key=lambda key: (-seconds[key], -squares[key]))
     at_step_0 = [factor.key for factor in work.factors if factor.key not in squares]
     for key in (*at_step_0, *heaviest_first):
-        rank = eigen_workers[key]
+        rank = owners[key]
         work_of: dict[Hashable, float] = {rank: seconds[key]}
         if costs.node_cores:
             work_of["node", rank // costs.node_size] = seconds[key] / costs.node_cores

@@ -405,7 +405,7 @@ class Work:
 
     @cached_property
     def factor(self) -> Mapping[str, float]:
-        """Factor key -> seconds per step on the eigen worker, which receives batch sums, adds them
+        """Factor key -> seconds per step on the owner, which receives batch sums, adds them
         to the running average, and decomposes the factor."""
         return {
             factor.key: (
@@ -449,8 +449,8 @@ class Work:
             2 * ELEMENT_BYTES * layer.numel,
         )
 
-    def loads(self, workers: Workers, eigen_workers: Mapping[str, int]) -> list[float]:
-        """Return the seconds per step of every rank. The cost of a factor without an eigen worker
+    def loads(self, workers: Workers, owners: Mapping[str, int]) -> list[float]:
+        """Return the seconds per step of every rank. The cost of a factor without an owner
         is left out."""
         loads = [0.0] * self.world
         sent = [0.0] * self.world
@@ -477,15 +477,13 @@ class Work:
             for load, out, back in zip(loads, sent, received, strict=True)
         ]
         for factor in self.factors:
-            if factor.key in eigen_workers:
-                self.decompose(
-                    loads, factor, eigen_workers[factor.key], self.users(factor, workers)
-                )
+            if factor.key in owners:
+                self.decompose(loads, factor, owners[factor.key], self.users(factor, workers))
         return loads
 
     def decompose(self, loads: list[float], factor: FactorSpec, rank: int, users: set[int]) -> None:
         """Add the cost of a factor to ``loads``, in place. The decomposition costs time on the
-        eigen worker. The transfer of the eigenbasis costs time on the eigen worker and on the other
+        owner. The transfer of the eigenbasis costs time on the owner and on the other
         users."""
         loads[rank] += self.factor[factor.key]
         near = self.travel(factor, within_node=True)
@@ -498,14 +496,12 @@ class Work:
             loads[user] += seconds
         loads[rank] += sum(sent.values())
 
-    def bytes_of(
-        self, workers: Workers, eigen_workers: Mapping[str, int]
-    ) -> Mapping[str, Sequence[int]]:
+    def bytes_of(self, workers: Workers, owners: Mapping[str, int]) -> Mapping[str, Sequence[int]]:
         """Return a dict from kind of memory to a list with the bytes on each rank.
 
-        The kinds "factors" (on eigen workers), "eigenbases" and "moments" (on gradient workers) are
+        The kinds "factors" (on owners), "eigenbases" and "moments" (on gradient workers) are
         K-FAC's state. An eigenbasis that a rank uses for several layers is counted once. The kind
-        "beside" is the memory that a step needs in addition: batch sums on eigen workers, and
+        "beside" is the memory that a step needs in addition: batch sums on owners, and
         gradients and results on gradient workers. Messages are not included.
         """
         nbytes = {kind: [0] * self.world for kind in ("factors", "eigenbases", "moments", "beside")}
@@ -516,9 +512,9 @@ class Work:
                 ):
                     nbytes[kind][rank] += size
         for factor in self.factors:
-            if factor.key in eigen_workers:
+            if factor.key in owners:
                 for kind in ("factors", "beside"):
-                    nbytes[kind][eigen_workers[factor.key]] += packed_bytes(factor.side)
+                    nbytes[kind][owners[factor.key]] += packed_bytes(factor.side)
             size = basis_bytes(factor.side, self.method)
             for rank in self.users(factor, workers):
                 nbytes["eigenbases"][rank] += size

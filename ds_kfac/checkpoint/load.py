@@ -116,7 +116,7 @@ def _read_factors(
     problems: list[str],
 ) -> dict[str, KroneckerFactor]:
     """Return those of this rank's factors that are in the checkpoint, in a dict by factor key."""
-    owners = kfac.plan.assignment.eigen_workers
+    owners = kfac.plan.assignment.owners
     factors = {}
     for spec in specs:
         if owners[spec.key] == kfac.rank and spec.key in saved_keys:

@@ -1,7 +1,7 @@
 """Save K-FAC's state next to DeepSpeed's checkpoint, in ``<tag>/kfac/<save id>/``. Each factor and
 each layer is written once.
 
-A factor's eigen worker writes ``<layer>.A.factor.pt``, and a layer's first gradient worker writes
+A factor's owner writes ``<layer>.A.factor.pt``, and a layer's first gradient worker writes
 ``<layer>.layer.pt`` (eigenbases, moments). Layers are named as in the whole model, so the files do
 not depend on world size, ZeRO stage, gradient worker fraction, pipeline stages or the ranks of
 experts. At load, each rank reads the files of its own layers and factors.

@@ -114,14 +114,14 @@ class ReductionPlan:
     rank.
 
     Attributes:
-        eigen_workers: factor key -> rank that averages and decomposes the factor.
+        owners: factor key -> rank that averages and decomposes the factor.
         contributors: which ranks contribute to a factor at a step.
         dtype: dtype of sums on the wire.
         nbytes: see :func:`buckets`.
     """
 
     factors: Sequence[FactorSpec]
-    eigen_workers: Mapping[str, int]
+    owners: Mapping[str, int]
     contributors: Contributors
     dtype: torch.dtype
     nbytes: int
@@ -131,7 +131,7 @@ class ReductionPlan:
         slots = []
         for factor in self.factors:
             if factor.key in keys:
-                owner = self.eigen_workers[factor.key]
+                owner = self.owners[factor.key]
                 contributors = self.contributors.of(factor.key, owner, step)
                 slots.append(Slot(factor.key, factor.side.numel, owner, contributors))
         return tuple(slots), buckets(

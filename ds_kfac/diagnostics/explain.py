@@ -131,7 +131,7 @@ class LayerExplanation:
 
     def _owner(self, factor: FactorSpec) -> str:
         """Name the rank that keeps and decomposes a factor."""
-        return self._ranks([self.kfac.plan.assignment.eigen_workers[factor.key]])
+        return self._ranks([self.kfac.plan.assignment.owners[factor.key]])
 
     def _gradient_workers(self) -> str:
         """Name the ranks that precondition the layer's gradient."""

@@ -234,10 +234,10 @@ def _ranks_of_layers(kfac: KFACPreconditioner) -> dict[str, tuple[str, str]]:
     for layer in kfac.layers:
         factors = kfac.curvature.of_layer.get(layer.name, {})
         workers = ", ".join(map(str, assignment.workers[layer.name]))
-        eigen_workers = ", ".join(
-            f"{side} {assignment.eigen_workers[factor.key]}" for side, factor in factors.items()
+        owners = ", ".join(
+            f"{side} {assignment.owners[factor.key]}" for side, factor in factors.items()
         )
-        ranks[layer.name] = (workers, eigen_workers)
+        ranks[layer.name] = (workers, owners)
     return ranks
 
 

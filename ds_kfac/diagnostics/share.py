@@ -28,7 +28,7 @@ class Share:
     Attributes:
         matrices: number of elements of all matrices. Tables in which rows are looked up, such as
             embeddings, do not count as matrices. Neither do parameters that are broadcast.
-        stepped: number of elements of the matrices in K-FAC layers.
+        updated: number of elements of the matrices in K-FAC layers.
         curved: number of elements of the matrices in K-FAC layers that have a dense or blocked
             factor and have not lost their curvature.
         kinds: one ``(type of layer, number of layers)`` pair for each type of K-FAC layer.
@@ -47,7 +47,7 @@ class Share:
     """
 
     matrices: int
-    stepped: int
+    updated: int
     curved: int
     kinds: tuple[tuple[str, int], ...]
     others: int
@@ -59,7 +59,7 @@ class Share:
     @property
     def fraction(self) -> float:
         """Fraction of the matrix elements that K-FAC updates; 1 for a model without matrices."""
-        return self.stepped / self.matrices if self.matrices else 1.0
+        return self.updated / self.matrices if self.matrices else 1.0
 
     @property
     def curved_fraction(self) -> float:
@@ -76,7 +76,7 @@ class Share:
     def __str__(self) -> str:
         layer_count = sum(count for _, count in self.kinds)
         return (
-            f"{self.fraction:.0%} of the trained matrix parameters ({self.stepped:,} of "
+            f"{self.fraction:.0%} of the trained matrix parameters ({self.updated:,} of "
             f"{self.matrices:,}) in {layer_count} K-FAC layers ({_listed(self.kinds)}), "
             f"{self.curved_fraction:.0%} with curvature"
         )
@@ -117,7 +117,7 @@ def share_of(model: nn.Module, scan: Scan, without: Collection[str] = ()) -> Sha
     Args:
         without: names of layers that have lost their curvature.
     """
-    stepped = {name for layer in scan.layers for name in layer.parameters}
+    in_layers = {name for layer in scan.layers for name in layer.parameters}
     curved = {
         name
         for layer in scan.layers
@@ -129,10 +129,10 @@ def share_of(model: nn.Module, scan: Scan, without: Collection[str] = ()) -> Sha
     matrices = {
         name: numel(parameter)
         for name, parameter in trained.items()
-        if name in others or (name in stepped and is_matrix(parameter))
+        if name in others or (name in in_layers and is_matrix(parameter))
     }
     reasons = {module.name: (module.kind, module.reason) for module in scan.skipped}
-    outside = {name: size for name, size in matrices.items() if name not in stepped}
+    outside = {name: size for name, size in matrices.items() if name not in in_layers}
     skipped: Counter[tuple[str, str]] = Counter()
     for name, size in outside.items():
         module_name = name.rpartition(".")[0]
@@ -144,23 +144,23 @@ def share_of(model: nn.Module, scan: Scan, without: Collection[str] = ()) -> Sha
     tables = {
         name: numel(parameter)
         for name, parameter in trained.items()
-        if name not in stepped and parameter in found_in_code
+        if name not in in_layers and parameter in found_in_code
     }
     widest = max((max(layer.A.dim, layer.G.dim) for layer in scan.layers), default=0)
     unclear = {
         name: numel(parameter)
         for name, parameter in trained.items()
-        if name not in stepped
+        if name not in in_layers
         and name not in matrices
         and parameter not in looked_up
         and numel(parameter) > widest
     }
     return Share(
         matrices=sum(matrices.values()),
-        stepped=sum(size for name, size in matrices.items() if name in stepped),
+        updated=sum(size for name, size in matrices.items() if name in in_layers),
         curved=sum(size for name, size in matrices.items() if name in curved),
         kinds=tuple(Counter(layer.kind for layer in scan.layers).items()),
-        others=sum(numel(p) for name, p in trained.items() if name not in stepped),
+        others=sum(numel(p) for name, p in trained.items() if name not in in_layers),
         skipped=tuple(skipped.most_common()),
         outside=_largest_first(outside),
         tables=_largest_first(tables),

@@ -236,7 +236,7 @@ class Attachment:
 
     def _constants(self) -> dict[str, float]:
         return {
-            "stepped": self._share.fraction,
+            "updated": self._share.fraction,
             "curved": self._share.curved_fraction,
             **constants(self.job),
         }

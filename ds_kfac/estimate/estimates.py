@@ -176,14 +176,14 @@ class Estimate:
         self.name = subject.strategy(plan.workers, world)
         roles = plan.assignment
         self.factors = roles.factors
-        self.homes = roles.eigen_workers
+        self.owners = roles.owners
         self.workers = roles.workers
         self.exchange = ExchangePlan(self.shards, plan.layers, self.workers)
         wire = plan.wire
         method = plan.method
         self.delivery = Delivery(
             self.factors,
-            self.homes,
+            self.owners,
             self.workers,
             world=world,
             nbytes=plan.bucket_bytes,
@@ -192,7 +192,7 @@ class Estimate:
         )
         # always the reductions of step 0, because all updates cost the same
         self.reduction = ReductionPlan(
-            self.factors, self.homes, plan.contributors, wire, plan.bucket_bytes
+            self.factors, self.owners, plan.contributors, wire, plan.bucket_bytes
         )
         self._gradients = self._moved(self.exchange.gather, plan.gradient_dtypes[0])
         self.every = frozenset(factor.key for factor in self.factors)
@@ -313,7 +313,7 @@ class Estimate:
         """Kind of memory -> bytes [W], once all factors and eigenbases exist."""
         plan = self.plan
         groups = self._layer_groups
-        nbytes_of = plan.assignment.work.bytes_of(self.workers, self.homes)
+        nbytes_of = plan.assignment.work.bytes_of(self.workers, self.owners)
         memory = {kind: np.array(nbytes_of[kind]) for kind in STATE if kind in nbytes_of}
         # Layers that are preconditioned in one batch have copies of their eigenvectors in stacks. A
         # shared A has a copy for each layer.
@@ -386,7 +386,7 @@ class Estimate:
             held = held + brought
         # a rank rounds its own decompositions to the dtype of the messages, one after the other
         rounded_at_home = keys & self.delivery.rounded_at_home
-        rounded = [(self.homes[key], self._basis[key]) for key in rounded_at_home]
+        rounded = [(self.owners[key], self._basis[key]) for key in rounded_at_home]
         copied, turning = np.zeros((2, self.world))
         for rank, nbytes in rounded if plan.wire is not torch.float32 else ():
             copied[rank] = max(copied[rank], nbytes)
@@ -585,7 +585,7 @@ class Estimate:
             return rates.capture_flops(factor.side, rows)
 
         contributors = (
-            (f, plan.contributors.of(f.key, self.homes[f.key], 0))
+            (f, plan.contributors.of(f.key, self.owners[f.key], 0))
             for f in self.factors
             if f.key in keys
         )
@@ -602,10 +602,10 @@ class Estimate:
     def _on_homes(
         self, amount: Callable[[rates.FactorSpec], float], keys: Keys | set[str] | None = None
     ) -> np.ndarray:
-        """Return an array [W] with the sum of ``amount`` over the factors of each eigen worker.
+        """Return an array [W] with the sum of ``amount`` over the factors of each owner.
         Only factors in ``keys`` count. If it is None, all factors count."""
         return self._at(
-            ([self.homes[f.key]], amount(f)) for f in self.factors if keys is None or f.key in keys
+            ([self.owners[f.key]], amount(f)) for f in self.factors if keys is None or f.key in keys
         )
 
     def _on_workers(self, amount: Callable[[LayerSpec], float]) -> np.ndarray:

@@ -54,7 +54,7 @@ def corrected(
                 for k, (n, b) in enumerate(specs[key].side.groups):
                     zeros = torch.zeros(n, b, b, device=passes.device, dtype=torch.float32)
                     of_group = bases.get(f"{key}/vectors.{k}", zeros).contiguous()
-                    dist.broadcast(of_group, roles.eigen_workers[key], group=group)
+                    dist.broadcast(of_group, roles.owners[key], group=group)
                     vectors[key[-1]].append(of_group)
             total = torch.zeros(layer.shape, device=passes.device, dtype=torch.float32)
             _add_squares(total, batch, layer, vectors, capture)

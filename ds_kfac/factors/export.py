@@ -150,7 +150,7 @@ def _owned_factors(kfac: KFACPreconditioner, factors: Factors) -> dict[str, Kron
             raise FactorsError(
                 f"G was computed with fisher {saved_fisher!r}, but this run uses {fisher!r}"
             )
-        if kfac.curvature.eigen_workers[key] == kfac.rank:
+        if kfac.curvature.owners[key] == kfac.rank:
             updates = torch.full((), SEEN, device=kfac.device, dtype=torch.float32)
             packed = factors.packed(layer, side)
             owned[key] = kfac.curvature.factor(spec.side, packed, updates)

@@ -238,13 +238,13 @@ class _Fitting:
         sums: dict[str, Tensor] = {}  # of the factors that this rank owns
         counts: dict[str, Tensor] = {}
         for key, spec in self.specs.items():
-            if roles.eigen_workers[key] == self.channel.rank:
+            if roles.owners[key] == self.channel.rank:
                 sums[key] = torch.zeros(spec.side.numel, **fp64)
                 counts[key] = torch.zeros((), **fp64)
         totals = torch.zeros(3, **fp64)  # batches, sequences, rows
         reduction = ReductionPlan(
             roles.factors,
-            roles.eigen_workers,
+            roles.owners,
             Contributors(self.channel.world),
             torch.float32,
             BUCKET_BYTES,
@@ -347,7 +347,7 @@ def peak_bytes(plan: Plan) -> list[int]:
     first_sums = [0] * roles.world
     second_sums = [0] * roles.world
     for spec in roles.factors:
-        owner = roles.eigen_workers[spec.key]
+        owner = roles.owners[spec.key]
         results[owner] += 4 * (spec.side.numel + spec.side.basis_numel + spec.side.dim)
         first_sums[owner] += 8 * spec.side.numel
     for layer in plan.layers:

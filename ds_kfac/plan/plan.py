@@ -25,7 +25,7 @@ from ds_kfac.schedule.timetable import Schedule, Timetable
 CPU = torch.device("cpu")
 FIRST_BUCKETS = 4
 """If the batch sums of the first captured batch would take more memory than this many messages of
-:data:`BUCKET_BYTES` each, only the eigen workers capture that batch."""
+:data:`BUCKET_BYTES` each, only the owners capture that batch."""
 COSTLY_TRAFFIC = 0.02
 """In a 16-bit model, batch sums and eigenvectors travel in bf16 if sending batch sums in fp32 would
 take more than this fraction of K-FAC's seconds per step."""
@@ -174,8 +174,8 @@ class Plan:
 
     def sharing(self, groups: Sequence[Sequence[str]]) -> "Plan":
         """Return this plan with one shared A for each of these groups of layers. Groups that were
-        passed earlier no longer share an A. The eigen worker of a shared A is the rank that was
-        the eigen worker of the first layer's A."""
+        passed earlier no longer share an A. The owner of a shared A is the rank that was
+        the owner of the first layer's A."""
         work = replace(self.assignment.work, factors=factor_specs(self.layers, groups))
         return replace(self, assignment=replace(self.assignment, work=work))
 
@@ -379,7 +379,7 @@ def _contributors(
     """Return the ranks that capture the first batch. The number of rows on a rank is not known yet.
 
     All ranks capture it, unless the batch sums would take more memory than :data:`FIRST_BUCKETS`
-    full messages. In that case only the eigen workers capture it.
+    full messages. In that case only the owners capture it.
     """
     wanted = config.factor.rows
     counts: dict[str, int] = {}
@@ -427,12 +427,12 @@ def _offsets(
     at_once = [0.0] * assignment.world
     for factor in work.factors:
         seconds = work.costs.decompose(factor.side, slowest_method)
-        at_once[assignment.eigen_workers[factor.key]] += seconds
+        at_once[assignment.owners[factor.key]] += seconds
     movable = alone_here(work.layers, work.factors)
     if max(at_once) <= LONG_REFRESH or work.refresh_interval == 1 or not movable:
         return {}
     offsets, worst = roles.refresh_offsets(
-        movable, assignment.eigen_workers, work, alone=config.factor.rows != "all"
+        movable, assignment.owners, work, alone=config.factor.rows != "all"
     )
     reasons.append(
         f"refreshes spread over {len({*offsets.values()})} of {work.refresh_interval} steps: "

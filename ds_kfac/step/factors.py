@@ -1,10 +1,10 @@
 """Average and decompose the factors of one rank, and deliver the decompositions to the gradient
 workers.
 
-A factor's eigen worker is the rank that averages and decomposes the factor. A layer's gradient
+A factor's owner is the rank that averages and decomposes the factor. A layer's gradient
 workers are the ranks that precondition the layer's gradient. The timetable is the same on every
-rank, but only the eigen worker knows whether a factor could be decomposed. If eigenbases are sent
-to other ranks, all ranks must agree on the factors that the next step handles. The eigen worker
+rank, but only the owner knows whether a factor could be decomposed. If eigenbases are sent
+to other ranks, all ranks must agree on the factors that the next step handles. The owner
 therefore tells all ranks whether it could decompose the factor.
 """
 
@@ -143,7 +143,7 @@ class FactorUpdates:
             other domains.
 
     Attributes:
-        reducer: sends batch sums to the eigen workers.
+        reducer: sends batch sums to the owners.
         factors: factor key -> factor, for the factors that this rank averages and decomposes.
         ready: keys of the factors that have been decomposed. If decompositions are sent to other
             ranks, these are factors of all ranks, otherwise only factors of this rank.
@@ -176,7 +176,7 @@ class FactorUpdates:
         self.rank = channel.rank
         roles = plan.assignment
         reduction = ReductionPlan(
-            roles.factors, roles.eigen_workers, plan.contributors, plan.wire, plan.bucket_bytes
+            roles.factors, roles.owners, plan.contributors, plan.wire, plan.bucket_bytes
         )
         self.reducer = Reducer(reduction, channel, device)
         self.home = torch.device("cpu") if self.config.offload.device == "cpu" else device
@@ -189,10 +189,10 @@ class FactorUpdates:
         self.counted: dict[str, list[str]] = {}
         for name, sides in self.of_layer.items():
             self.counted.setdefault(counting(sides), []).append(name)
-        self.eigen_workers = roles.eigen_workers
+        self.owners = roles.owners
         self.delivery = Delivery(
             roles.factors,
-            self.eigen_workers,
+            self.owners,
             roles.workers,
             world=channel.world,
             wire=plan.wire,
@@ -227,7 +227,7 @@ class FactorUpdates:
         self.factors = {
             key: saved[key] if key in saved else self._empty(spec)
             for key, spec in self.specs.items()
-            if self.eigen_workers[key] == self.rank
+            if self.owners[key] == self.rank
         }
         self.ready = set(state.get("ready", ())) & self.specs.keys()
         self.timetable.restore(state.get("schedule", {}))

@@ -1,6 +1,6 @@
 """Messages between ranks that contain neither gradients nor batch sums.
 
-Eigen workers (the ranks that decompose factors) send eigenbases or damped inverses to gradient
+Owners (the ranks that decompose factors) send eigenbases or damped inverses to gradient
 workers (the ranks that precondition layers), in messages of bounded size. The first of these
 messages also contains scalars about factors. The scalars are sent without their names, because
 every rank can derive the names from the plan. After the first batch whose statistics were collected
@@ -26,11 +26,11 @@ from ds_kfac.plan.plan import Observations, Plan
 
 
 class Delivery:
-    """Sends eigenbases or inverses from eigen workers to gradient workers.
+    """Sends eigenbases or inverses from owners to gradient workers.
 
     Args:
         factors: all factors, in an order that is the same on every rank.
-        eigen_workers: factor key -> rank that decomposes the factor.
+        owners: factor key -> rank that decomposes the factor.
         workers: layer name -> ranks that precondition the layer's gradient.
         wire: dtype in which eigenvectors are sent.
         method: defines the parts of a decomposition.
@@ -40,10 +40,10 @@ class Delivery:
             these ranks has a plan of its own.
 
     Attributes:
-        receivers: factor key -> gradient workers other than the factor's eigen worker.
-        rounded_at_home: keys of factors whose eigen worker also rounds its own decomposition to the
+        receivers: factor key -> gradient workers other than the factor's owner.
+        rounded_at_home: keys of factors whose owner also rounds its own decomposition to the
             dtype in which it is sent, so that all workers have the same bits. For a copied layer
-            the eigen worker always does so, because a rank with another copy may send its
+            the owner always does so, because a rank with another copy may send its
             decomposition.
         travels: whether any decomposition is ever sent to another rank.
         kinds: for each part of a decomposition, the kind of message that counters report for it.
@@ -53,7 +53,7 @@ class Delivery:
     def __init__(
         self,
         factors: Sequence[FactorSpec],
-        eigen_workers: Mapping[str, int],
+        owners: Mapping[str, int],
         workers: Mapping[str, tuple[int, ...]],
         *,
         world: int,
@@ -67,13 +67,13 @@ class Delivery:
         self.kinds = tuple(part.kind for part in self.method.parts)
         self.dtypes = tuple(wire if part.halved else torch.float32 for part in self.method.parts)
         self.factors = tuple(factors)
-        self.eigen_workers = eigen_workers
+        self.owners = owners
         self.world = world
         self.wire = wire
         self.receivers: dict[str, tuple[int, ...]] = {}
         for factor in factors:
             ranks = {rank for name in factor.layers for rank in workers[name]}
-            self.receivers[factor.key] = tuple(sorted(ranks - {eigen_workers[factor.key]}))
+            self.receivers[factor.key] = tuple(sorted(ranks - {owners[factor.key]}))
         copies = {
             factor.key
             for factor in factors
@@ -97,7 +97,7 @@ class Delivery:
             sizes = zip(self.method.parts, self.dtypes, strict=True)
             nbytes = sum(part.numel(factor.side) * dtype.itemsize for part, dtype in sizes)
             for rank in self.receivers[factor.key]:
-                ends = ("from", self.eigen_workers[factor.key]), ("to", rank)
+                ends = ("from", self.owners[factor.key]), ("to", rank)
                 index = self._first_with_room(loads, ends, nbytes)
                 if index == len(messages):
                     messages.append([])
@@ -129,7 +129,7 @@ class Delivery:
         of_pairs = [(place, self.factors[place], rank) for place, rank in pairs]
         moves = [
             [
-                Move(place, 0, part.numel(f.side), self.eigen_workers[f.key], rank)
+                Move(place, 0, part.numel(f.side), self.owners[f.key], rank)
                 for place, f, rank in of_pairs
             ]
             for part in self.method.parts
@@ -179,7 +179,7 @@ class Delivery:
 
 
 FAILED, UNUSABLE, FRESH = -1.0, 0.0, 1.0
-"""Outcomes of a factor's decomposition, as reported by its eigen worker. FAILED: the decomposition
+"""Outcomes of a factor's decomposition, as reported by its owner. FAILED: the decomposition
 did not succeed. UNUSABLE: the factor cannot be decomposed, for example because it has no data.
 FRESH: there is a new decomposition."""
 
@@ -224,8 +224,8 @@ def scalar_names(
         travels: whether eigenbases are ever sent to other ranks.
     """
     names: list[list[Hashable]] = [[] for _ in range(plan.assignment.world)]
-    where = plan.assignment.eigen_workers
-    # If eigenbases are never sent, the gradient workers are the eigen workers. Totals then sends
+    where = plan.assignment.owners
+    # If eigenbases are never sent, the gradient workers are the owners. Totals then sends
     # these numbers with the results.
     if travels:
         for rank in sorted({where[key] for key in captured}):

@@ -176,7 +176,7 @@ class KFACPreconditioner:
         self.steps += 1
 
     def _update_factors(self) -> FactorStep:
-        """Send this step's batch sums to the eigen workers, which add them to the running averages
+        """Send this step's batch sums to the owners, which add them to the running averages
         and decompose the factors that are due. Rotate the layers' state into the new eigenbases.
         Collective."""
         self.capture.end_step()
@@ -208,7 +208,7 @@ class KFACPreconditioner:
 
     def _last_basis(self, factor: FactorSpec) -> Decomposition | None:
         """Return the decomposition that the factor's layers use now, or None if the factor was
-        never decomposed. This rank must be the factor's eigen worker. An eigen worker is a gradient
+        never decomposed. This rank must be the factor's owner. An owner is a gradient
         worker of at least one of the factor's layers, but not always of the first one."""
         group, index = next(self.places[name] for name in factor.layers if name in self.places)
         state = group.state(index)

@@ -67,7 +67,7 @@ def kaisa_greedy(work: Work, workers: int) -> Assignment:
     indices = range(work.world // workers)
     columns = [column(index, world=work.world, workers=workers) for index in indices]
     cubes = [0] * work.world
-    workers_of, eigen_workers = {}, dict[str, int]()
+    workers_of, owners = {}, dict[str, int]()
 
     def cube(layer: LayerSpec) -> int:
         return layer.A.dim**3 + layer.G.dim**3
@@ -78,8 +78,8 @@ def kaisa_greedy(work: Work, workers: int) -> Assignment:
         cubes[rank] += cube(layer)
         workers_of[layer.name] = ranks
         for factor in work.used[layer.name]:
-            eigen_workers.setdefault(factor.key, rank)
-    return Assignment(work, workers_of, eigen_workers)
+            owners.setdefault(factor.key, rank)
+    return Assignment(work, workers_of, owners)
 
 
 @pytest.mark.parametrize("zero", [False, True], ids=["replicated", "zero"])
@@ -129,7 +129,7 @@ def test_an_eigenbasis_is_paid_for_where_it_leaves_and_where_it_arrives():
 @pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("world", [1, 6, 7, 8])
 def test_workers_are_columns_and_results_stay_in_rows_of_consecutive_ranks(world, paired):
-    """And each factor, shared ones too, has one eigen worker among the workers of its layers."""
+    """And each factor, shared ones too, has one owner among the workers of its layers."""
     specs, factors = llama(blocks=1)
     for count in worker_counts(world):
         columns = world // count
@@ -142,17 +142,17 @@ def test_workers_are_columns_and_results_stay_in_rows_of_consecutive_ranks(world
             assert all(sources[rank] == rank for rank in ranks)
             for row in range(count):
                 assert set(sources[row * columns : (row + 1) * columns]) == {ranks[row]}
-        assert [*assignment.eigen_workers] == [factor.key for factor in factors]
+        assert [*assignment.owners] == [factor.key for factor in factors]
         for factor in factors:
             users = {rank for name in factor.layers for rank in assignment.workers[name]}
-            assert assignment.eigen_workers[factor.key] in users
+            assert assignment.owners[factor.key] in users
 
 
 def test_no_layers_and_those_without_factors_are_placed():
     assert place([], 3).imbalance == 1.0
     bare = replace(linear_layer("bare", 5, 3), A=Side.identity(5), G=Side.identity(3))
     assignment = place([bare], 2)
-    assert assignment.eigen_workers == {} and len(assignment.workers["bare"]) == 1
+    assert assignment.owners == {} and len(assignment.workers["bare"]) == 1
 
 
 @pytest.mark.parametrize("zero", [False, True], ids=["replicated", "zero"])

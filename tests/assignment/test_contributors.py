@@ -1,4 +1,4 @@
-"""Which ranks give a factor its rows: pure, near its eigen worker, all of them in turn."""
+"""Which ranks give a factor its rows: pure, near its owner, all of them in turn."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ STEPS = range(0, 20000, 10)
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 16])
-def test_as_many_as_asked_each_once_near_the_eigen_worker_first(count):
+def test_as_many_as_asked_each_once_near_the_owner_first(count):
     contributors = Contributors(16, 4, {"x/A": count})
     for owner in (0, 5, 15):
         node = {rank for rank in range(16) if rank // 4 == owner // 4}

@@ -31,10 +31,10 @@ def test_no_step_of_a_large_model_does_more_than_its_largest_factor_or_its_share
     layers, factors = TABLES[table]()
     intervals = {"update_interval": 10, "refresh_interval": 100}
     assignment = assign(Work(layers, factors, world, None, COSTS, **intervals), 1)
-    offsets, worst = refresh_offsets(factors, assignment.eigen_workers, times(COSTS, 10, 100))
+    offsets, worst = refresh_offsets(factors, assignment.owners, times(COSTS, 10, 100))
     seconds = {factor.key: COSTS.decompose(factor.side) for factor in factors}
     shares, busy, captured = Counter(), Counter(), [0] * 10
-    for key, rank in assignment.eigen_workers.items():
+    for key, rank in assignment.owners.items():
         shares[rank] += seconds[key] / 100
         busy[offsets[key], rank] += seconds[key]
     assert worst <= 1.2 * max(*seconds.values(), *shares.values())
@@ -57,10 +57,10 @@ def test_offsets_stay_under_the_largest_multiple_of_the_update_interval(update, 
 
 def test_ranks_that_share_cores_are_not_all_busy_at_once():
     factors = of_A(8, 500)
-    eigen_workers = {factor.key: index % 4 for index, factor in enumerate(factors)}
+    owners = {factor.key: index % 4 for index, factor in enumerate(factors)}
     shared = replace(COSTS, node_size=4, node_cores=2)
     seconds = COSTS.decompose(factors[0].side)
-    found = [refresh_offsets(factors, eigen_workers, times(own, 1, 4)) for own in (COSTS, shared)]
+    found = [refresh_offsets(factors, owners, times(own, 1, 4)) for own in (COSTS, shared)]
     close([worst for _, worst in found], [seconds, seconds])
     at_once = [[*offsets.values()].count(step) for offsets, _ in found for step in range(4)]
     assert max(at_once[:4]) == 4 and max(at_once[4:]) == 2, at_once

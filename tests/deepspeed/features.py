@@ -564,7 +564,7 @@ def with_those_rows(kfac: ReferenceKFAC, step: int, plan) -> None:
 
     def only(layer: str, side: str) -> Tensor:
         key = f"{layer}/{side}"
-        ranks = plan.contributors.of(key, plan.assignment.eigen_workers[key], step)
+        ranks = plan.contributors.of(key, plan.assignment.owners[key], step)
         here = torch.isin(kfac.ranks, torch.tensor(list(ranks)))
         # [N, T], of its call
         row = (kfac.places % ROWS)[:, None] * TOKENS + torch.arange(TOKENS)
@@ -600,7 +600,7 @@ def some_rows(modes: str, count: int, rows: int | str, *blocks: dict, stride: in
 OWN = TOKENS * ROWS
 """Rows of a micro-batch."""
 SMALL = {"plan": {"BUCKET_BYTES": 512}}
-"""Too small for all sums: the first batch comes from the eigen workers alone, later ones in several
+"""Too small for all sums: the first batch comes from the owners alone, later ones in several
 messages."""
 ALL_WORKERS = {"assignment": {"gradient_worker_fraction": 1.0}}
 CASES |= {

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ds_kfac.assignment import assign
-from ds_kfac.assignment.assign import place_eigen_workers
+from ds_kfac.assignment.assign import place_owners
 from ds_kfac.plan import common
 from tests.choices import STAGGERED
 from tests.close import exact
@@ -100,18 +100,18 @@ def test_the_burn_in_and_every_tenth_refresh_after_it_are_by_eigh_and_the_gradie
 
 
 def of_another_layer(work, workers, **options):
-    """As the plan places eigen workers where that pays: on a rank that has another of the layers
+    """As the plan places owners where that pays: on a rank that has another of the layers
     than the first."""
-    placed = place_eigen_workers(work, workers, **options)
+    placed = place_owners(work, workers, **options)
     return placed | {factor.key: workers[factor.layers[-1]][0] for factor in work.factors}
 
 
 @pytest.mark.ranks(4)
-def test_a_shared_factor_is_iterated_from_the_basis_of_a_layer_that_its_eigen_worker_has():
+def test_a_shared_factor_is_iterated_from_the_basis_of_a_layer_that_its_owner_has():
     rows = 12
     with (
         as_on_a_gpu(),
-        patch.object(assign, "place_eigen_workers", of_another_layer),
+        patch.object(assign, "place_owners", of_another_layer),
         patch.multiple(common, OWN_PART=0.0, OWN_BYTES=0),
     ):
         model = expert_stacks.make(expert_stacks.Upright)
@@ -123,5 +123,5 @@ def test_a_shared_factor_is_iterated_from_the_basis_of_a_layer_that_its_eigen_wo
     kfac = engine.kfac.preconditioner
     roles = kfac.plan.assignment
     shared = [factor for factor in roles.factors if factor.layers[1:]]
-    assert any(roles.eigen_workers[f.key] != roles.workers[f.layers[0]][0] for f in shared)
+    assert any(roles.owners[f.key] != roles.workers[f.layers[0]][0] for f in shared)
     assert sum(of_ranks(kfac.metrics.counts["refreshes_iteration"])) > 0

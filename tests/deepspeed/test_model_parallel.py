@@ -231,7 +231,7 @@ TOGETHER = [
 def owners_of_copies(kfac) -> list[tuple[str, object]]:
     """Who steps, and who decomposes, the layers that every tensor-parallel rank has."""
     roles, copied = kfac.plan.assignment, {layer.name for layer in kfac.layers if layer.copies > 1}
-    owners = [*roles.workers.items(), *roles.eigen_workers.items()]
+    owners = [*roles.workers.items(), *roles.owners.items()]
     return [(name, ranks) for name, ranks in owners if name.split("/")[0] in copied]
 
 

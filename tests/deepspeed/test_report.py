@@ -289,7 +289,7 @@ def check_step_to_weight(engine, step, bound: float = 0.05) -> None:
     near(logged, ratio, bound * ratio, "of the weights before or after the step, or of a half")
 
 
-RATES = {"kfac/stepped", "kfac/curved", "kfac/lr_heads", "kfac/lr_others"}
+RATES = {"kfac/updated", "kfac/curved", "kfac/lr_heads", "kfac/lr_others"}
 MESSAGES = {"enabled": True, "prof_all": True, "verbose": False, "debug": False}
 MEASURED = {"nu", "kl", "step_to_weight", "eigenvalue_spread"}
 """Counters that are not there before a step: all others are zero."""
@@ -322,7 +322,7 @@ def test_the_logs_say_how_far_a_step_goes_and_how_spread_curvature_is():
             close(after["kl"], kl_clip / 2, sums=100, dtype=torch.float32)
         logged = {**engine.kfac.log_line(), **engine.kfac.log_constants()}
         assert {f"kfac/{key}" for key in after} >= {"kfac/steps", *logged}
-        assert (logged["kfac/stepped"], logged["kfac/curved"]) == (1.0, 1.0)
+        assert (logged["kfac/updated"], logged["kfac/curved"]) == (1.0, 1.0)
         states = engine.kfac.preconditioner.state.values()
         values = [state.basis.A.values.tolist() for state in states if state.basis]
         spread = statistics.median_low(max(own) / statistics.fmean(own) for own in values)
@@ -336,7 +336,7 @@ def test_the_logs_say_how_far_a_step_goes_and_how_spread_curvature_is():
 
 
 LINE = {"kfac/nu", "kfac/kl", "kfac/eigenvalue_spread"}
-CONSTANTS = {"kfac/stepped", "kfac/curved"}
+CONSTANTS = {"kfac/updated", "kfac/curved"}
 COUNTERS = ("captures", "statistics_fraction", "refreshes", "steps", "not_finite_layers")
 WRITTEN = {f"kfac/{name}" for name in (*COUNTERS, "sent_bytes_proof", "calls_proof")}
 
@@ -381,7 +381,7 @@ def test_every_counter_has_a_row():
     rows = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
     docstrings = f"{Metrics.__doc__} {counters.__doc__} {health.__doc__}"
     told = re.findall(r'"([a-z_]+(?:<\w+>)?)"', docstrings)
-    counted = {*SUMMARY, *FAILURES, *told, "nu", "kl", "stepped", "curved"}
+    counted = {*SUMMARY, *FAILURES, *told, "nu", "kl", "updated", "curved"}
     counted |= {f"seconds_{stage}" for stage in STAGES}
     patterns = {row: re.compile(re.sub("<.*>", ".+", row) + "$") for row in rows}
     missing = [n for n in counted if not any(p.match(n) for p in patterns.values())]

@@ -163,7 +163,7 @@ def make_engine(stage: int, interval: int = 1, **blocks):
     }
     mode = Mode("partly", stage, kfac=merged(KFAC, intervals, blocks))
     engine = build(mode, model=Partly())
-    owner = engine.kfac.preconditioner.plan.assignment.eigen_workers["extra/A"]
+    owner = engine.kfac.preconditioner.plan.assignment.owners["extra/A"]
     return engine, (owner + 1) % dist.get_world_size()
 
 
@@ -203,7 +203,7 @@ def test_a_layer_that_another_rank_uses_is_captured_there(stage, blocks, world):
     steps = [step for step in range(LONG) if updates[step + 1] > updates[step]]
     if "extra/A" in factors:
         assert steps[0] == 0 and steps[-5:] == list(range(LONG - 5, LONG)), steps
-        assert len(steps) < LONG, "the eigen worker alone was to contribute: nothing was tested"
+        assert len(steps) < LONG, "the owner alone was to contribute: nothing was tested"
         A = factors["extra/A"].side.blocks(factors["extra/A"].packed_P)[0][0]
         near(A, expected_A(world, other, steps), 1e-5, "fp32 sums")
     taken = max(of_ranks(len(steps)))

@@ -72,7 +72,7 @@ def test_a_logger_has_our_numbers_once_and_constants_at_the_start_alone(door, tm
     found = run("logged", (str(tmp_path), door))
     ours = {name: values for name, values in found.items() if "kfac" in name}
     assert all(name.startswith(prefix) for name in ours), ours
-    counts = {"stepped": 1, "curved": 1, "nu": 3, "kl": 3, "eigenvalue_spread": 3}
+    counts = {"updated": 1, "curved": 1, "nu": 3, "kl": 3, "eigenvalue_spread": 3}
     for name, count in counts.items():
         assert len(ours[prefix + name]) == count, (name, ours)
     assert ("kfac/refreshes" in ours) == (door == "monitor"), "which has all counters"

@@ -144,8 +144,8 @@ def ds_config(stage: int) -> dict[str, Any]:
 
 
 def shares(row: Architecture) -> dict[str, Any]:
-    """Parameters, and those in matrices that are stepped and have curvature, of the model at its
-    full size, on the meta device."""
+    """Numbers of parameters of the full model on the meta device: all, those in matrices that K-FAC
+    updates, and those with curvature."""
     from ds_kfac.config.keys import parse
     from ds_kfac.diagnostics.share import share_of
     from ds_kfac.directions.table import rule_in
@@ -159,7 +159,7 @@ def shares(row: Architecture) -> dict[str, Any]:
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "matrices": share.matrices,
-        "stepped": share.stepped,
+        "updated": share.updated,
         "curved": share.curved,
         "layers": sum(count for _, count in share.kinds),
         "left": [[kind, reason, numel] for (kind, reason), numel in share.skipped[:4]],

@@ -230,7 +230,7 @@ def test_a_weight_that_is_computed_of_another_has_no_curvature(kind):
     layer, _ = found.layers
     assert layer.name == "ws" and layer.shape == (4, 28) and layer.A.numel == layer.G.numel == 0
     share = share_of(model, found)
-    assert share.stepped == share.matrices == 4 * 27 + 16 and share.curved == 16
+    assert share.updated == share.matrices == 4 * 27 + 16 and share.curved == 16
 
 
 # tables
@@ -269,10 +269,10 @@ def test_tables_are_no_matrices():
     model = nn.ModuleDict(modules | {"c": frozen(nn.Conv1d(4, 4, 1))})
     share = share_of(model, scan(model))
     # of a stack nothing shows that it is a table, nor what a kernel does
-    assert share.matrices - share.stepped == 3 * 5 * 4
+    assert share.matrices - share.updated == 3 * 5 * 4
     model["table"] = module(kernel, weight=(9, 4))
     share = share_of(model, scan(model))
-    assert share.matrices == 16 + 3 * 5 * 4 + 9 * 4 and share.stepped == 16 + 9 * 4
+    assert share.matrices == 16 + 3 * 5 * 4 + 9 * 4 and share.updated == 16 + 9 * 4
 
 
 # class -> shape of its weight

@@ -39,7 +39,7 @@ INVERSE = {"preconditioner": {"method": "inverse"}}
 def test_tikhonov_inverses_keep_a_layer_together_and_its_a_to_itself():
     made = plan(damping={"kind": "tikhonov"}, **INVERSE, **fraction(1.0))
     assert made.method is METHODS["inverse"] and not made.sharing_candidates
-    ranks = made.assignment.eigen_workers
+    ranks = made.assignment.owners
     assert all(ranks[f"{layer.name}/A"] == ranks[f"{layer.name}/G"] for layer in LAYERS)
     assert [reason for reason in made.reasons if "do not share A" in reason]
 
@@ -139,7 +139,7 @@ def test_a_budget_that_nothing_fits_names_what_is_needed(facts, given):
 
 def test_a_layer_s_factors_are_split_only_if_bases_travel_anyway():
     for given, split in ((0.25, False), (1, True)):
-        where = plan(**fraction(given)).assignment.eigen_workers
+        where = plan(**fraction(given)).assignment.owners
         parted = [where[f"{layer.name}/A"] != where[f"{layer.name}/G"] for layer in LAYERS]
         assert any(parted) == split
 
@@ -253,7 +253,7 @@ def test_experts_have_an_a_each_within_the_bound_where_moments_turn_with_it(monk
     still = plan(replace(ADAM, rotates=False), model=model)
     assert not any(owners(still.layers).values())
     kinds = [
-        each.assignment.work.bytes_of(each.assignment.workers, each.assignment.eigen_workers)
+        each.assignment.work.bytes_of(each.assignment.workers, each.assignment.owners)
         for each in (made, still)
     ]
     more = sum(sum(kinds[0][kind]) - sum(kinds[1][kind]) for kind in ("factors", "eigenbases"))

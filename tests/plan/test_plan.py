@@ -40,7 +40,7 @@ def test_sharing_moves_nothing_and_drops_the_followers_factors(zero):
     gone = {f"{name}/A" for name in FOLLOWERS}
     keys, fewer = ({f.key for f in made.assignment.factors} for made in (before, after))
     assert keys - fewer == gone
-    for kept in ("eigen_workers", "workers"):
+    for kept in ("owners", "workers"):
         assert getattr(after.assignment, kept) == getattr(before.assignment, kept)
     for kept in ("offsets", "layers", "schedule", "wire"):
         assert getattr(after, kept) == getattr(before, kept)
