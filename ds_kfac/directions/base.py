@@ -100,9 +100,9 @@ class UpdateRule(ABC):
         return config.choice
 
     def by_rows(self, config: KFACConfig, layer: LayerSpec) -> bool:
-        """Whether the rule computes the step of each output (row) of the layer independently of the
-        other outputs if G is the identity. If so, a large layer may be cut into parts, each with
-        some of the outputs."""
+        """Whether, if G is the identity, the rule computes the step of each output (row) of the
+        layer independently of all other outputs. If so, a large layer may be cut into parts, each
+        with some of the outputs."""
         return False
 
     # members for a rule that has an optimizer of its own
@@ -129,7 +129,7 @@ class UpdateRule(ABC):
         optimizer, whose name DeepSpeed does not know."""
 
     def unstepped(self, parameters: Iterable[Any]) -> int:
-        """Return how many of the parameters belong to one of this rule's optimizer objects that no
+        """Return how many of the parameters belong to an optimizer object of this rule that no
         engine uses. Objects that no longer exist do not count."""
         return 0
 
@@ -140,7 +140,7 @@ class UpdateRule(ABC):
         layout: ShardLayout,
         other_params: Sequence[nn.Parameter],
     ) -> None:
-        """Raise ValueError if the parameter group of a parameter would give it a wrong update.
+        """Raise ValueError if a parameter is in a parameter group that would cause a wrong update.
 
         Args:
             layout: ``layout.group_index`` returns the index of a parameter's group.

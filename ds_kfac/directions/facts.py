@@ -107,7 +107,7 @@ class RuleFacts:
             groups: the worker's layers, in groups. The layers of a group have one shape and are
                 processed in one batch.
         """
-        copies = 4  # fp32 gradient; rotated gradient; half rotated back; rotated back
+        copies = 4  # gradient; rotated gradient; one side rotated back; both rotated back
         return [
             (group, 4 * copies * sum(layer.numel for layer in group)) for group in in_order(groups)
         ]

@@ -39,7 +39,7 @@ class KFACGradientFacts(RuleFacts):
                 return 2  # the gradient, and its copy that is rotated in place
             if corrected:
                 return 5  # gradient, rotated gradient, quotient, second moment, its increment
-            return 4  # gradient, half rotated gradient, rotated gradient, eigenvalues
+            return 4  # gradient, gradient with one side rotated, rotated gradient, eigenvalues
 
         return [
             (group, 4 * copies(group) * sum(layer.numel for layer in group))

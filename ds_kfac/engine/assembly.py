@@ -99,9 +99,9 @@ def _choose_backend(engine: Any, config: KFACConfig) -> None:
     """Build and check the backends of operations.
 
     If the config names a backend that does not run on every rank, all ranks raise an error. If the
-    config names no backend, a backend is used only if it runs on every rank, and an op of a backend
-    only if its results are right on every rank. If ranks used different backends, their copies of a
-    weight would be rounded differently and drift apart.
+    config names no backend, a backend is used only if it runs on every rank, and an operation of a
+    backend is used only if its results are right on every rank. If ranks used different backends,
+    their copies of a weight would be rounded differently and drift apart.
     """
     name = config.ops.backend
     device = torch.device(engine.device).type

@@ -204,9 +204,9 @@ class Attachment:
         return {**counters(self.job), **health(self.job), **self._constants()}
 
     def explain(self, layer: str | None = None) -> str:
-        """Describe a layer's state. The text has the updates of the layer's factors, and the
-        eigenbasis in use or the reason why there is none. It also says in which steps the next
-        update and refresh happen, and which ranks compute them.
+        """Describe a layer's state. The text lists the updates of the layer's factors, and says
+        which eigenbasis is in use or why there is none. It also says in which steps the next update
+        and refresh happen, and which ranks compute them.
 
         Call this method between steps. It is local, so a single rank may call it.
 
@@ -398,8 +398,8 @@ class Attachment:
             logger.warning(f"ds_kfac: rank {self.engine.global_rank}: {BROKEN}")
 
     def _warn(self) -> None:
-        """Warn about parameters that were unfrozen or added after attach, and about captured steps
-        without a backward pass of this engine. Each warning appears once.
+        """Warn about parameters that were unfrozen or added after K-FAC was attached, and about
+        captured steps without a backward pass of this engine. Each warning appears once.
 
         If all gradients come from backward passes outside of this engine, the step updates no
         factors. This method runs in captured steps, or in all steps if nothing is ever captured.

@@ -6,10 +6,11 @@ the same graph before each backward pass of the true loss. The extra pass comput
 gradients of layer outputs. DeepSpeed does not notice it, and the user's backward pass gives bitwise
 the same gradients as without it.
 
-The extra pass calls ``autograd.grad`` with inputs. This call runs no AccumulateGrad node, so ZeRO's
-gradient hooks do not fire. The hooks that ``engine.forward`` puts on its outputs would fire, so
-they are switched off during the pass. At stage 3, the extra pass would also have to fetch and
-release weights without DeepSpeed's parameter coordinator, so attach refuses stage 3.
+The extra pass calls ``autograd.grad`` with inputs. This call does not run AccumulateGrad nodes, so
+ZeRO's gradient hooks do not fire. The hooks that ``engine.forward`` puts on its outputs would fire,
+so they are switched off during the pass. At stage 3, the extra pass would also have to fetch and
+release weights without DeepSpeed's parameter coordinator, so :func:`ds_kfac.attach` refuses stage
+3.
 
 Users can replace the :class:`ds_kfac.model.sampled_loss.Sampler`.
 """

@@ -380,7 +380,7 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
 }
 """dict from the name of a refused mode or combination to a pair (applies, remedy). The function
 ``applies`` returns whether a :class:`Context` has the mode or combination. The text ``remedy`` says
-why K-FAC refuses it and what to change. Attach and the estimator use this table.
+why K-FAC refuses it and what to change. :func:`ds_kfac.attach` and the estimator use this table.
 
 Every rank checks the entries in this order, because some checks are collective if there is an
 engine.

@@ -42,7 +42,7 @@ SEVERAL = (
     "w12",
     "weights_in",
 )
-"""Last components of the names of weights that usually consist of several maps."""
+"""Weights with one of these names (last component only) usually consist of several maps."""
 BY_NAME = "by its name (kfac.adam.blocks)"
 IN_TURN = ("GptOssExperts", "OpenAIPrivacyFilterExperts")
 """Modules in which the rows of gates and values alternate."""
@@ -85,8 +85,8 @@ def with_blocks(
     Args:
         layer: the layer.
         modules: the model's modules by name.
-        chosen: (regex for the end of a name, blocks) pairs. The first pair that matches decides,
-            even for a name that :func:`known_sizes` knows.
+        chosen: (regex for the end of a name, blocks) pairs. The first pair that matches the layer's
+            name decides, and takes precedence over :func:`known_sizes`.
 
     Raises:
         ValueError: the number of rows is not a multiple of the sum of the chosen blocks' sizes.
@@ -135,7 +135,7 @@ def weight_name(layer: LayerSpec) -> str:
 
 
 def block_sizes(rows: int, blocks: Blocks, where: str) -> Sizes:
-    """Return the sizes of the blocks in ``rows`` rows; () for a single block.
+    """Return the sizes of the blocks of a matrix with ``rows`` rows; () if it is a single block.
 
     Args:
         rows: number of rows of the matrix.
@@ -193,7 +193,7 @@ def _number(module: nn.Module | None, *names: str, default: int | None = None) -
 
 
 def _inputs(module: Any) -> int:
-    """Return how many inputs a linear module's weight [.., O, I] takes; 0 if it has no weight."""
+    """Return I, the number of inputs of a linear module's weight [.., O, I]; 0 without a weight."""
     weight = value_of(module, "weight")
     return 0 if weight is None else parameter_shape(weight)[-1]
 
@@ -261,8 +261,8 @@ def _gate_and_values_before(after: str) -> SizesOf:
 
 
 def _keys_and_values(module: nn.Module | None, rows: int) -> Sizes:
-    """Return the blocks of JetMoE: keys and values. DeepSeek's weight of the same name is one map,
-    and its module does not have ``kv_projection_size``."""
+    """Return JetMoE's two blocks, the keys and the values. DeepSeek's weight of the same name is
+    one map, and its module does not have ``kv_projection_size``."""
     return (_number(module, "kv_projection_size"),) * 2
 
 

@@ -56,7 +56,8 @@ class Rows:
     Attributes:
         layer: name of the parameter, or of the module.
         forward: the forward pass that the call belongs to.
-        leading: leading dimensions of the rows; None if no mask can fit them.
+        leading: sizes of the rows' dimensions before the last, such as (N, T); None if no mask can
+            fit them.
         number: number of rows.
         recomputed: whether the call was made inside of a backward pass. Such a call gets a gradient
             only with reentrant checkpointing.
@@ -78,8 +79,8 @@ class Call:
         layer: the layer.
         kind: the layer's type.
         module: the module that was called, or whose code computed the product.
-        rows: the rows of the whole call. For an expert, these are the rows of the call of its
-            stack.
+        rows: the rows of the whole call. For an expert, these are all rows of the stack's call, not
+            only the expert's own.
         shape: shape [.., O] of the layer's rows of G, with all leading dimensions.
         sides: the factors to which the rows are added: "AG" (both), "A" or "G".
         input: number of the input, see :meth:`ds_kfac.model.shared.SharedInputs.number`.

@@ -5,7 +5,8 @@ docs/explanation/capture.md explains which rows count.
 A captured step is one in which the hooks collect statistics. In a captured step the forward hook
 saves the layer's input as autograd does (``calls.py``), and registers a prehook on the autograd
 node of the output. When the gradient arrives there, the prehook adds the rows of a and g to the
-step's sums. A call that gets no gradient adds no rows. In other steps the hooks return at once.
+step's sums. A call that gets no gradient adds no rows. In steps that are not captured, the hooks
+return at once.
 
 Note: Scale of G. G = K * sum_p (R_p * sum g^ g^^T). The outer sum is over backward passes p, and
     the inner sum is over the rows of pass p. g^ is a row's part of the averaged gradient, and K is
@@ -110,15 +111,15 @@ class Capture:
             passes.
         outside: number of calls in this step whose gradient arrived in a pass that is not the
             engine's own.
-        measured: layer name -> number of the layer's rows, which may be a scalar on the device.
-            None in a step that does not count rows.
+        measured: layer name -> number of the layer's rows in this step, an int or a scalar on the
+            device. None in a step that does not count rows.
         seen: names of the layers that had a row in this step, with or without a gradient.
         of_gradients: keys of the factors that are made of gradients.
         read_mask: returns the attention masks of a forward.
     """
 
     _backwards: ClassVar[list["Capture"]] = []
-    """The captures, of all engines in the process, whose own backward pass is running."""
+    """Captures in this process whose engine is running one of its own backward passes."""
 
     def __init__(
         self,
@@ -178,7 +179,7 @@ class Capture:
         self.forward = Forward()
         self._forwards: list[Forward] = []  # forwards whose backward pass has not ended
         self._begun: list[Forward] = []  # all forwards of the step
-        self._running: Forward | None = None  # reached by the running backward pass
+        self._running: Forward | None = None  # the one that the backward pass has reached
         self._unpacks = False  # whether an input is being read after its backward pass
         self.pending: list[Call] = []
         self.proof: Proof | None = None
@@ -436,8 +437,8 @@ class Capture:
                 forward.is_watched = True
 
     def _forward_of(self, recomputed: bool) -> Forward | None:
-        """Return the forward pass of a call; None if that pass was not captured. See "Note:
-        Recomputation".
+        """Return the forward pass that a call belongs to; None if that pass was not captured. See
+        "Note: Recomputation".
 
         Args:
             recomputed: whether the call is made inside of a backward pass.
@@ -526,7 +527,7 @@ class Capture:
             layer: name of the parameter, or of the module.
             leading: leading dimensions of the rows; None if no mask can fit them.
             number: number of rows.
-            examples: size of the first dimension.
+            examples: size of the rows' first dimension.
         """
         if self.rows.weight_sharing == "reduce":
             number = examples
@@ -542,8 +543,7 @@ class Capture:
         """Save the input of a call, and wait for the gradient of its output.
 
         Args:
-            calls: a single call, or, if x was multiplied by the matrices of several layers, one
-                call for each of these layers.
+            calls: one call for each layer whose matrix x was multiplied by, usually a single call.
             x: the input.
             output: the result.
         """
@@ -595,7 +595,7 @@ class Capture:
 
     def _multiplied(self, layers: Sequence[LayerSpec], product: Product) -> None:
         """Turn a product into calls of its layers. If the layers of a stack share one A, the call
-        of the first layer adds the rows of all layers to it."""
+        of the first layer adds the rows of all layers to this A."""
         first = layers[0]
         parts = parts_of(product, layers)
         if not parts:
@@ -916,8 +916,8 @@ class Capture:
 
     @torch.no_grad()
     def end_pass(self) -> None:
-        """End the running backward pass: multiply its sums by R_p, unless the loss is a mean over
-        the step, and add them to the sums of the step."""
+        """End the running backward pass, and add its sums to the sums of the step. Unless the loss
+        is a mean over the step, the pass's sums are first multiplied by R_p."""
         ended = self.current
         self.current = BackwardPass()
         rows = ended.rows(self.rows.weight_sharing) if self.counts_rows else 0
@@ -970,7 +970,8 @@ class Capture:
         self._running = None
 
     def _watch_task(self) -> None:
-        """End the pass when the running graph task, or the graph task around it, ends."""
+        """Make the end of the running graph task end the pass, unless a graph task around it still
+        runs."""
         task = torch._C._current_graph_task_id()
         if task not in self._tasks and not self._forward_runs:
             self._tasks.add(task)
@@ -1043,8 +1044,8 @@ def _runs(node: Any) -> bool:
     """Return whether the running backward pass executes a parameter's autograd node, and so adds to
     the parameter's gradient.
 
-    It does not do so in ``autograd.grad``, nor in a backward pass whose ``inputs`` do not contain
-    the parameter.
+    ``autograd.grad`` does not execute the node, nor does a backward pass whose ``inputs`` do not
+    contain the parameter.
     """
     # the function raises if autograd.grad was called for the node's own tensor
     with suppress(RuntimeError):

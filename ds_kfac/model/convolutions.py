@@ -57,9 +57,9 @@ def phase(turn: int, stride: int) -> int:
 
 
 def grid_step(rows: int, dims: int, width: int) -> int:
-    """Return the largest step with which a grid over ``dims`` dimensions still takes enough of
-    ``rows`` positions. It must take at least :data:`ROWS` times ``width`` positions, and at least
-    one of every :data:`SPARSEST` positions."""
+    """Return the largest ``step`` of a grid that still takes enough positions. Of the ``rows``
+    positions in ``dims`` dimensions, it must take at least :data:`ROWS` times ``width``, and at
+    least one of every :data:`SPARSEST`."""
     step = 1
     while (step + 1) ** dims <= SPARSEST and rows >= ROWS * width * (step + 1) ** dims:
         step += 1
@@ -106,7 +106,7 @@ class Patches:
         for dim in range(dims):
             before_and_after = 2 * (dims - 1 - dim)
             padded = size[dim] + sum(self.padding[before_and_after : before_and_after + 2])
-            span = self.dilation[dim] * (self.kernel[dim] - 1)  # of the dilated kernel, minus 1
+            span = self.dilation[dim] * (self.kernel[dim] - 1)  # dilated length - 1
             positions.append((padded - span - 1) // self.stride[dim] + 1)
         self.positions = tuple(positions)
         self.count = len(image) * prod(self.positions)
@@ -243,8 +243,8 @@ class Patches:
 
 
 FEW_CHANNELS = 4
-"""A convolution with at most this many input channels is assumed to read an image, with three
-colours and transparency."""
+"""A convolution with at most this many input channels is assumed to read an image, because an image
+has three colours and may have transparency."""
 
 
 class Convolution(Linear):

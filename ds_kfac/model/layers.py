@@ -58,8 +58,8 @@ class LayerSpec:
     """Whether the rows of A are taken from matrix products with the parameter, see ``products.py``.
     If not, they are taken from calls of the module."""
     also: tuple[str, ...] = ()
-    """Names of other modules of this kind with the same parameters. Calls of these modules count as
-    calls of this layer."""
+    """Names of other modules of the same type that hold the same parameters. Calls of these modules
+    count as calls of this layer."""
     copies: int = 1
     """Number of tensor-parallel ranks that hold a copy of the layer; 1 if each rank holds a
     different shard."""
@@ -230,13 +230,13 @@ class LayerType(ABC):
 
     @abstractmethod
     def matrix(self, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-        """Return the layer's matrix, of ``LayerSpec.shape``, from flat gradients of its weight and
-        bias."""
+        """Return the layer's gradient as a matrix, given the flat gradients of its weight and bias.
+        ``shape`` is ``LayerSpec.shape``."""
 
     @abstractmethod
     def split(self, matrix_OI: Tensor, has_bias: bool) -> tuple[Tensor, ...]:
-        """Return flat gradients in the order of ``LayerSpec.parameters``; the inverse of
-        ``matrix``."""
+        """Split the layer's matrix into flat gradients, in the order of ``LayerSpec.parameters``.
+        This is the inverse of ``matrix``."""
 
 
 class Linear(LayerType):
@@ -301,7 +301,7 @@ class _Shard(Linear):
 
     Attributes:
         name: name of Megatron's class.
-        shape: name of Megatron's attribute with the size of the cut side.
+        shape: name of the attribute in which Megatron stores the size of the cut side.
         unfit: (name of a flag, value of the flag, reason why K-FAC leaves a layer with this value
             alone).
     """

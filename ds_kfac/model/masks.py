@@ -105,7 +105,7 @@ class Forward:
         self.is_watched = False
         self.begins: int = torch._C._autograd._get_sequence_nr()
         self.calls: dict[str, list[tuple[Shape | None, int]]] = {}
-        self._sides: set[Shape] = set()  # the first two leading dimensions of all calls
+        self._sides: set[Shape] = set()  # each call's first two leading dimensions
 
     def note(self, layer: str, leading: Shape | None, rows: int) -> None:
         """Record that a layer was called.

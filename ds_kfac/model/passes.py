@@ -86,8 +86,8 @@ class BackwardPass:
             gradient: the call's output gradient, [N, ..], or [O] for a single example.
 
         Raises:
-            ValueError: the call does not have as many examples as the calls that the layer nearest
-                to the loss had in the same forward pass.
+            ValueError: in the same forward pass, the layer nearest to the loss had another number
+                of examples.
         """
         examples = len(gradient) if gradient.ndim > 1 else 1
         nearest = next(iter(self.alive))

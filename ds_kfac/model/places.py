@@ -69,7 +69,7 @@ class Place:
 
     @property
     def is_all(self) -> bool:
-        """Whether these are all elements of the parameter, in their order."""
+        """Whether the tensor holds all elements of the parameter, in the parameter's order."""
         is_first = self.offset == 0 and self.chosen is None
         return is_first and self.shape == self.param.shape and self.stride == self.param.stride()
 
@@ -184,7 +184,7 @@ class Places:
             return False
         matrices = place.shape[0]
         numel = place.param.numel() // self.count(place.param)  # elements of a matrix
-        apart = place.stride[0]  # elements from one entry of the stack to the next
+        apart = place.stride[0]  # distance in elements from one entry of the stack to the next
         if (matrices > 1 and apart % numel) or output.shape != (len(index), *place.shape[1:]):
             return False
         chosen = place.offset // numel + index.remainder(place.shape[0]) * (apart // numel)
@@ -225,8 +225,8 @@ def base_of(tensor: Tensor) -> Tensor:
 
 
 def leaf_of(tensor: Tensor, passes: Collection[str]) -> Tensor | None:
-    """Return the leaf from which a tensor was computed, if autograd's graph has only nodes in
-    ``passes`` between them; otherwise None.
+    """Return the leaf from which a tensor was computed, if all autograd nodes between the leaf and
+    the tensor are in ``passes``; otherwise None.
 
     Each element of the tensor then has the same gradient as the leaf's element that it came from.
 

@@ -204,8 +204,8 @@ def borrowed_weights(module: nn.Module) -> list[BorrowedWeight]:
 
 
 def tables(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters in which a module's code looks up rows: the module's own parameters, or
-    parameters of its children.
+    """Return the parameters in which the code of any module looks up rows. A module's code may look
+    up rows in the module's own parameters or in those of its children.
 
     A table is treated like an embedding, even if some code also multiplies by it. Two examples are
     a head that shares the table, and a codebook, where the product only selects the nearest row and
@@ -374,7 +374,8 @@ class Code:
 
 
 def codes_of(kind: Any, *, alone: bool = False) -> Iterator[Code]:
-    """Yield the code of the functions of a class and of its bases below nn.Module.
+    """Yield the code of the functions of a class and of its bases, except nn.Module and nn.Module's
+    bases.
 
     Functions whose source code is not found are left out.
 
@@ -464,9 +465,9 @@ def is_computed(node: ast.Subscript) -> bool:
 
 @cache
 def _borrowed(kind: Any) -> Mapping[str, tuple[bool, str | int]]:
-    """Return a dict with an entry for each child whose weight a class's code uses. The key is the
-    child's name. The value is a pair (whether the code also calls the child, :attr:`Operand.cut` of
-    the child's weight)."""
+    """Return a dict with an entry for each child module whose weight a class's code uses. The key
+    is the child's name. The value is a pair (whether the code also calls the child,
+    :attr:`Operand.cut` of the child's weight)."""
     taken = dict[str, str | int]()
     called = set[str]()
     for code in codes_of(kind):

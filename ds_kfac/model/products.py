@@ -85,7 +85,7 @@ class Product:
 
     @property
     def rows(self) -> slice:
-        """The rows of the product that belong to any entry.
+        """The rows of the product up to the last row that belongs to an entry.
 
         A grouped product may have rows after its last group. These rows are not tokens, and the
         product's output has undefined values in them.
@@ -257,7 +257,7 @@ class Products(TorchFunctionMode):
         self._see = see
         self._thread = _OfThread()
         self.inside: list[tuple[nn.Module, bool]] = []
-        self._depth = 0  # of all threads
+        self._depth = 0  # summed over all threads
         self._lock = threading.Lock()
 
     def watch_backward(self, watched: bool) -> None:

@@ -62,11 +62,12 @@ class Numbers:
     Attributes:
         t: [L, P], the sum t for each pair (u, v), over the engine's own backward passes. Zero for
             pairs that a layer does not have.
-        squares: [L], R^2 summed over the pairs, over the same backward passes.
+        squares: [L], R^2 over the rows of the same backward passes, summed over the pairs.
         others_t: [L, P], the sum t over other engines' backward passes through this model. The
             step's gradient includes these passes unless the user has zeroed the gradient after
             them.
-        others_squares: [L], R^2 summed over the pairs, over other engines' backward passes.
+        others_squares: [L], R^2 over the rows of other engines' backward passes, summed over the
+            pairs.
         calls: [L], number of calls whose output got a gradient.
         rows: [L], number of rows of the calls whose output got a gradient.
         eps: [L], relative accuracy of the gradients' dtype, summed over the ranks that had calls.

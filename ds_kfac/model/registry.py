@@ -163,7 +163,8 @@ LAYERS: dict[str, layers.LayerType] = {
     "RowParallelLinear": layers.RowParallelLinear(),
 }
 SHARDS = {"ColumnParallelLinear": 0, "RowParallelLinear": 1}
-"""Type of a tensor-parallel shard of a Linear -> index of the cut side of its matrix [O, I]."""
+"""Dict from a type of tensor-parallel shard of a Linear to the side of the matrix [O, I] that is
+cut: 0 for O, 1 for I."""
 MATRICES = tuple(
     x for x in LAYERS if isinstance(LAYERS[x], layers.Linear | Convolution) and x not in SHARDS
 )

@@ -63,7 +63,7 @@ class BatchSum:
         return cls(sum_P, counts)
 
     def add_(self, other: "BatchSum") -> None:
-        """Add another sum of the same ranks."""
+        """Add another sum to this one. Both must be sums over the same ranks."""
         self.sum_P.add_(other.sum_P)
         self.counts.add_(other.counts)
 

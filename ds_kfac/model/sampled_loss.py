@@ -83,7 +83,8 @@ def cross_entropy(prediction: Tensor, reached: Tensor, generator: torch.Generato
 def squared_error(
     prediction: Tensor, reached: Tensor, generator: torch.Generator, *, mean: bool = False
 ) -> Tensor:
-    """Return the squared error from targets that are drawn around the prediction, for regression.
+    """Return the squared error between the prediction and targets that are drawn around it, for
+    regression.
 
     The error is summed over the C outputs, and averaged over predictions [N, C], [N, T, C] or
     [N, C, H, W]. Up to a constant this is the negative log-likelihood of a Gaussian with variance

@@ -65,7 +65,7 @@ class LayerChoice:
     and ``types`` are the config's keys of ``kfac.layers``.
 
     Attributes:
-        dense_max: longest side with a dense factor; None: all sides are dense.
+        dense_max: length of the longest side that has a dense factor; None: all sides are dense.
         curvature: whether there are factors at all; without them both sides are identities.
         gradients: whether statistics of output gradients are collected; without them G is the
             identity.
@@ -174,8 +174,8 @@ def _with_head(
     The head is the last layer, if it has the shape of an embedding. A layer in the middle of the
     model is not a head, even if it has the shape of a position embedding. A head whose weight is
     tied to the embedding is not preconditioned. The last preconditioned layer then has another
-    shape. A tensor-parallel head has some of the words, while a plain embedding in the same model
-    has all words.
+    shape, so no layer is marked. A tensor-parallel head has some of the words, while a plain
+    embedding in the same model has all words.
     """
     head = layers[-1]
     outputs = head.G.dim
@@ -385,7 +385,7 @@ class _Scanner:
             module_name, module: the module that holds the parameter.
             parameter: name of the parameter in the module.
             shape: shape of the matrix, or of the stack, as the module's code uses it.
-            is_transposed: whether a matrix is [I, O].
+            is_transposed: whether a matrix is stored as [I, O].
         """
         name = f"{module_name}.{parameter}".lstrip(".")
         if parameter == "weight":
@@ -428,8 +428,9 @@ class _Scanner:
 
         If the inputs of the stack are tokens, all experts share one A, because tokens have the
         same distribution, whichever expert gets them. If each expert has computed its input itself,
-        each expert has its own A, unless this A would be larger than the weight (I > O). The plan
-        may replace a shared A by one A for each expert (:mod:`ds_kfac.plan.common`).
+        each expert has its own A. But if I > O, this A would be larger than the weight, so the
+        experts share one A. The plan may replace a shared A by one A for each expert
+        (:mod:`ds_kfac.plan.common`).
 
         Args:
             stack: the layer of one matrix, except that it has the name of the stack.
@@ -558,7 +559,7 @@ def _bias(
 
     Args:
         shape: shape of the matrix or stack. The bias of a matrix is [O], and of a stack [n, O].
-        transposed: whether a matrix is [I, O].
+        transposed: whether a matrix is stored as [I, O].
     """
     outputs = (*shape[:-2], shape[-1] if transposed else shape[-2])
     for name in (f"{parameter}_bias", parameter.removesuffix("weight") + "bias"):

@@ -41,8 +41,8 @@ KINDS = ("factors", "gradients", "results", "numbers", "proof")
 
 
 def counters(job: Job) -> dict[str, float]:
-    """Return counter name -> total since attach. A total counts what this rank did, unless noted
-    otherwise.
+    """Return a dict from counter name to total since K-FAC was attached. A total counts what this
+    rank did, unless noted otherwise.
 
     Counters of a domain of experts have names that begin with "<domain>/". If there are several
     domains, counters of the messages between them have names that begin with "job/".
@@ -59,7 +59,7 @@ def counters(job: Job) -> dict[str, float]:
     - "statistics_fraction": number of factor elements for which statistics were collected, divided
       by what this number would be if every step collected statistics for every factor.
 
-    All these counters exist from attach on and are zero before the first step.
+    All these counters exist as soon as K-FAC is attached, and are zero before the first step.
     """
     values = _of_domain(job.preconditioners[0])
     for kfac in job.preconditioners[1:]:

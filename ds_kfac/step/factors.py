@@ -327,8 +327,8 @@ class FactorUpdates:
         return update
 
     def _terms(self, batches: Mapping[str, BatchSum]) -> dict[str, Tensor]:
-        """Return layer name -> number of loss terms on all ranks. It is assumed that a rank that
-        did not contribute had as many loss terms as a rank that did."""
+        """Return layer name -> number of loss terms, summed over all ranks. It is assumed that a
+        rank that did not contribute had as many loss terms as a rank that did."""
         terms: dict[str, Tensor] = {}
         for key, batch in batches.items():
             ratio = self.averaged_over / batch.ranks

@@ -159,8 +159,8 @@ class KFACPreconditioner:
         """Send results to the ranks that hold their shards, and scale them by kl-clip. Collective.
 
         Args:
-            sums: the update rule's numbers, summed over the layers of all domains. None if the job
-                has only one domain. The numbers are then sent with the results.
+            sums: the scalars in ``Outcome.numbers``, summed over the layers of all domains. None if
+                the job has only one domain. The scalars are then sent with the results.
         """
         context = running.context
         outcome = running.outcome

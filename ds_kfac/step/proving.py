@@ -34,8 +34,7 @@ RAISES = False
 
 
 def wait(proofs: int) -> int:
-    """Return how many captured steps run without a proof before the next proof, if there were
-    ``proofs`` proofs so far."""
+    """Return how many captured steps without a proof follow after the first ``proofs`` proofs."""
     return min(EVERY, 2**proofs) - 1
 
 
@@ -96,13 +95,13 @@ class Proving:
         place yet.
 
         The next captured step always runs a proof, because the program may have changed since the
-        save. A proof that is not due changes nothing unless a layer fails it, so a resumed run
-        equals an uninterrupted run.
+        checkpoint was saved. A proof that is not due changes nothing unless a layer fails it, so a
+        resumed run equals an uninterrupted run.
         """
         self.unfit: Mapping[str, str] = state.get("unfit", {})
         self.again: frozenset[str] = state.get("again", frozenset())
         self._clock: ProofClock = replace(state.get("clock", ProofClock()))
-        self._first_step: int | None = None  # the first step that was captured since the load
+        self._first_step: int | None = None  # the first step that was captured after load()
 
     def state(self) -> dict[str, Any]:
         """Return the state that a resumed run needs: :attr:`unfit`, :attr:`again` and a copy of the
@@ -138,8 +137,9 @@ class Proving:
         return proof if proof.layers else None
 
     def frozen(self, layer: LayerSpec) -> bool:
-        """Whether the layer's weight was frozen after attach. Hooks then see no rows of the layer.
-        Its bias may still have a gradient, but there are no rows to compare this gradient with."""
+        """Whether the layer's weight was frozen after K-FAC was attached. Hooks then see no rows of
+        the layer. Its bias may still have a gradient, but there are no rows to compare this
+        gradient with."""
         return not self._parameters[layer.weight].requires_grad
 
     def hooked(self, layer: LayerSpec) -> bool:

@@ -1,5 +1,5 @@
-"""Sum scalars over the layers of all ranks: the update rule's numbers, counts, and flags. Each rank
-sends its part of the sums in the same message as the results of a step."""
+"""Sum scalars over the layers of all ranks: the scalars of ``Outcome.numbers``, counts, and flags.
+Each rank sends its part of the sums in the same message as the results of a step."""
 
 from dataclasses import dataclass
 
@@ -38,8 +38,8 @@ class Running:
 class Totals:
     """Sums one fp32 vector over all ranks.
 
-    The vector has three parts: the rule's numbers, then counts in the order of :data:`SUMMARY`, and
-    finally a flag for each layer of the plan if the rule asks for flags.
+    The vector has three parts: first ``Outcome.numbers``, then counts in the order of
+    :data:`SUMMARY`, and finally a flag for each layer of the plan if the rule asks for flags.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Totals:
         """Return the message part with this rank's vector.
 
         Raises:
-            ValueError: the rule returned more or fewer numbers than it declares.
+            ValueError: the length of ``Outcome.numbers`` is not :attr:`UpdateRule.numbers`.
         """
         outcome = running.outcome
         if len(outcome.numbers) != self.rule.numbers:
@@ -108,7 +108,7 @@ class Totals:
         return [counts[name] for name in SUMMARY]
 
     def read(self, received: Arrivals, running: Running) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the sums over ranks as a triple: the rule's numbers; the counts; and the flags as
+        """Return the sums over ranks as a triple: ``Outcome.numbers``; the counts; and the flags as
         bool, or None if the rule does not ask for flags."""
         total = self._vector.total(received)
         numbers, summary, flags = total.tensor_split(

@@ -54,8 +54,7 @@ class LayerWarner:
         were updated.
 
         Args:
-            without: names of layers that have no eigenbasis, without the layers that fail the
-                proof.
+            without: names of layers that have no eigenbasis, except layers that failed the proof.
             frozen: names of layers whose weights are frozen.
             captured: names of the layers for which this step collected statistics.
             left_out: fp32 [layers], for each layer the number of steps so far in which its gradient

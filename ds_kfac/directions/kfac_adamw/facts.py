@@ -129,7 +129,8 @@ def _workspace(plan: Plan, chunk: Sequence[Sequence[LayerSpec]]) -> int:
     more of them. There are two stages:
 
     - Adam's stage works on one group at a time. In addition to the tensor that becomes the group's
-      direction, it needs two tensors of the same size: the gradient, and the half rotated gradient.
+      direction, it needs two tensors of the same size: the gradient, and the gradient with one side
+      rotated.
     - The Newton-Schulz stage works on all maps with the same two sides together.
     """
     itemsize = 2 if plan.precision.products == "tf32" else 4

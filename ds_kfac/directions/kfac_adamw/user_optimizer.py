@@ -122,8 +122,8 @@ class Group(dict[str, Any]):
 
     Attributes:
         options: options of the :class:`KFACAdamW` that the group was made for.
-        taken: pair (the engine's optimizer, indices of those of its groups that were split from
-            this group). ``(None, ())`` as long as no engine uses the group.
+        taken: pair (the engine's optimizer, indices of the groups in it that were split from this
+            group). ``(None, ())`` as long as no engine uses the group.
     """
 
     def __init__(self, values: Mapping[str, Any], options: Mapping[str, Any]) -> None:
