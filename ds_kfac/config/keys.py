@@ -158,7 +158,7 @@ class BurnInConfig(Block):
     """Shorter intervals at the start of a run, where curvature changes fastest."""
 
     steps: int = Field(default=50, ge=0)
-    """Number of steps at the start of a run with more frequent updates and refreshes. 0: none.
+    """Number of initial steps in which updates and refreshes are more frequent. 0: none.
 
     In these steps factors are updated twice as often as ``factor.update_interval`` says.
     Eigenbases are refreshed at every second update, or more often if
@@ -319,7 +319,7 @@ class OptimizerParams(BaseModel):
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
         [0.9, 0.999], min_length=2, max_length=2
     )
-    """Decay of the two moments, which a layer keeps in its eigenbasis. The measured language
+    """Decay of the two moments, which a layer keeps in its eigenbasis. Our measurements on language
     models use [0.9, 0.95]."""
     eps: float = Field(1e-8, ge=0)
     """Number that is added to the square root of the second moment."""

@@ -198,8 +198,8 @@ def table(prefix: str, keys: Mapping[str, Any]) -> Iterator[str]:
 
 
 def details(prefix: str, keys: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a Markdown list with an item for each key. An item has all
-    paragraphs of the key's docstring except the first.
+    """Yield the lines of a Markdown list with an item for each key whose docstring has several
+    paragraphs. The item has all of them except the first.
 
     Args:
         prefix: the text before each key's name, such as "factor.".

@@ -47,8 +47,8 @@ def wants_help(arguments: Sequence[str]) -> bool:
 
 def check_script(arguments: Sequence[str]) -> None:
     """Raise ValueError if the script does not exist. The script is assumed to be the first argument
-    that ends with .py. With a hostfile nothing is checked, because the file may exist on another
-    node. A module is not checked here, because it is looked up later."""
+    that ends with .py. With a hostfile nothing is checked, because the script may exist only on
+    another node. A module is not checked here, because it is looked up later."""
     if any(word.split("=")[0] in (*HOSTS, "--module", "--no_python") for word in arguments):
         return
     script = next(

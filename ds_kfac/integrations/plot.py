@@ -126,8 +126,9 @@ def run(arguments: argparse.Namespace) -> str:
 
 
 def read(source: Path) -> Series:
-    """Return all numbers that were logged in a folder and its subfolders, or in a file, by name and
-    in order. A number that was logged to both csv and tensorboard is returned once."""
+    """Return all numbers that were logged to a file, or to a folder and its subfolders, as a dict
+    from name to sorted points. A number that was logged to both csv and tensorboard is returned
+    once."""
     found: defaultdict[str, dict[float, float]] = defaultdict(dict)
     for path in [source] if source.is_file() else sorted(source.rglob("*")):
         for name, x, value in _numbers(path, alone=path == source):
@@ -205,7 +206,7 @@ def lines(series: Series, question: Question) -> Series:
 
 
 def per_step(points: Points, steps: dict[float, float]) -> Points:
-    """Convert a sum over all steps so far to the mean amount per step since the last point.
+    """Convert a sum over all steps so far to the mean amount per step since the previous point.
 
     Args:
         steps: dict from the number of samples on the x axis to the number of steps at that point.
@@ -221,15 +222,16 @@ def per_step(points: Points, steps: dict[float, float]) -> Points:
 
 
 def parts_of_step(found: Series) -> tuple[dict[str, float], float | None]:
-    """Return a dict from part of a step to its mean seconds per step, and K-FAC's share of a step.
+    """Return a dict from part of a step to its mean seconds per step, and K-FAC's share of a step's
+    time.
 
     The times that DeepSpeed logs include K-FAC's stages. The stages are subtracted from them, so
     that no time is counted twice. The share is None if the logs lack DeepSpeed's times or the
     stages' times.
 
     Args:
-        found: the lines of the panel "seconds". The first point of each line is left out, because
-            it includes compilation at the start.
+        found: the lines of the panel "seconds". This function leaves out the first point of each
+            line, because it includes compilation at the start.
     """
     values = {name: [y for _, y in points[len(points) > 1 :]] for name, points in found.items()}
     mean = {name: statistics.fmean(own) for name, own in values.items()}

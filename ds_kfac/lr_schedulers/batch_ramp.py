@@ -38,7 +38,7 @@ class BatchRamp:
             engine.step()
 
     DeepSpeed's checkpoints hold the ramp's state beside the scheduler's. If you set a learning rate
-    between two steps, it applies to the current batch, and grows with the batch later.
+    between two steps, it stays in effect. Later doublings of the batch multiply it by sqrt 2.
 
     Args:
         engine: a DeepSpeed engine that counts its micro-batches itself and is between two steps.

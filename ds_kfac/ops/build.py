@@ -37,7 +37,7 @@ NVCC = "/usr/local/cuda/bin/nvcc"
 
 
 class BuildError(RuntimeError):
-    """There is no library; the message says why in one line, for users."""
+    """The library cannot be built. The message tells users the reason in one line."""
 
 
 def source_folder() -> Path:
@@ -241,9 +241,9 @@ def supported(compiler: str) -> list[str]:
 
 def build_ahead(into: Path, environment: Mapping[str, str]) -> list[Path]:
     """Compile during ``pip install``, for all architectures that the environment names. Return the
-    paths.
+    paths of the libraries.
 
-    The variables work as DeepSpeed's ``DS_BUILD_OPS`` and ``DS_BUILD_<OP>`` do.
+    These environment variables work as DeepSpeed's ``DS_BUILD_OPS`` and ``DS_BUILD_<OP>`` do.
     ``DS_KFAC_BUILD_OPS=1`` builds the library if that is possible. ``DS_KFAC_BUILD_CUDA=1`` does
     the same, but raises BuildError if the library cannot be built. ``DS_KFAC_BUILD_CUDA=0`` builds
     nothing.

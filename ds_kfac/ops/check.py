@@ -113,7 +113,8 @@ ALLOWED = 1e-5
 """Largest allowed difference from plain torch, relative to the largest value. fp32 divisions and
 short sums differ by less."""
 CHECK_SECONDS = 600
-"""Seconds that a process waits for another process's check. Most of a check is compilation."""
+"""Seconds that a process waits for another process's check. A check spends most of its time on
+compilation."""
 ENDED = "was being checked when a process ended"
 Call = tuple[tuple, dict[str, Any]]
 

@@ -68,7 +68,7 @@ class BackendChoice:
 
     @property
     def replaced(self) -> dict[str, str]:
-        """dict from op to what is wrong with a backend's implementation of the op, here or on
+        """dict from op to what is wrong with a backend's implementation of the op, on this rank or
         another rank."""
         return {name: why for name, why in self.missing.items() if name in OPS}
 
@@ -93,7 +93,8 @@ def use(
     """Choose this process's backends, and build them if necessary.
 
     Args:
-        backend: name of the backend for every op that it has; None: the best backend for each op.
+        backend: name of the backend that runs every op that it has; None: each op runs on the best
+            backend for it.
         device: device type for which the backends are chosen.
         without: backends and ops that must not be used, as a dict from name to reason.
 

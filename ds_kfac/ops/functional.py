@@ -285,7 +285,7 @@ def adam_step_(
             The tensor may be ``x_nOI`` itself.
         x_nOI: fp32, the gradients.
         first_nOI, second_nOI: fp32, the moments m and v, without bias correction.
-        updates_n: fp32, k: the number of gradients that the moments hold.
+        updates_n: fp32, the numbers k: how many gradients were folded into each matrix's moments.
         usable_n: bool. Where it is False, x is ignored and may be NaN, and the moments and k do not
             change.
         betas: b1 and b2. They are rounded to fp32 first.

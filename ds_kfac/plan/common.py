@@ -20,7 +20,7 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import SHARDS
 
 OWN_PART = 0.1
-"""If each expert has its own A, the additional As may take this fraction of the bytes of all
+"""If each expert has its own A, the additional factors may take this fraction of the bytes of all
 moments, or :data:`OWN_BYTES` per rank if that is more."""
 OWN_BYTES = 1 << 28
 
@@ -49,9 +49,9 @@ def sharing_candidates(layers: Sequence[LayerSpec], method: Method) -> Mapping[s
 def rows_from(factor: FactorSpec, layers: Mapping[str, LayerSpec]) -> tuple[str, ...]:
     """Return the names of the layers whose rows together are a factor's rows.
 
-    A common A of a stack's experts has the rows of all experts. If it is also shared with other
-    stacks, the rows of the first layer's stack count. Any other factor has the rows of its first
-    layer, because all of its layers see the same rows.
+    A common A of a stack's experts has the rows of all experts. If other stacks share it too, only
+    the rows of its first layer's stack count. Any other factor has the rows of its first layer,
+    because all of its layers see the same rows.
     """
     first = layers[factor.layers[0]]
     if not factor.is_A or first.part[1] == 1 or not first.product:
@@ -83,9 +83,10 @@ def own_inputs(
     """Return the layers, changed so that some stacks whose experts shared a common A have an A for
     each expert.
 
-    Stacks are changed as long as the additional memory stays within a bound. The stacks whose As
-    take the least memory, relative to their moments, are changed first. Stacks of equal cost are
-    either all changed or all left as they are, so that all blocks of the model are treated alike.
+    Stacks are changed as long as the additional memory stays within a bound. The stacks for which
+    one A per expert takes the least memory, relative to their moments, are changed first. Stacks of
+    equal cost are either all changed or all left as they are, so that all blocks of the model are
+    treated alike.
 
     Args:
         moments: number of fp32 tensors of a gradient's shape that are kept for a layer.
@@ -101,7 +102,7 @@ def own_inputs(
     for stack in stacks.values():
         if stack[-1].shares is not None:
             mixtures.setdefault(stack[-1].shares, []).append(stack)
-    by_cost: dict[float, list[str]] = {}  # bytes of own As / bytes of moments -> first layers
+    by_cost: dict[float, list[str]] = {}  # bytes of A / bytes of moments -> first layers
     costs: dict[str, int] = {}
     for leader, sharing in mixtures.items():
         A = sharing[0][0].A

@@ -181,8 +181,8 @@ class Plan:
 
 
 def alone_here(layers: Sequence[LayerSpec], factors: Sequence[FactorSpec]) -> list[FactorSpec]:
-    """Return the factors of the layers of which no other tensor-parallel rank has a copy. Copies
-    are left out because the ranks that have them may make different plans."""
+    """Return the factors whose layers exist on no other tensor-parallel rank. Copied layers are
+    left out because the ranks that have a copy may make different plans."""
     copied = {layer.name for layer in layers if layer.copies > 1}
     return [factor for factor in factors if factor.layers[0] not in copied]
 
@@ -227,8 +227,8 @@ def make_plan(
     """Make the plan of a run.
 
     The plan's layers may differ from ``layers`` in ``shares``, because the plan decides whether the
-    experts of a stack have one A each or a common A (:mod:`ds_kfac.plan.common`). If a plan with
-    more As exceeds the memory budget, a plan with fewer As is tried.
+    experts of a stack have one A each or a common A (:mod:`ds_kfac.plan.common`). If a plan exceeds
+    the memory budget, a plan in which more experts share an A is tried.
 
     Args:
         config: the config, resolved by :func:`ds_kfac.config.resolve.resolve`.
@@ -248,7 +248,7 @@ def make_plan(
             apart, reasons = own_inputs(layers, method, moments=facts.moments, world=facts.world)
             variants.insert(0, apart)
         variants.append(common_inputs(layers))
-    variants = list(dict.fromkeys(variants))  # each variant once; the first has the most As
+    variants = list(dict.fromkeys(variants))  # each variant once; the first has the most factors
     most_factors = len(factor_specs(variants[0]))
     while True:
         variant = variants.pop(0)
@@ -276,7 +276,8 @@ def _plan_of(
     """Make the plan of layers whose ``shares`` is final.
 
     Args:
-        reasons_for_layers: texts that say why the experts of a stack have a common A or own As.
+        reasons_for_layers: texts that say why the experts of a stack share one A, or have one A
+            each.
     """
     reasons = list(reasons_for_layers)
     schedule = config.schedule

@@ -1,6 +1,6 @@
 """Access to DeepSpeed's private attributes, and to attributes that some supported versions lack.
 
-Each such attribute is read by only one function of this file, and nowhere else. The function's
+Each such attribute is read by a single function of this file, and by no other code. The function's
 docstring says since which version the attribute exists, and what older versions have instead.
 "Since 0.18.9" means that 0.18.9 is the first version in :data:`TESTED` that has the attribute. "All
 versions" means that all versions in :data:`TESTED` have it. When K-FAC is attached, the self-test
@@ -202,8 +202,7 @@ def gather_faults(backend: str) -> tuple[str, ...]:
 
 
 INSTRUCTIONS = "_INSTRUCTION_MAP"
-"""Name of the attribute in which a pipeline engine looks up its table of instructions. All
-versions."""
+"""Name of the attribute that holds a pipeline engine's table of instructions. All versions."""
 
 
 def manual_backward(engine: Any) -> bool:
@@ -339,7 +338,7 @@ def unscaling(optimizer: Any, *arguments: Any) -> Tensor | None:
     not change gradients.
 
     The factor is measured by calling the method with a gradient of 1. The first argument is a list
-    of gradients (stages 1 and 2, FP16_Optimizer) or the number of a sub-group (stage 3). The last
+    of gradients (stages 1 and 2, FP16_Optimizer) or the index of a sub-group (stage 3). The last
     argument is always the norm.
     """
     scale = getattr(optimizer, "loss_scale_config", None)
@@ -530,7 +529,7 @@ def has_dynamic_scale(optimizer: Any) -> bool:
 
 
 def states_are_linked(optimizer: Any) -> bool:
-    """Return whether ZeRO-1/2 has linked parameters to their optimizer states, which it does in its
+    """Return whether ZeRO-1/2 has linked parameters to their optimizer states. It does so in its
     first step. All versions."""
     return optimizer._hp_optimizer_states_linked
 
@@ -554,7 +553,8 @@ def compact_buffer(optimizer: Any, group: int) -> Any:
 
 
 def flat_partition(optimizer: Any, group: int, gradients: list[Tensor]) -> list[Tensor]:
-    """Return ZeRO-1/2's list of gradients in this rank's slice of a group.
+    """Return the list in which ZeRO-1/2 keeps the gradients of this rank's slice of a parameter
+    group.
 
     Args:
         gradients: whole gradients of the parameters in ``params_in_partition[group]``. DeepSpeed
@@ -594,8 +594,8 @@ def forget_gradients(optimizer: Any) -> None:
 
 
 def accumulated(optimizer: Any) -> list[Any]:
-    """Return the gradients that ZeRO-1/2 keeps until the next step, as a list. An entry is None if
-    a group has no gradients."""
+    """Return a list of the gradients that ZeRO-1/2 keeps until the next step. Each entry holds the
+    gradients of one parameter group, and is None if the group has none."""
     return [
         *optimizer.averaged_gradients.values(),
         *getattr(optimizer, "all_grad_tensors", {}).values(),

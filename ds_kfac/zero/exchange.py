@@ -201,8 +201,8 @@ class GradientExchange:
 
     def _flat(self, param: int, arrivals: Arrivals) -> FlatGradient:
         """Return the whole gradient of a parameter. If this rank has all of the gradient in one
-        shard, the result is DeepSpeed's memory. Otherwise the result is assembled from this rank's
-        shards and from the shards that have arrived."""
+        shard, the result is a view of DeepSpeed's memory. Otherwise it is assembled from this
+        rank's shards and from the shards that have arrived."""
         layout = self.layout
         shards = self.shards.get(param, [])
         numel = layout.shards.numels[param]

@@ -47,7 +47,7 @@ class ShardLayout(ABC):
         own: shards of the parts on this rank.
         averaged_over: number of ranks whose gradients are averaged.
         divisor: number by which DeepSpeed divides the sum of the ranks' gradients.
-        groups: parameters of each of the optimizer's parameter groups.
+        groups: for each parameter group of the optimizer, the list of its parameters.
         position: dict from a parameter's id to (index of its parameter group, index in this group).
     """
 
@@ -256,7 +256,7 @@ def flat_gradient(master: Any) -> Tensor:
 
 
 def parameter_groups(optimizer: Any) -> list[list[Any]]:
-    """Return a list of the model's parameters for each of the optimizer's groups. ZeRO's
+    """Return, for each of the optimizer's groups, the list of the model's parameters in it. ZeRO's
     ``param_groups`` cannot be used, because they have flat slices instead of parameters."""
     for attribute in ("bit16_groups", "bf16_groups", "fp16_groups"):
         groups = getattr(optimizer, attribute, None)

@@ -1,8 +1,8 @@
 """An engine's domains, and the layout of its gradients.
 
 A domain is a group of ranks together with the parameters whose gradients are averaged over these
-ranks. K-FAC treats the layers of a domain as if the domain were the whole job. Only the sum for
-kl-clip and the checkpoints span all domains. The table shows the domains of each kind of
+ranks. K-FAC treats the layers of a domain as if the domain were the whole job. Only two things span
+all domains: checkpoints, and the sum for kl-clip. The table shows the domains of each kind of
 parallelism.
 
     parallelism     group               domains of a rank           layers of other ranks
@@ -73,8 +73,8 @@ class Domain:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raise ValueError if two layers have the same name in checkpoints. Attach calls this, because
-    otherwise the error would come only at the first save."""
+    """Raise ValueError if two layers have the same name in checkpoints. This function runs when
+    K-FAC attaches, because otherwise the error would come only at the first save."""
     twice = [name for name, times in Counter(names).items() if times > 1]
     if twice:
         raise ValueError(

@@ -79,7 +79,7 @@ class Steps(Protocol):
         """Finish a step that was applied or skipped. Collective."""
 
     def raised(self, *, begun: bool) -> None:
-        """Clean up after a step in which K-FAC or DeepSpeed raised an error. Local.
+        """Clean up after a step in which K-FAC or DeepSpeed raised an error. Not collective.
 
         Args:
             begun: True if :meth:`step` was called. K-FAC's state is then inconsistent.

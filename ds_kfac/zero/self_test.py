@@ -24,7 +24,7 @@ from ds_kfac.zero.layout import ShardLayout
 MODULUS = 113
 """Period of the known values, a prime number. If values arrive at a wrong offset, every element is
 wrong, unless the offset is wrong by a multiple of 113. All values of the test are exact in bf16:
-they are the even numbers from 2 to 226, plus at most 3."""
+they are even numbers from 2 to 226, to which at most 3 is added."""
 ADDED = 2.0
 FRACTION = 2.0**-4
 """Fraction that is also added to the values if gradients are kept in fp32. Rounding to 16 bits

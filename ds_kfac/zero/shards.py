@@ -109,7 +109,7 @@ class ShardMap:
         return tuple(shard for shard in self.shards if shard.rank == rank)
 
     def cut(self, parts: Sequence[ParameterPart]) -> "ShardMap":
-        """Return the map of the shards of ``parts``, in which ``Shard.param`` is an index in
+        """Return the map of the shards of ``parts``. In this map ``Shard.param`` is an index in
         ``parts``. A shard that covers several parts is cut into several shards."""
         shards: list[Shard] = []
         numels = []
@@ -169,7 +169,7 @@ def parts_of(layers: Sequence[LayerSpec]) -> tuple[ParameterPart, ...]:
 
 
 def of_layers(layers: Sequence[LayerSpec]) -> Mapping[str, tuple[int, ...]]:
-    """Return a dict from layer name to the indices that the layer's parts have in
+    """Return a dict from layer name to the indices of the layer's parts in the result of
     :func:`parts_of`."""
     indices: dict[str, tuple[int, ...]] = {}
     start = 0

@@ -3,8 +3,8 @@ rank updates only its part of the parameters. ZeRO updates the masters one after
 
 With ZeRO-1/2 and BF16_Optimizer, every parameter group is one flat buffer that is cut into equal
 slices, and a rank updates its slice. With ZeRO-3, every parameter is cut into ``world`` equal
-chunks. The last chunks may contain padding. A master consists of this rank's chunks of the
-parameters of one sub-group.
+chunks. The last chunks may contain padding. A master consists of this rank's chunks of all
+parameters in one sub-group.
 
 When ZeRO updates its first master, the gradients of the other masters are still raw: DeepSpeed has
 not unscaled and clipped them yet. Without offload, raw gradients are in lists of tensors, which

@@ -1,4 +1,4 @@
-"""Elementwise kernels for n matrices of the same shape: a step of Adam, and the final scale of
+"""Elementwise kernels for n matrices of the same shape: a step of Adam, and the final scaling of
 directions.
 
 The helpers at the top serve all Triton kernels. Shape suffixes: n matrices, O and I the sides of
@@ -48,8 +48,8 @@ def scalar(value, IN_MEMORY: tl.constexpr):
 
 @triton.jit
 def lerp(now, old, decay):
-    """Return decay old + (1 - decay) now. Like torch.lerp, this function adds to the operand with
-    the larger weight, so that both functions round alike."""
+    """Return decay * old + (1 - decay) * now. Like torch.lerp, this function adds to the operand
+    with the larger weight, so that both functions round alike."""
     return tl.where(decay < 0.5, now + (old - now) * decay, old - (old - now) * (1.0 - decay))
 
 

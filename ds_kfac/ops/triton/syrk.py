@@ -46,8 +46,8 @@ def multiprocessors(device: torch.device) -> int:
 
 @triton.jit
 def dot(a, b, acc):
-    """Return acc + a b with fp32 sums. fp32 operands are not rounded. The interpreter has no 16-bit
-    products, so it converts operands to fp32."""
+    """Return acc + a @ b, summed in fp32. fp32 operands are not rounded. The interpreter has no
+    16-bit products, so it converts operands to fp32."""
     if INTERPRET:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     else:
@@ -62,7 +62,8 @@ class SyrkConfig:
         block: number of rows of a tile. A square tile has as many columns.
         chunk: number of rows of x that are multiplied at a time.
         warps, stages: Triton's launch options ``num_warps`` and ``num_stages``.
-        resident: number of programs for which a multiprocessor has registers and shared memory.
+        resident: number of programs that fit into a multiprocessor's registers and shared memory at
+            once.
         group: number of tile rows whose tiles are computed column by column, so that concurrent
             programs share columns of x in L2. 1: tiles are computed row by row.
         descriptor: whether x is loaded by tensor descriptors. From sm_90 on these use the tensor
