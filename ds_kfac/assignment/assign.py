@@ -3,8 +3,8 @@ and which ranks contribute rows to a factor. The functions are pure, so every ra
 
 Note: The KAISA grid (Pauloski et al. 2021). With W ranks and g gradient workers per layer, the grid
 has p = W / g columns. Rank r is in column r % p and row r // p. The g ranks of one column
-precondition a layer. Each of them sends the result to the ranks of its row. A row consists of p
-consecutive ranks, which are mostly on one node. g = 1 is MEM-OPT, and g = W is COMM-OPT.
+precondition a layer. Each of them sends the result to the other ranks of its row. A row consists of
+p consecutive ranks, which are mostly on one node. g = 1 is MEM-OPT, and g = W is COMM-OPT.
 """
 
 import heapq
@@ -48,7 +48,8 @@ class Assignment:
 
     @cached_property
     def loads(self) -> tuple[float, ...]:
-        """Predicted seconds per step for each rank, without work that is the same on all ranks."""
+        """Predicted seconds of work per step for each rank. Work that is the same on all ranks is
+        left out."""
         return tuple(self.work.loads(self.workers, self.owners))
 
     @cached_property
@@ -87,8 +88,8 @@ def assign(
             gradients are partitioned.
         paired: whether a layer's two factors must be on the same rank. If False, each may be on any
             of the layer's workers.
-        memory_cap: largest number of bytes that a rank may use in a step, see
-            :attr:`Assignment.peak`; None: no cap.
+        memory_cap: limit on the bytes that a rank uses during a step, which :attr:`Assignment.peak`
+            predicts; None: no limit.
 
     Raises:
         ValueError: no assignment respects the cap.
@@ -137,7 +138,8 @@ most of the gradient if its chunk has at least this fraction of the largest chun
 
 
 class _Load(NamedTuple):
-    """Load of each rank of a column: its work in seconds per step, and its memory in bytes."""
+    """Load of one rank: work in seconds per step, and memory in bytes. The ranks of a column are
+    assumed to have equal loads."""
 
     seconds: float
     nbytes: float
@@ -169,7 +171,7 @@ def place_workers(
     count = work.world // workers
     # the fraction of a layer's decompositions that each rank of its column computes
     part = with_decompositions / workers
-    loads = [_Load(0.0, 0.0)] * count  # for each column, the load of each of its ranks
+    loads = [_Load(0.0, 0.0)] * count  # per column, the load of one rank
     columns_with_basis: dict[str, set[int]] = {factor.key: set() for factor in work.factors}
     kept = {factor.key: basis_bytes(factor.side, work.method) for factor in work.factors}
     # The part of a layer's cost that does not depend on where the layer is placed. The cost of a
@@ -188,7 +190,7 @@ def place_workers(
     limit = (1 + LOAD_TOLERANCE) * sum(weight.seconds for weight in weights.values()) / count
 
     def load_with(layer: LayerSpec, index: int, moved: float, state_bytes: float) -> _Load:
-        """Return the load of a column's ranks if the layer is assigned to the column."""
+        """Return the load that a rank of the column has if the layer is assigned to the column."""
         seconds = work.precondition[layer.name] + moved
         nbytes = loads[index].nbytes + state_bytes
         for factor in work.used[layer.name]:
@@ -196,7 +198,7 @@ def place_workers(
             if not columns:
                 seconds += part * work.factor[factor.key]
                 nbytes += kept[factor.key] + part * 2 * packed_bytes(factor.side)
-            elif index not in columns:  # a column that already has a shared basis pays nothing
+            elif index not in columns:  # a column needs a shared basis only once
                 seconds += work.travel(factor)
                 nbytes += kept[factor.key]
         return _Load(loads[index].seconds + seconds, nbytes)
@@ -290,8 +292,8 @@ def _decomposed_together(work: Work, split: bool) -> list[tuple[FactorSpec, ...]
 def _soonest(
     candidates: list[int], loads: list[float], users: set[int], seconds: float, travel: float
 ) -> int:
-    """Return the candidate that should become the owner. This is the candidate for which the
-    largest load of any user is smallest. If there are several, return the one with the least load.
+    """Return the owner that makes the largest load of any user as small as possible. If several
+    candidates achieve this, return the one with the least load.
 
     Args:
         candidates: ranks that may be chosen. They must be among the users.
@@ -358,10 +360,10 @@ def refresh_offsets(
     """Spread the refreshes of factors over the steps of a refresh interval.
 
     The heaviest factor is placed first. Each factor goes to the step that keeps the longest step of
-    the interval shortest. If there are several such steps, it goes to the one that it delays least,
-    and then to the shortest. A step takes as long as its slowest rank. So a refresh does not delay
-    a step in which another rank is busy for at least as long. Ranks of a node that share
-    ``node_cores`` cores also delay each other.
+    the interval shortest. Of several such steps, it goes to the one that it delays least, and if
+    several remain, to the shortest of them. A step takes as long as its slowest rank. So a refresh
+    does not delay a step in which another rank is busy for at least as long. Ranks of a node that
+    share ``node_cores`` cores also delay each other.
 
     The cost of capturing a factor with D columns is taken to be D^2. On every rank, the captures of
     a step may cost only a little more than the mean over steps. GPUs are an exception, because
@@ -496,8 +498,8 @@ class Contributors:
     strides: Mapping[str, int] = field(default_factory=dict)
 
     def of(self, key: str, owner: int, step: int) -> Sequence[int]:
-        """Return the ranks that contribute to a factor at ``step``, in ascending order. The eigen
-        worker ``owner`` is chosen first, then ranks of its node, then all other ranks."""
+        """Return the ranks that contribute to a factor at ``step``, in ascending order. The
+        factor's owner is chosen first, then ranks of its node, then all other ranks."""
         count = self.counts.get(key, self.world)
         if count >= self.world:
             return range(self.world)
@@ -541,8 +543,8 @@ def counted(
     Args:
         rows: factor key -> mean number of rows that a rank has in a step. Factors whose rows have
             not been observed are left out.
-        wanted: number of rows that an update needs; None: :data:`ROWS_PER_COLUMN` for each column
-            of the factor's blocks.
+        wanted: number of rows that an update needs. None means :data:`ROWS_PER_COLUMN` times the
+            width of the factor's blocks, or of the whole side if the factor is diagonal.
     """
     counts: dict[str, int] = {}
     for factor in factors:
@@ -567,7 +569,8 @@ def strides(
 
     Args:
         rows, wanted: see :func:`counted`.
-        together: smallest number of ranks that can contribute, see ``Contributors.sequence``.
+        together: smallest number of ranks that can contribute to a factor, which is
+            ``Contributors.sequence``.
     """
     made: dict[str, int] = {}
     for factor in factors:

@@ -79,8 +79,8 @@ class CostModel:
             0: the same as ``gemm_flops``.
         node_cores: number of decompositions that the ranks of a node can run at once; 0: each rank
             has its own device.
-        ieee_flops: FLOP/s of large fp32 products without TF32, as orthogonal iteration uses them;
-            0: eigh is as fast as the iteration, so the plan does not use the iteration.
+        ieee_flops: FLOP/s of large fp32 products without TF32, as orthogonal iteration uses them.
+            If it is 0, the iteration is not faster than eigh, and the plan does not use it.
         gpu: whether the device is a GPU.
         measured: names of the attributes that the user has measured. All other attributes have
             built-in values.
@@ -128,8 +128,8 @@ class CostModel:
         return nbytes / (self.node_bytes if within_node and self.node_bytes else self.link_bytes)
 
     def decompose(self, side: Side, method: Method = EIGEN) -> float:
-        """Return the mean seconds of a factor's refresh after the burn-in. A diagonal factor needs
-        only elementwise work, because its eigenbasis is the identity."""
+        """Return the seconds of a factor's refresh, averaged over the refreshes after the burn-in.
+        A diagonal factor needs only elementwise work, because its eigenbasis is the identity."""
         if side.block <= 1:
             return sum(self.elementwise(2 * ELEMENT_BYTES * count) for count, _ in side.groups)
         total = 0.0
@@ -375,8 +375,8 @@ class Work:
     because their cost is the same on all ranks.
 
     Attributes:
-        held: layer name -> number of gradient elements on each rank; None: all ranks hold all
-            gradients.
+        held: layer name -> for each rank, the number of elements of the layer's gradient that the
+            rank holds; None: all ranks hold all gradients.
         moments: number of fp32 tensors [O, I] that a worker keeps for a layer (0, 1 or 2).
         method: how factors are decomposed.
     """

@@ -1,7 +1,7 @@
 """Write and read the files of a save.
 
-    header.json            what the save holds, with the size, CRC-32 and parts of every file, and
-                           a CRC-32 of its own
+    header.json            what the save holds, with the size, CRC-32 and parts of every other file,
+                           and a CRC-32 of the header itself
     <layer>.A.factor.pt    a factor
     <layer>.layer.pt       a layer
     states.json            size and CRC-32 of every file that DeepSpeed wrote into the tag
@@ -84,12 +84,12 @@ def kinds_of(config: KFACConfig) -> FactorKinds:
 
 
 def stem(name: str) -> str:
-    """Return the beginning of the names of a layer's files, with at most 120 characters.
+    """Return the prefix that all file names of a layer share. It has at most 120 characters.
 
     Module names may contain "/" (keys of a ModuleDict) or hundreds of letters, and two names may
-    differ only in capitals. A name of small letters, digits, "_", "." and "-" stays as it is. Any
-    other name is replaced by its readable part, "~" and a hash. A name that stays as it is has no
-    "~", so different names always give different files, even on file systems that ignore case.
+    differ only in case. A name of lower-case letters, digits, "_", "." and "-" is used unchanged.
+    Any other name is replaced by its readable part, "~" and a hash. An unchanged name has no "~",
+    so different names always give different files, even on file systems that ignore case.
     """
     if PLAIN.fullmatch(name):
         return name
@@ -164,7 +164,7 @@ def read_payload(path: Path, holds: str, entry: FileEntry | None) -> Any:
 
     Raises:
         ValueError: there is no such file, or it is not the file that was written. The message
-            begins with its path.
+            begins with the file's path.
         OSError: the file cannot be read.
     """
     if entry is None or entry.holds != holds:
@@ -184,8 +184,8 @@ def read_payload(path: Path, holds: str, entry: FileEntry | None) -> Any:
     try:
         payload = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
-        # a foreign pickle may raise any error. The pickle is not executed, and every rank reports
-        # the error.
+        # A pickle that ds_kfac did not write may raise any error. It is not executed. Every rank
+        # reports the error.
         raise ValueError(
             f"{path}: holds more than plain tensors: {str(error).splitlines()[0]}"
         ) from error
@@ -402,7 +402,7 @@ def fingerprints(tag_directory: Path) -> dict[str, Fingerprint]:
 
 
 def write_states(folder: Path, names: bool = True) -> None:
-    """Write states.json, the last file of a save. It shows that the save has reached its end.
+    """Write states.json, the last file of a save. If it exists, the save has reached its end.
 
     Args:
         folder: the folder of the save.

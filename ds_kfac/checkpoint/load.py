@@ -37,8 +37,8 @@ def load(
 ) -> None:
     """Restore state written by :func:`save`. Collective.
 
-    Layers that the save lacks start empty, with a warning. So do factors that were saved with
-    another ``fisher`` or ``weight_sharing``.
+    Layers that are not in the checkpoint start empty, with a warning. So do factors that were saved
+    with another ``fisher`` or ``weight_sharing``.
 
     Args:
         save_id: id of the save; None: the tag's last finished save.
@@ -80,14 +80,14 @@ def load(
 def _read(
     kfac: KFACPreconditioner, folder: Path, header: Header, problems: list[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Read this rank's part of a domain. A domain is a set of layers with the ranks that share
-    their work. Experts may have other ranks than the dense layers.
+    """Read this rank's part of a domain. A domain is a set of layers and the ranks that share the
+    work on them. Experts may have other ranks than the dense layers.
 
     Args:
         problems: receives a text for each fault in a file.
 
     Returns the state for ``KFACPreconditioner.load_state_dict``, and a text for each part of the
-    state that does not continue from the save.
+    state that is not restored.
     """
     groups = _groups_here(kfac, header)
     plan = kfac.plan if groups == kfac.observations.groups else kfac.plan.sharing(groups or ())
@@ -147,7 +147,7 @@ def _rows_here(kfac: KFACPreconditioner, header: Header) -> dict[str, float] | N
     """Return a dict from layer name to the mean number of rows that a rank has in a step. Return
     None if these numbers are unknown until the next captured step."""
     if header.ranks.get(kfac.engine_view.domain.name) != kfac.channel.world:
-        return None  # with another number of ranks, each rank has other rows
+        return None  # with another number of ranks, a rank has another number of rows
     rows = {name: header.rows[saved] for name, saved in kfac.names.items() if saved in header.rows}
     return rows or None
 
@@ -231,7 +231,7 @@ def _keys_of(
     """Match the factors of this run with those of the save.
 
     Returns two values. The first is a dict from factor key to key in the save, for the factors that
-    continue. The second is a list with the keys of the factors that start empty although their
+    are restored. The second is a list with the keys of the factors that start empty although their
     layers are in the save. The result is the same on all ranks that work on these layers.
     """
     leader = {name: group[0] for group in header.shared or () for name in group}
@@ -258,12 +258,12 @@ def _keys_of(
 
 
 def _of_stack(key: str, saved: Container[str]) -> str:
-    """Return the key that the factor A of an expert in a stack has in the save.
+    """Return the key under which the factor A of an expert in a stack is loaded from the save.
 
-    This is the expert's own key if the save has it. If not, the saved run had one A for all
+    This is the expert's own key if it is in the save. If not, the saved run had one A for all
     experts, or this rank has other experts now. Then return the key of the nearest preceding expert
-    that is in the save. Its inputs are tokens of the same kind. If there is no such expert, return
-    ``key``.
+    that is in the save, because that expert's inputs are tokens of the same kind. If there is no
+    such expert, return ``key``.
     """
     stack, _, number = key[:-2].rpartition(".")
     numbers = range(int(number), -1, -1) if number.isdigit() else ()
@@ -272,7 +272,7 @@ def _of_stack(key: str, saved: Container[str]) -> str:
 
 
 def _warnings(kfac: KFACPreconditioner, header: Header, restarted: Sequence[str]) -> list[str]:
-    """Return a text for each part of the state that does not continue from the save."""
+    """Return a text for each part of the state that is not restored from the save."""
     texts = []
     kinds = files.kinds_of(kfac.config)
     new_layers = [name for name in kfac.names.values() if name not in header.layers]
@@ -310,7 +310,7 @@ def _described(side: Side) -> str:
 def _load_factor(
     kfac: KFACPreconditioner, folder: Path, header: Header, key: str, spec: FactorSpec
 ) -> KroneckerFactor:
-    """Read a factor, whose key in the save is ``key``. Raises ValueError if the file has changed
+    """Read the factor whose key in the save is ``key``. Raises ValueError if the file has changed
     since the save, or does not fit this model and config."""
     path = folder / files.factor_file(key)
     saved = header.factors[key].side
@@ -332,7 +332,7 @@ def _load_factor(
 def _load_layer(
     kfac: KFACPreconditioner, folder: Path, header: Header, name: str, layer: LayerSpec
 ) -> LayerState:
-    """Read a layer, whose name in the save is ``name``. A side that is the identity now, or was
+    """Read the layer whose name in the save is ``name``. A side that is the identity now, or was
     when it was saved, does not keep eigenvectors. Raises ValueError if the file has changed since
     the save, or does not fit this model and config."""
     path = folder / files.layer_file(name)
@@ -391,7 +391,7 @@ def _load_moments(
 def _joined(
     method: Method, side: Side, flat_parts: Mapping[str, Tensor] | None, device: torch.device
 ) -> Any:
-    """Return a side's decomposition from its saved tensors; None if it had no decomposition."""
+    """Return a side's decomposition from its saved tensors; None if none was saved."""
     if flat_parts is None:
         return None
     return method.joined(side, *(flat_parts[part.kind].to(device) for part in method.parts))
@@ -414,17 +414,17 @@ def load_checkpoint(
     Args:
         groups: parameter name -> index of its parameter group, from
             :func:`ds_kfac.checkpoint.order.groups_of`.
-        original: DeepSpeed's function, which gets all further arguments.
+        original: DeepSpeed's ``load_checkpoint``. It receives all further arguments.
 
     Raises:
         CheckpointError: on every rank, after DeepSpeed's load. Either ranks have loaded different
-            saves, or the state is of another optimizer, or ``checkpoint.on_missing`` is "error" and
-            K-FAC's state is missing, damaged or of another model.
+            saves, or the state belongs to another optimizer, or ``checkpoint.on_missing`` is
+            "error" and K-FAC's state is missing, damaged or from another model.
     """
     arguments = inspect.signature(original).bind(load_dir, *args, **kwargs).arguments
     # This engine, not the checkpoint, decides which parameter groups are K-FAC's, so the groups'
     # marks are restored after the load. At stage 3 DeepSpeed copies the first group of a universal
-    # checkpoint over all others. So the other groups would be marked, too, and their raw gradients
+    # checkpoint, with its marks, over all others. If the others stayed marked, their raw gradients
     # would be used as directions.
     mark_names = job.preconditioners[0].rule.marks
     marks = [
@@ -440,7 +440,7 @@ def load_checkpoint(
             for group, mark in zip(engine.basic_optimizer.param_groups, marks, strict=True):
                 group.update(mark)
     entry = client_state.pop(files.CLIENT_KEY, None) if client_state else None
-    # DeepSpeed's files decide which save is loaded, because the folder may hold another save, too.
+    # DeepSpeed's files decide which save is loaded, because the folder may hold several saves.
     _check_one_save(job, load_dir, path is not None, entry)
     if path is None:
         return path, client_state
@@ -525,7 +525,8 @@ def _check_groups(
     checkpoint is universal.
 
     Raises:
-        CheckpointError: on every rank, whatever the config's ``on_missing``.
+        CheckpointError: a parameter is in another group. It is raised on every rank, whatever the
+            config's ``on_missing``.
     """
     saved = (entry or {}).get("groups", {})
     moved = [name for name, group in groups.items() if saved.get(name, group) != group]
@@ -545,7 +546,8 @@ def _check_schedule(scheduler: Any, tag_directory: Path) -> None:
     the i-th learning rate to the i-th group.
 
     Raises:
-        CheckpointError: on every rank, whatever the config's ``on_missing``.
+        CheckpointError: the numbers differ. It is raised on every rank, whatever the config's
+            ``on_missing``.
     """
     rates = getattr(scheduler, "base_lrs", None)
     optimizer = getattr(scheduler, "optimizer", None)
@@ -560,10 +562,10 @@ def _check_schedule(scheduler: Any, tag_directory: Path) -> None:
 
 
 def _check_files(engine: Any, job: Job, tag_directory: Path, save_id: str) -> None:
-    """Check that all of DeepSpeed's files are of one save, and warn of an interrupted save.
+    """Check that all of DeepSpeed's files belong to one save, and warn of an interrupted save.
 
     Raises:
-        CheckpointError: on every rank, if some files are of another save.
+        CheckpointError: on every rank, if some files belong to another save.
     """
     interruption = files.unfinished(tag_directory, save_id) if engine.global_rank == 0 else None
     headline = f"ds_kfac: the checkpoint in {tag_directory} is torn: its files are of several saves"
@@ -590,8 +592,8 @@ def _check_one_save(job: Job, load_dir: str, loaded: bool, entry: Mapping[str, A
     some ranks may have loaded the client_state of the old save, and others that of the new save.
 
     Raises:
-        CheckpointError: on every rank, whatever the config's ``on_missing``: the weights themselves
-            are of several saves.
+        CheckpointError: ranks have loaded different saves. It is raised on every rank, whatever the
+            config's ``on_missing``, because the weights themselves do not fit together.
     """
     if not loaded:
         mine = "nothing to load"

@@ -65,7 +65,7 @@ def load_any(
     """Load a checkpoint that AdamW or KFACAdamW wrote.
 
     Args:
-        original: DeepSpeed's function, which gets all further arguments.
+        original: DeepSpeed's ``load_checkpoint``. It receives all further arguments.
 
     Returns DeepSpeed's two results, and a function from a parameter's name to the parameter's
     values in the checkpoint. The third result is None if values are not loaded by name, for example
@@ -109,7 +109,7 @@ def watch_loads(engine: Any) -> None:
         path, client_state, values = load_any(engine, original, *args, **kwargs)
         if values is not None and engine.global_rank == 0:
             logger.warning(f"ds_kfac: {TO_ADAMW}")
-        if client_state:  # else users could save K-FAC's entry without K-FAC's state
+        if client_state:  # otherwise a save could have K-FAC's entry without K-FAC's state
             client_state.pop(files.CLIENT_KEY, None)
         return path, client_state
 
@@ -192,8 +192,8 @@ def _is_others(
     then: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], *, at_stage_0: bool
 ) -> bool:
     """Return whether AdamW saved the parameter groups and KFACAdamW loads them, or the reverse. For
-    a universal checkpoint also return True if KFACAdamW saved and loads them, but with different
-    K-FAC layers. In all these cases values are loaded by name."""
+    a universal checkpoint, also return True if KFACAdamW saved and loads them, but the K-FAC layers
+    have changed. In all these cases values are loaded by name."""
     if at_stage_0:
         kfac_is_involved = of_kfac(then) != of_kfac(now)
     else:
@@ -208,7 +208,7 @@ class _Entry(NamedTuple):
     Attributes:
         by_kfac: whether K-FAC updates the parameters of the entry.
         place: the entry's key in the state.
-        weight: the entry's fp32 weight; None if the model is in fp32.
+        weight: fp32 copy of the entry's weight; None if the model is in fp32.
         members: the parameters of the entry, or their names.
     """
 
@@ -316,8 +316,8 @@ def _names_by_group(
 def give(engine: Any, values: Values, saved: Mapping[str, Any]) -> None:
     """Load weights and moments into the optimizer at stage 0.
 
-    Parameters without moments, such as those of K-FAC layers, start with new moments. A dynamic
-    loss scale continues.
+    Parameters without saved moments, such as those of K-FAC layers, start with new moments. A
+    dynamic loss scale is restored.
 
     Args:
         saved: the saved optimizer's state, from which the loss scale is taken.
@@ -361,7 +361,8 @@ def _joined(
 
 
 def take_adamws(job: Job, values: Values) -> None:
-    """Let K-FAC layers begin with AdamW's moments, after a reset. Collective.
+    """Let K-FAC layers begin with AdamW's moments. K-FAC's state must just have been reset.
+    Collective.
 
     In the other direction, from KFACAdamW to AdamW, moments begin at zero. Rotating them out of the
     eigenbases made no difference after 25 steps (docs/howto/resume_and_move.md).

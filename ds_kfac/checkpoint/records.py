@@ -33,9 +33,9 @@ read the new files."""
 SAVE_ID = r"^[0-9a-f]{12}$"
 """Regex of a save's id, which is also the name of its folder."""
 SHOWN = 3
-"""Largest number of problems in a file that an error lists."""
+"""An error lists at most this many problems of a file."""
 LONGEST = 60
-"""Largest number of characters of a value that an error shows."""
+"""An error shows at most this many characters of a value."""
 
 Record = TypeVar("Record", bound=BaseModel)
 Name = InstanceOf[str]
@@ -61,7 +61,7 @@ class SavedSide(NamedTuple):
 
 
 class Captures(NamedTuple):
-    """How many captures of factors were recorded, and how many the adaptive rule left out."""
+    """Number of factor captures that took place, and number that the adaptive rule skipped."""
 
     captured: NonNegativeInt
     skipped: NonNegativeInt
@@ -101,7 +101,7 @@ class FactorKinds(_Record):
 
 
 class LayerRecord(_Record):
-    """Sides of a layer's matrix, and its number of groups."""
+    """Sides of a layer's matrix, and the layer's number of groups."""
 
     A: SavedSide
     G: SavedSide
@@ -162,7 +162,7 @@ class Header(_Record):
         format: :data:`FORMAT`.
         save_id: id of the save, which is also the name of its folder. DeepSpeed's client_state has
             it, too.
-        steps: number of applied steps.
+        steps: number of optimizer steps that have been applied.
         method: the ``preconditioner.method`` that made the layers' decompositions.
         moments: ``NAME`` of the moments class whose tensors are in the layers' files; None if the
             files have no moments.
@@ -200,7 +200,7 @@ class Header(_Record):
 
 
 class HistoryRecord(_Record):
-    """A factor's values after its last two updates, fp32 [P] each, for adaptive intervals."""
+    """A factor's values after its last two updates, each fp32 [P]. Adaptive intervals need them."""
 
     last: Tensor
     before: Tensor
@@ -212,7 +212,7 @@ class FactorFile(_Record):
     Attributes:
         packed: fp32 [P], the running average, packed as in :class:`KroneckerFactor`.
         updates: fp32 scalar, number of averaged batches.
-        history: None without adaptive intervals.
+        history: the factor's last two values; None without adaptive intervals.
     """
 
     packed: Tensor

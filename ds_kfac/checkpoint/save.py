@@ -160,7 +160,7 @@ def _record_of(kfac: KFACPreconditioner) -> DomainRecord:
 def _header(
     job: Job, save_id: str, records: Sequence[DomainRecord], entries: Mapping[str, FileEntry]
 ) -> Header:
-    """Return the header of a save, from what all ranks know of all domains."""
+    """Return the header of a save, made from the records of all ranks and domains."""
     kfac = job.preconditioners[0]
     layers: dict[str, LayerRecord] = {}
     factors: dict[str, SavedSide] = {}
@@ -313,16 +313,16 @@ def save_checkpoint(
     """Save K-FAC's state and then DeepSpeed's, in place of an engine's ``save_checkpoint``.
 
     K-FAC's state comes first, so that DeepSpeed's files name a complete save. DeepSpeed saves even
-    if K-FAC's save fails. DeepSpeed opens the file ``latest`` and then writes it, so a run that is
-    killed in between leaves an empty file, and every later load fails. Therefore ``latest`` is
-    written here, atomically.
+    if K-FAC's save fails. DeepSpeed first opens the file ``latest`` and then writes it. A run that
+    is killed in between leaves an empty file, with which every later load fails. Therefore
+    ``latest`` is written here, atomically.
 
     Args:
         groups: parameter name -> index of its parameter group, from
             :func:`ds_kfac.checkpoint.order.groups_of`.
         grams: function that writes the factor A of every layer to a folder; None if the config does
             not ask for it.
-        original: DeepSpeed's function, which gets all further arguments.
+        original: DeepSpeed's ``save_checkpoint``. It receives all further arguments.
 
     Raises:
         CheckpointError: on every rank, after DeepSpeed's save, if K-FAC's save failed.

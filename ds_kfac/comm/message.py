@@ -26,7 +26,7 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 SHOWN = 4
-"""Largest number of problems that an error lists for each rank."""
+"""An error lists at most this many problems of each rank."""
 
 
 def gathered(value: T, group: Any = None) -> list[T]:
@@ -42,8 +42,8 @@ def gathered(value: T, group: Any = None) -> list[T]:
 
 
 def merged(entries: Mapping[K, T], group: Any) -> dict[K, T]:
-    """Return one dictionary with the entries of all ranks. If several ranks have a key, the last of
-    them provides the value. Collective."""
+    """Return one dictionary with the entries of all ranks. If several ranks have a key, the value
+    of the highest of these ranks counts. Collective."""
     return {key: value for each in gathered(entries, group) for key, value in each.items()}
 
 
@@ -79,8 +79,8 @@ class Channel:
     Attributes:
         calls: kind of data -> number of collectives entered. A collective that carries several
             kinds counts for the first of them.
-        sent: kind of data -> payload bytes to other ranks.
-        received: kind of data -> payload bytes from other ranks.
+        sent: kind of data -> payload bytes sent to other ranks.
+        received: kind of data -> payload bytes received from other ranks.
     """
 
     def __init__(self, group: Any) -> None:
@@ -158,8 +158,8 @@ class OwnGroup:
 
     Attributes:
         ranks: members of the group, as ranks of the job.
-        number: number of the call of :func:`own_group` that created this group. It is the same on
-            all ranks of the group.
+        number: index of the :func:`own_group` call that created this group. It is the same
+            on all ranks of the group.
         timeout: timeout of the group's collectives; None: the backend's default.
         channels: number of open channels that use the group. The last channel to close destroys the
             group.
@@ -229,8 +229,8 @@ class Move:
     ``source`` to rank ``target``.
 
     Attributes:
-        param: index of the parameter. In message parts without gradients or results, it is the
-            index of a factor or of a piece of a sum, or the number of the sending rank.
+        param: in message parts with gradients or results, the index of the parameter. In other
+            parts, the index of a factor, the index of a piece of a sum, or the sending rank.
     """
 
     param: int

@@ -29,7 +29,7 @@ COUNTS = TERMS + 1
 PIECES = 4
 """A piece of a sum takes at most 1/PIECES of the maximal size of a message."""
 CACHED = 64
-"""Largest number of entries in the cache of :func:`buckets` and in the cache of :func:`plans`.
+"""Maximal number of entries in each of the two caches, those of :func:`buckets` and :func:`plans`.
 Entries are reused often, because the number of different choices of contributors is only about the
 number of ranks on a node."""
 IN_FLIGHT = 2
@@ -62,7 +62,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class SumPiece:
-    """Elements ``start`` to ``start + numel - 1`` of a sum. The counts are sent with the first
+    """Elements ``start`` to ``start + numel - 1`` of a sum. A sum's counts are sent with its first
     piece."""
 
     slot: Slot
@@ -83,7 +83,7 @@ def buckets(
 
     Args:
         itemsize: number of bytes of an element on the wire.
-        nbytes: largest number of bytes that a rank sends or receives in one message.
+        nbytes: limit on the bytes that a rank sends in one message, and on those that it receives.
     """
     made: list[Bucket] = []
     pieces: list[SumPiece] = []
@@ -127,7 +127,7 @@ class ReductionPlan:
     nbytes: int
 
     def of(self, keys: frozenset[str], step: int) -> tuple[tuple[Slot, ...], tuple[Bucket, ...]]:
-        """Return the sums of these factors at a step, and the buckets in which they are sent."""
+        """Return a slot for each of these factors at a step, and the buckets of their sums."""
         slots = []
         for factor in self.factors:
             if factor.key in keys:
@@ -146,7 +146,7 @@ def payloads(
     bucket: Bucket, itemsize: int
 ) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:
     """Return two counters of the bytes in a bucket's message: one for the fp32 counts, and one for
-    the elements. Their keys are (source, target) pairs. Padding is not included."""
+    the elements of the sums. Their keys are (source, target) pairs. Padding is not included."""
     counts = Counter[tuple[int, int]]()
     elements = Counter[tuple[int, int]]()
     for piece in bucket:

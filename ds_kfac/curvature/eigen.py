@@ -112,7 +112,7 @@ class Refreshed:
 
     Attributes:
         basis: the new decomposition, which is an eigenbasis or a damped inverse, depending on the
-            method. None if all attempts failed for one of the blocks.
+            method. None if all attempts failed for at least one block.
         how: how it was computed. The values are "eigh", "iteration" (a step from the previous
             eigenbasis), "cholesky" (an inverse), "diagonal" (there was nothing to decompose,
             because the side is diagonal or the identity), and "failed".
@@ -314,8 +314,8 @@ def passed(result: Sequence[Tensor], check: Callable[..., Tensor], device: torch
 
 
 def probe(blocks: Tensor) -> Tensor:
-    """Return a fixed vector for residual checks, fp32 [b]. It has no pattern that a factor could
-    have by chance."""
+    """Return a fixed vector for residual checks, fp32 [b]. It is irregular, so that a factor is
+    unlikely to have the same pattern."""
     numbers = torch.arange(blocks.shape[-1], device=blocks.device, dtype=torch.float32)
     return torch.cos(1.0 + numbers**2)
 
@@ -348,7 +348,7 @@ class Precision:
 
     Attributes:
         name: "highest" or "tf32".
-        products: "ieee" (fp32), or "tf32", which rounds operands to 10 bits.
+        products: "ieee" (fp32), or "tf32", which rounds the mantissas of operands to 10 bits.
         why: text for the report. It explains the precision if the config does not set it, or if the
             device does not support the precision that the config sets.
     """
@@ -391,7 +391,7 @@ def fp32_products(how: Literal["ieee", "tf32"], device: torch.device) -> Iterato
     "tf32", whatever the process has set.
 
     If the process has set one precision for all backends, matrix products get that precision back
-    after the context, but as a setting of their own.
+    after the context, but as a separate setting.
     """
     switch = _switch(device.type)
     if switch.fp32_precision == how or (how == "ieee" and switch.fp32_precision == "none"):

@@ -98,8 +98,8 @@ class Side:
 
     @property
     def basis_numel(self) -> int:
-        """Number of elements of the eigenvectors. Rotating one vector takes as many
-        multiplications. 0 for a diagonal or an identity."""
+        """Number of elements of the eigenvectors, which is also the number of multiplications to
+        rotate one vector. 0 for a diagonal or an identity."""
         return sum(count * width**2 for count, width in self.groups) if self.block > 1 else 0
 
     def accumulate_(
@@ -115,8 +115,8 @@ class Side:
 
         Args:
             x_ND: rows [N, D]; with ``bias`` [N, D - 1], or [N, D - n] for a side repeated n times.
-            kept: bool [N], whether each row is added; None: all rows are added. The other rows may
-                hold anything, even NaN.
+            kept: bool [N], whether each row is added; None: all rows are added. Rows that are not
+                added may hold anything, even NaN.
             bias: whether a 1 is appended to each row as the input of the bias. For a side repeated
                 n times, a 1 is appended to each of the n parts of a row.
         """
@@ -338,7 +338,7 @@ def average_(
         factors: at least one.
         sums_P: fp32 [P] for each factor, packed sums of outer products over the global batch.
         counts: fp32 [n], the number of rows in each sum.
-        decays: for each factor the largest weight of the old average, in [0, 1).
+        decays: for each factor, the largest weight that the old average may get, in [0, 1).
 
     Returns two tensors: fp32 [n], the number by which each batch was divided to scale it down,
     usually 1; and bool [n], whether each batch was used.

@@ -142,9 +142,9 @@ def refresh_inverse(
     Args:
         factor: a :func:`~ds_kfac.curvature.factor.usable` factor whose side is dense, blocked or
             diagonal.
-        partner: the layer's other factor. It may be None with "relative" damping, unless it is an
-            identity. The damped inverse of an identity is a number, by which the inverse of
-            ``factor`` is multiplied.
+        partner: the layer's other factor. May be None if the damping is "relative" and the other
+            factor is not an identity. The damped inverse of an identity is a number, by which the
+            inverse of ``factor`` is multiplied.
     """
     side = factor.side
     mean = _mean(factor)

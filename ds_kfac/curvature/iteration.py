@@ -57,8 +57,8 @@ def refresh_from_last(requests: Sequence[Request]) -> list[Refreshed]:
 
     A factor on a GPU takes a step of the iteration if its request has the factor's previous
     eigenbasis. If the step fails its checks, the factor is decomposed by eigh, which counts as a
-    retry. All other factors are decomposed by eigh directly. Synchronises with the device once, in
-    addition to the calls of eigh (:func:`ds_kfac.curvature.eigen.refresh_all`).
+    retry. All other factors are decomposed by eigh directly. Synchronises with the device once, and
+    again in :func:`ds_kfac.curvature.eigen.refresh_all`, which calls eigh.
     """
     suited = [
         index

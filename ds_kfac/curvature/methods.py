@@ -62,7 +62,7 @@ class Method:
         solver_seconds: name of the cost model's attribute that has the solver's times in seconds.
         step_flops: FLOPs of one iteration step that starts from the previous decomposition, divided
             by D^3; 0 for a method that does not iterate. A method that iterates uses the solver
-            only in the burn-in and in one of ``exact_every`` refreshes.
+            only in the burn-in and, after it, in every ``exact_every``-th refresh.
         product_flops: FLOPs to precondition a gradient [O, I], divided by O I (O + I).
         passes: how many tensors of the gradient's size are read or written to precondition a
             gradient.

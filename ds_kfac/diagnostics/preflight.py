@@ -264,7 +264,7 @@ def check_objects(arguments: dict[str, Any], source: Mapping[str, Any], rule: Up
     """
     optimizer = arguments.get("optimizer")
     config_makes_it = optimizer is None and "optimizer" in source
-    # an ``optimizer`` without param_groups is a function that makes the optimizer
+    # if ``optimizer`` has no param_groups, it is a function that makes the optimizer
     trains = config_makes_it or hasattr(optimizer, "param_groups")
     if rule.given(optimizer) or not trains:
         return

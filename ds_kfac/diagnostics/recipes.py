@@ -1,9 +1,9 @@
 """Compare a run's learning rate, weight decay and second beta with the recipes of
 docs/howto/recipes.md.
 
-At attach it is not known what a model is trained for. For example, a decoder may be pretrained or
-fine-tuned, with or without masked labels. So a run is compared with the nearest recipe for its type
-of model, and a warning names the values that are far from that recipe.
+When K-FAC attaches, it does not know what the model is trained for. For example, a decoder may be
+pretrained or fine-tuned, with or without masked labels. So a run is compared with the nearest
+recipe for its type of model, and a warning names the values that are far from that recipe.
 """
 
 import math
@@ -45,7 +45,7 @@ class Recipe(NamedTuple):
 
     Attributes:
         title: heading of the section.
-        models: types of models for which the recipe is, see :func:`model_type`.
+        models: types of models that the recipe is for, see :func:`model_type`.
         optimizer: class of the innermost optimizer.
         lr: learning rate in the recipe's config.
         weight_decay: weight decay in the recipe's config.
@@ -119,7 +119,7 @@ def config_far_from_recipes(
 
     Args:
         ds_config: the DeepSpeed config.
-        defaults: name of a parameter of the optimizer -> its value if the config does not set it.
+        defaults: name of an optimizer argument -> its value if the config does not set it.
         layers: the layers of the model.
         model: the model.
     """
@@ -156,7 +156,7 @@ def _peak_rate(optimizer: str, lr: float, schedule: Mapping[str, Any]) -> float 
             module = lr_schedules if hasattr(lr_schedules, name) else torch.optim.lr_scheduler
             scheduler = getattr(module, name)(one, **block(schedule, "params"))
         except Exception:
-            # a parameter is "auto", or wrong; attach or DeepSpeed will refuse a wrong one
+            # An argument is "auto" or wrong. ds_kfac.attach or DeepSpeed will reject a wrong one.
             return None
     (peak,) = planned_rates(one.param_groups, scheduler)
     return peak

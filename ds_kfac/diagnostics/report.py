@@ -31,7 +31,7 @@ from ds_kfac.zero.faults import faults
 from ds_kfac.zero.registry import shard_layout
 
 LINES = 12
-"""Largest number of lines of a summary."""
+"""A summary has at most this many lines."""
 LOW_SHARE = 0.8
 """If K-FAC updates less than this fraction of the trained matrix parameters, the summary names what
 is left out."""

@@ -63,7 +63,7 @@ class Share:
 
     @property
     def curved_fraction(self) -> float:
-        """Fraction of the matrix elements that count in :attr:`curved`."""
+        """Elements that :attr:`curved` counts, divided by the elements of all matrices."""
         return self.curved / max(1, self.matrices)
 
     @property

@@ -56,8 +56,8 @@ def estimate_kfac_mem_needs_all_live(
     node_size: int | None = None,
     stage: int | None = None,
 ) -> tuple[Estimate | Refused, ...]:
-    """Print and return what K-FAC would cost a rank under every strategy: memory, bytes on the
-    wire, FLOPs and seconds.
+    """Print and return the costs of K-FAC on a rank for every strategy: memory, bytes on the wire,
+    FLOPs and seconds.
 
     The numbers come from the plan that a run would make. The model may be on the meta device:
 
@@ -73,8 +73,8 @@ def estimate_kfac_mem_needs_all_live(
         example: arguments of the model's forward. The forward pass is run once to find the layers
             that share an input, and each layer's number of rows per token. If None, each layer is
             assumed to have an input of its own, with one row per token.
-        batch_rows: number of tokens (or images) of a rank in a step. If None, the estimate leaves
-            out captures and the model's own time.
+        batch_rows: number of tokens (or images) that one rank processes in a step. If None, the
+            estimate leaves out captures and the model's own time.
         device: "cuda" or "cpu", the device whose builtin costs are used.
         node_size: number of ranks per node; None: 1. Consecutive ranks share a node.
         stage: ZeRO stage; None: the config's stage.
@@ -132,7 +132,7 @@ def described(
     """Describe every strategy in one line, and the strategy that the config chooses in detail.
 
     Args:
-        rows: number of tokens (or images) of a rank in a step; None: unknown.
+        rows: number of tokens (or images) that one rank processes in a step; None: unknown.
         assumed: text that follows the batch size if the batch size is only assumed.
 
     Returns the lines of text, and all strategies.
@@ -363,8 +363,8 @@ def run(arguments: argparse.Namespace) -> str:
         try:
             trace = Trace.of(model, example)
         except ValueError:
-            # Some mixtures of experts of transformers do not run on the meta device. A user's own
-            # example must run.
+            # Some MoE models of transformers do not run on the meta device. A user's own example
+            # must run.
             if not arguments.model.startswith("hf:"):
                 raise
     subject = Subject(model, ds_config, arguments.stage, trace)
@@ -403,8 +403,8 @@ def run(arguments: argparse.Namespace) -> str:
 
 
 def batch_units(ds_config: Mapping[str, Any], world: int, units: int) -> tuple[int, str, bool]:
-    """Return the size of a rank's batch as a triple: the number of tokens or images in a step, a
-    text that says how it was computed, and whether the config has a batch size.
+    """Return three values: the number of tokens or images that a rank processes in a step, a text
+    that says how this number was computed, and whether the config has a batch size.
 
     Args:
         units: number of tokens or images in one example.
@@ -420,8 +420,8 @@ def batch_units(ds_config: Mapping[str, Any], world: int, units: int) -> tuple[i
 
 
 def check(arguments: argparse.Namespace) -> str:
-    """Return the report that attach would print for this config and model, without starting a run.
-    Raise ValueError if attach would refuse them."""
+    """Return the report that ``ds_kfac.attach`` would print for this config and model, without
+    starting a run. Raise ValueError if ``attach`` would reject them."""
     ds_config = config_of(arguments.config, arguments.optimizer, arguments.dtype)
     model, _ = build(arguments.model, arguments.lora)
     subject = Subject(model, ds_config)

@@ -62,9 +62,9 @@ def steps_of(plan: planning.Plan) -> tuple[list[FactorsDue], list[FactorsDue]]:
     """Return the factors that are due in each step, as one list for each of two ranges of steps.
 
     The first range is in the burn-in. It begins with step 1 and ends when all factors have been
-    refreshed twice, or with the burn-in if that ends earlier. Without a burn-in the list is empty.
-    The second range begins after the intervals have changed for the last time. It is one period,
-    after which the pattern of updates and refreshes repeats.
+    refreshed twice, or when the burn-in ends, if that is earlier. Without a burn-in, the first list
+    is empty. The second range begins after the intervals have changed for the last time. It is one
+    period, after which the pattern of updates and refreshes repeats.
 
     The adaptive rule is ignored, because it can only skip work.
     """
@@ -135,8 +135,8 @@ class Estimate:
     second range of :func:`steps_of`.
 
     Args:
-        rows: number of tokens (or images) of a rank in a step. If None, the estimate leaves out
-            captures and the model's time.
+        rows: number of tokens (or images) that one rank processes in a step. If None, the estimate
+            leaves out captures and the model's time.
 
     Attributes:
         plan: the plan that the run would make.
@@ -399,8 +399,8 @@ class Estimate:
 
     def _reduced(self, keys: Keys, reduction: ReductionPlan) -> tuple[np.ndarray, np.ndarray]:
         """Return two arrays of bytes [W]. The first is for the factors' batch sums, on the ranks
-        that make or average them. The second is for the buffers of the messages with these sums. It
-        is the largest total of messages that are in flight at the same time."""
+        that make or average them. The second is the peak size of the buffers of the messages with
+        these sums, of which several may be in flight at once."""
         sums = (
             ({slot.owner, *slot.contributors}, FP32 * slot.numel)
             for slot in reduction.of(keys, 0)[0]
@@ -592,8 +592,8 @@ class Estimate:
         return self._at((ranks, flops(factor)) for factor, ranks in contributors)
 
     def _at(self, amounts: Iterable[tuple[Iterable[int], float]]) -> np.ndarray:
-        """Return an array [W] with the sum of the amounts of each rank. An amount counts for every
-        rank in its list."""
+        """Return an array [W] with the sum of each rank's amounts. ``amounts`` has (ranks, amount)
+        pairs. An amount counts in full for each of its ranks."""
         total = np.zeros(self.world)
         for ranks, amount in amounts:
             total[list(ranks)] += amount
@@ -602,8 +602,8 @@ class Estimate:
     def _on_homes(
         self, amount: Callable[[rates.FactorSpec], float], keys: Keys | set[str] | None = None
     ) -> np.ndarray:
-        """Return an array [W] with the sum of ``amount`` over the factors of each owner.
-        Only factors in ``keys`` count. If it is None, all factors count."""
+        """Return an array [W] with the sum of ``amount`` over the factors of each owner. Only
+        factors in ``keys`` count. If ``keys`` is None, all factors count."""
         return self._at(
             ([self.owners[f.key]], amount(f)) for f in self.factors if keys is None or f.key in keys
         )

@@ -83,7 +83,7 @@ class Subject:
     Attributes:
         user_config: the "kfac" block as the user wrote it.
         config: the "kfac" block with a value in place of each null.
-        answers: texts that say how the values in place of nulls were chosen.
+        answers: texts that say how the values that replace nulls were chosen.
         rule: the optimizer's update rule.
         context: the facts of the engine that DeepSpeed would build.
         replicated: whether every rank has every averaged gradient.
@@ -201,7 +201,7 @@ class Subject:
         inputs. Raise ValueError like :func:`make_plan`.
 
         Args:
-            rows: number of tokens (or images) of a rank in a step; None: unknown.
+            rows: number of tokens (or images) that one rank processes in a step; None: unknown.
         """
         facts = EngineFacts(
             world=shards.world,

@@ -89,8 +89,8 @@ def inputs(factors: Factors, layer: str) -> Tensor:
 def kronfluence(factors: Factors, layers: list[str], folder: Path) -> None:
     """Write the files of ``Analyzer.fit_all_factors``, which ``compute_pairwise_scores`` reads.
 
-    The files hold the sums and counts of covariances, eigenvectors, eigenvalues, and lambda. Lambda
-    is a sum over sequences.
+    The files hold eigenvectors, eigenvalues, covariances as sums over rows, and lambda as a sum
+    over sequences. They also hold the counts of these rows and sequences.
     """
     tables: dict[str, dict[str, Tensor]] = {}  # file name -> module name -> tensor
 
@@ -129,9 +129,9 @@ def eva(factors: Factors, layers: list[str], rank: int, rho: float) -> dict[str,
     """Return an ``eva_state_dict`` for ``peft.initialize_lora_eva_weights``.
 
     For each layer it has a tensor [r, I] with the r directions in which the layer's inputs vary
-    most. To choose r, the directions of all layers are sorted by the part of their layer's variance
-    that they explain. The first ``rank`` times (number of layers) directions are kept, and at least
-    one per layer (Paischer et al. 2024, arXiv:2410.07170).
+    most. To choose r, the directions of all layers are sorted by the fraction of their layer's
+    variance that they explain. The first ``rank`` times (number of layers) directions are kept, and
+    at least one per layer (Paischer et al. 2024, arXiv:2410.07170).
     """
     if rank < 1 or rho < 1:
         raise FactorsError(f"convert: rank {rank}, rho {rho}; both must be at least 1")

@@ -262,7 +262,7 @@ class _Fitting:
                         sums[key] += total.sum_P
                         counts[key] += total.counts[ROWS]
         batches, sequences, rows = self.channel.sum(totals).tolist()
-        # G is a mean over all rows, also over those of batches that do not use an expert
+        # G is a mean over all rows, including those of batches in which an expert is unused
         for key in counts:
             if key in capture.of_gradients and counts[key] > 0:
                 counts[key].fill_(rows)

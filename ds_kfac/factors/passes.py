@@ -1,9 +1,9 @@
 """Run a model over data, and collect the layers' calls and the gradients of their outputs for each
 batch.
 
-Ranks take their batches at the same time. Only the gradients of layer outputs are requested from
+Ranks run their batches at the same time. Only the gradients of layer outputs are requested from
 autograd, so no parameter gets a gradient. At ZeRO stage 3 all ranks fetch weights together. So a
-rank that has no batch left runs its last batch again. If it never had a batch, it runs one of
+rank that has no batch left runs its last batch again. A rank that never had a batch runs a batch of
 another rank.
 """
 
@@ -29,7 +29,7 @@ from ds_kfac.model.sampled_loss import SAMPLERS, prediction_tensor
 from ds_kfac.zero.deepspeed_versions import autocast
 
 SCALES = {torch.float16: 2.0**12}
-"""Dtype of the model -> factor by which the loss is multiplied, for dtypes in which gradients would
+"""Dtype of the model -> number by which the loss is multiplied, for dtypes in which gradients would
 underflow."""
 SEED = 0x5EED
 """Seed of the labels that are drawn with "monte_carlo"."""
@@ -51,7 +51,7 @@ class Batch:
         sequences: number of sequences, which is the size of dimension 0 of the batch's first
             tensor.
         rows: number of rows of the layer nearest to the loss, without padding.
-        gain: factor that turns a gradient into the gradient of a single term of the loss.
+        gain: number by which a gradient is multiplied to get the gradient of a single loss term.
     """
 
     number: int
