@@ -30,8 +30,8 @@ def packed_numel(dim: int) -> int:
 
 
 def block_product(left: Sequence[Tensor], x_OI: Tensor, right: Sequence[Tensor]) -> Tensor:
-    """Return left x right for block-diagonal ``left`` and ``right``. ``x`` is one matrix [O, I] or
-    n matrices [n, O, I].
+    """Return the product left @ x @ right for block-diagonal ``left`` and ``right``. ``x`` is one
+    matrix [O, I] or n matrices [n, O, I].
 
     Args:
         left, right: one tensor [blocks, b, b] for each run of consecutive blocks of one size b. If
@@ -219,7 +219,7 @@ def _kept_rows(x_ND: Tensor, kept: Tensor | None) -> Tensor:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Return left^T right for rows [.., N, D]. Narrow products on a CPU are summed in chunks, see
+    """Return left^T @ right for rows [.., N, D]. Narrow products on a CPU are summed in chunks, see
     :data:`NARROW`."""
     if left.shape[-1] >= NARROW or left.device.type != "cpu":
         return left.mT @ right

@@ -71,7 +71,7 @@ class Plan:
         gradient_dtypes: dtype of gradients in messages to their workers, and dtype of results in
             messages from the workers.
         config: the config, in which each null was replaced by a value.
-        precision: precision of the products of a step.
+        precision: precision of the matrix products in a step.
         batched: whether layers of the same shape are processed together, in batched matrix
             products.
         answers: texts for the report that say which value replaced each null in the config.
@@ -201,7 +201,8 @@ class EngineFacts:
             gradient.
         parameters: dtype of the model.
         gradients: dtype in which DeepSpeed stores the gradients that K-FAC reads.
-        moments: number of fp32 tensors of a gradient's shape that a gradient worker keeps.
+        moments: number of fp32 tensors of a gradient's shape that a gradient worker keeps for each
+            of its layers.
         device: device on which layers are preconditioned.
         sequence: number of consecutive ranks that hold the parts of one sequence.
         rotates: whether moments are kept in the eigenbasis and rotated into each new eigenbasis.

@@ -111,8 +111,8 @@ class Due(NamedTuple):
 
 @dataclass
 class _Walked:
-    """The part of a schedule that has been computed so far. Lists the steps up to ``last`` that
-    capture, and the steps up to ``last`` that refresh."""
+    """The part of a schedule that has been computed so far: a list of the captures and a list of
+    the refreshes, both up to step ``last``."""
 
     last: int = 0
     captures: list[int] = field(default_factory=lambda: [0])
@@ -190,7 +190,7 @@ class Schedule:
         )
 
     def captures(self, step: int) -> int:
-        """Return how many of the steps 0 .. ``step`` capture; 0 for step -1."""
+        """Return the number of captures in the steps 0 .. ``step``; 0 for step -1."""
         self._walk(step)
         walked = self._walked.captures
         if step <= self.settled:
@@ -198,7 +198,7 @@ class Schedule:
         return len(walked) + self._later_captures.count(step)
 
     def refreshes(self, step: int) -> int:
-        """Return how many of the steps 0 .. ``step`` refresh; 0 for step -1."""
+        """Return the number of refreshes in the steps 0 .. ``step``; 0 for step -1."""
         self._walk(step)
         walked = self._walked.refreshes
         if step <= self.settled:

@@ -334,11 +334,11 @@ class GradientExchange:
 
     def write(self, received: Arrivals, scales: Mapping[str, Tensor] | None = None) -> None:
         """Write the results that other ranks have sent to the memory from which the inner optimizer
-        reads gradients. Then scale the results of all layers.
+        reads gradients. Then multiply every layer's result by its scale, if ``scales`` is given.
 
         Args:
             scales: dict from the name of every layer to the scalar by which the layer's result is
-                multiplied; None: results are not scaled.
+                multiplied; None: results stay as they are.
         """
         self._write(
             [self._shard_at[move.param, move.start] for move, _ in received],

@@ -98,7 +98,8 @@ class ShardMap:
         return tuple(tuple(sorted(of_one, key=order)) for of_one in shards)
 
     def held(self, params: Sequence[int]) -> tuple[int, ...]:
-        """Return for each rank the number of elements of ``params`` that the rank holds."""
+        """Return, for each rank, how many elements it holds of the parameters or parts with the
+        indices ``params``."""
         held = [0] * self.world
         for param in params:
             for shard in self.of_param[param]:

@@ -174,8 +174,8 @@ def finish_direction_kernel(
     BLOCK: tl.constexpr,
 ):
     """Scale and store directions, on the grid of :func:`adam_step_kernel`. Each matrix of the
-    result consists of ``parts`` matrices of x. ``apart`` is the number of elements from the start
-    of one matrix of the result to the start of the next."""
+    result consists of ``parts`` matrices of x, one below the other. ``apart`` is the number of
+    elements from the start of one matrix of the result to the start of the next."""
     element, inside = flat_place(numel, BLOCK)
     matrix = tl.program_id(1).to(tl.int64)
     start = matrix // parts * apart + matrix % parts * numel
