@@ -86,10 +86,10 @@ class Direction:
             recorded.
         parameter_groups: dict from layer name to a tuple of parameter group indices, one for each
             of the layer's parameters.
-        last: ``(squared norm, learning rate)`` of the last step. The squared norm, a scalar on the
-            device, is summed over the directions of all layers on all ranks. The learning rate is
-            that of the first parameter group. None if the rule leaves the step to the user's
-            optimizer.
+        last: ``(squared norm, learning rate)`` of the last step. The squared norm is that of the
+            directions of all layers on all ranks together, a scalar on the device. The learning
+            rate is that of the first parameter group. None if the rule leaves the step to the
+            user's optimizer.
     """
 
     recorded: RecordedStep | None = None

@@ -1,5 +1,5 @@
-"""Assemble the :class:`Job` of an engine: find the engine's domains (groups of ranks with the
-parameters that they train, see ``zero/registry.py``), and make the layers, the plan and the
+"""Assemble the :class:`Job` of an engine: find the engine's domains (a domain is a group of ranks
+and the parameters that it trains, see ``zero/registry.py``), and make the layers, the plan and the
 preconditioner of each domain."""
 
 import os

@@ -158,9 +158,9 @@ class Attachment:
         """Warn when a program calls the optimizer's ``load_state_dict``, which does not load
         K-FAC's state.
 
-        An optimizer inside the optimizer is also hooked, because timm's Lookahead itself supports
-        no hooks. A module inside the optimizer is not hooked, because a module passes other
-        arguments to its hooks.
+        If the optimizer holds another optimizer, that one is also hooked, because timm's Lookahead
+        itself does not support hooks. A module that the optimizer holds is not hooked, because a
+        module passes other arguments to its hooks.
         """
 
         def hook(optimizer: Any) -> None:

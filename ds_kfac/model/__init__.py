@@ -1,2 +1,2 @@
-"""Which layers a model has, the hooks on these layers, and which rows of a batch enter the
+"""Find a model's layers, put hooks on them, and select the rows of a batch that enter the
 factors."""

@@ -1,9 +1,9 @@
 """Find row blocks of a matrix that are separate linear maps, and cut large matrices into several
 layers.
 
-**Blocks** are several linear maps in one weight, such as queries, keys and values; a gate and its
-values; or the projections of latent attention and of state space models. The blocks share A, but
-each is orthogonalized and scaled like a separate weight. The user names blocks in
+**Blocks** are the linear maps of a weight that holds several of them. Examples are fused QKV, a
+gate with its values, and the projections of latent attention and state space models. The blocks
+share A, but each is orthogonalized and scaled like a separate weight. The user names blocks in
 ``kfac.adam.blocks``. For names that are in common use, :func:`known_sizes` computes the blocks from
 attributes of the module around the layer, such as its number of heads. Any other matrix is treated
 as one map. The attach report lists matrices whose blocks were chosen by their name alone, and
@@ -173,8 +173,8 @@ def blocks_text(layer: LayerSpec) -> str:
 
 
 def _number(module: nn.Module | None, *names: str, default: int | None = None) -> int:
-    """Return the first positive integer that a module, or else its config, has under one of these
-    names.
+    """Return the first positive integer among a module's attributes ``names``, or else among its
+    config's.
 
     Args:
         default: the result if there is no such attribute.
@@ -343,7 +343,7 @@ LARGEST = 1 << 27
 """A layer with more elements than this is cut. The number is one rank's share of a model with 8.6
 billion parameters on 64 ranks."""
 PART = 1 << 25
-"""Largest number of elements of a part."""
+"""Limit on the number of elements of a part."""
 
 
 def cut(layers: Iterable[LayerSpec], by_rows: Callable[[LayerSpec], bool]) -> tuple[LayerSpec, ...]:

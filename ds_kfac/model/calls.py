@@ -83,7 +83,8 @@ class Call:
             only the expert's own.
         shape: shape [.., O] of the layer's rows of G, with all leading dimensions.
         sides: the factors to which the rows are added: "AG" (both), "A" or "G".
-        input: number of the input, see :meth:`ds_kfac.model.shared.SharedInputs.number`.
+        input: number that identifies the input, see
+            :meth:`ds_kfac.model.shared.SharedInputs.number`.
         kept: the autograd node that saves the input, see :func:`node_that_saves`; None if the input
             is not needed, or is no longer needed.
         select: which rows of the product belong to the layer, such as the rows of an expert; None:

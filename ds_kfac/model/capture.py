@@ -1,6 +1,6 @@
-"""Hooks on the layers, which add up a a^T and g g^T when the gradient of a call's output arrives.
-
-docs/explanation/capture.md explains which rows count.
+"""Hooks on the layers. When the gradient of a call's output arrives, they add a a^T and g g^T to
+the step's sums, for rows a of the input and g of the gradient. docs/explanation/capture.md explains
+which rows count.
 
 A captured step is one in which the hooks collect statistics. In a captured step the forward hook
 saves the layer's input as autograd does (``calls.py``), and registers a prehook on the autograd
@@ -10,14 +10,14 @@ return at once.
 
 Note: Scale of G. G = K * sum_p (R_p * sum g^ g^^T). The outer sum is over backward passes p, and
     the inner sum is over the rows of pass p. g^ is a row's part of the averaged gradient, and K is
-    the number of backward passes of the step on all ranks. R_p is the number of rows of the layer
-    nearest to the loss in pass p. The layer nearest to the loss is the first layer in the pass
-    whose gradient is not zero. More calls of this layer may follow in the pass, so R_p is known
-    only when the pass has ended. Therefore each pass has its own sums, which are multiplied by R_p
-    when the pass ends. After the sums were reduced over ranks, ``step/factors.py`` multiplies them
-    by K, and corrects for the average over ranks. If the loss is a mean over the whole step instead
-    of over each pass, G = M * sum g^ g^^T. This sum is over the rows of all passes, and M is the
-    sum of R_p over all passes.
+    the number of backward passes of the step, summed over all ranks. R_p is the number of rows of
+    the layer nearest to the loss in pass p. The layer nearest to the loss is the first layer in the
+    pass whose gradient is not zero. More calls of this layer may follow in the pass, so R_p is
+    known only when the pass has ended. Therefore each pass has its own sums, which are multiplied
+    by R_p when the pass ends. After the sums were reduced over ranks, ``step/factors.py``
+    multiplies them by K, and corrects for the average over ranks. If the loss is a mean over the
+    whole step instead of over each pass, G = M * sum g^ g^^T. This sum is over the rows of all
+    passes, and M is the sum of R_p over all passes.
 
 Note: Own passes. An engine collects statistics of its own loss only. An engine that trains a
     discriminator, for example, collects no statistics of the generator's loss, although the
@@ -98,7 +98,7 @@ class Capture:
         keys: factor key -> stride, for the factors that are summed in this step. With a stride n,
             one of every n rows is taken.
         passes: number of the engine's own backward passes on this rank in the step.
-        terms: sum of R_p over the passes that :attr:`passes` counts.
+        terms: sum of R_p over the backward passes that are counted in :attr:`passes`.
         current: the running backward pass.
         forward: the model's last forward pass, or a substitute for calls outside of forward passes.
         pending: calls whose gradient will be requested from autograd.
@@ -747,8 +747,8 @@ class Capture:
             self._count_rows(call, x, with_gradient, alive)
 
     def _gradient_arrived(self, call: Call, gradient: Tensor, with_gradient: Tensor) -> Tensor:
-        """Record which rows of a call have a gradient. Returns a bool scalar, whether any row has a
-        gradient."""
+        """Record which rows of a call have a gradient. Returns a bool scalar that says whether any
+        row has a gradient."""
         alive = self.current.arrived(call.rows, with_gradient, self.rows.weight_sharing)
         if self.rows.weight_sharing == "reduce":
             self.current.check_examples(call.rows, gradient)

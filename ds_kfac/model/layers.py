@@ -67,8 +67,8 @@ class LayerSpec:
     """(m, n): tensor parallelism cuts the outputs of the unsharded layer into m parts, and its
     inputs into n parts. This layer is one of the m * n shards."""
     groups: int = 1
-    """Number of independent maps of equal shape, such as the groups of a convolution. Each has a
-    block of A and a block of G."""
+    """Number of independent maps of equal shape, such as the groups of a convolution. Each map has
+    a block of A and a block of G."""
     keeps_direction: str | None = None
     """Reason why the directions of the layer's updates are not orthogonalized; None if they are
     orthogonalized."""
@@ -215,7 +215,7 @@ class LayerType(ABC):
         return None
 
     def rows(self, x: Tensor, output: Tensor) -> int:
-        """Return how many rows a call has, including those that do not count."""
+        """Return how many rows a call has, including rows that do not count."""
         return output.numel() // max(1, output.shape[-1])
 
     def gradient_rows(self, module: Any, x: Tensor | None, gradient: Tensor) -> Tensor:

@@ -86,8 +86,8 @@ class Forward:
         calls: layer name -> list with a pair (leading dimensions of the rows, number of rows) for
             each call of the layer. The dimensions are None for images, which no mask can fit.
         is_watched: whether a hook reports when a backward pass reaches the output.
-        begins: number of the first autograd node that this forward could make. Autograd numbers
-            nodes in order of their creation.
+        begins: sequence number of the first autograd node that this forward could make. Autograd
+            numbers nodes in order of their creation.
     """
 
     def __init__(

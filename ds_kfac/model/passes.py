@@ -49,8 +49,8 @@ class BackwardPass:
             self.forwards[rows.forward] = None
 
     def arrived(self, rows: Rows, with_gradient: Tensor, weight_sharing: str) -> Tensor:
-        """Record that a call's gradient has arrived. Returns a bool scalar, whether the gradient
-        has a nonzero entry.
+        """Record that a call's gradient has arrived. Returns a bool scalar that says whether the
+        gradient has a nonzero entry.
 
         Args:
             rows: the rows of the call.

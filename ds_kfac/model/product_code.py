@@ -96,8 +96,8 @@ class MatrixLayout(NamedTuple):
 
 
 def multiplied(module: nn.Module) -> Mapping[str, MatrixLayout]:
-    """Return the parameters by which a module's code multiplies rows: parameter name -> layout of
-    the parameter's matrix or matrices. They are in the order of the code."""
+    """Return the parameters by which a module's code multiplies rows, in the order of the code. The
+    dict maps a parameter's name to the layout of its matrix or matrices."""
     layouts = _special_layouts(module)
     if layouts is None:
         return _layouts_in_code(module)

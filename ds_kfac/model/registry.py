@@ -30,7 +30,7 @@ class Norm(layers.LayerType):
 
     @abstractmethod
     def normalized(self, module: Any, x: Tensor) -> Tensor:
-        """Return xhat, the normalized input before weight and bias."""
+        """Return xhat, the normalized input before weight and bias are applied."""
 
     def of_term(self, gradient: Tensor) -> Tensor:
         """Return the gradient for each loss term, given the gradient for each position. Channels

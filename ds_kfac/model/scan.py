@@ -31,12 +31,12 @@ ADAPTER = re.compile(r"(^|\.)lora_[ab](\.|$)", re.IGNORECASE)
 the short side of each matrix gets a factor. The gradient's rank is at most the length of the short
 side, and a factor of the long side would be thousands of times as large as the matrix."""
 LONGEST = 16384
-"""Length of the longest side with a block-diagonal factor. A factor of this length takes half a GB.
-A longer side, such as a vocabulary, has a diagonal factor."""
+"""If a side is longer than this, such as a vocabulary, its factor is diagonal. The block-diagonal
+factor of a side of this length takes half a GB."""
 LONGEST_INPUT = 65536
-"""Length of the longest side with a block-diagonal factor if G is the identity. In this case only
-inputs have factors, and no input is as long as a vocabulary. With this limit, the inputs of a large
-MLP keep their blocks."""
+"""Takes the place of :data:`LONGEST` if G is the identity. In this case only inputs have factors,
+and no input is as long as a vocabulary. With this limit, the inputs of a large MLP keep their
+blocks."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Scan:
 @dataclass(frozen=True)
 class LayerChoice:
     """Which layers are preconditioned, and the structure of their sides. ``include``, ``exclude``
-    and ``types`` are the config's keys of ``kfac.layers``.
+    and ``types`` are the settings of the same names in ``kfac.layers``.
 
     Attributes:
         dense_max: length of the longest side that has a dense factor; None: all sides are dense.

@@ -1,8 +1,8 @@
 """Layers that see the same input share one A, for example q, k and v, or gate and up.
 
-Such groups of layers are found in the first step that updates factors, by the identity of the input
-tensor. The rows of a shared input are added to A once, when the gradients of all calls with this
-input have arrived. A row has a gradient if it has one in any of these calls.
+In the first step that updates factors, groups of such layers are found by comparing the memory of
+their inputs. The rows of a shared input are added to A once, when the gradients of all calls with
+this input have arrived. A row has a gradient if it has one in any of these calls.
 """
 
 from collections import Counter
@@ -50,7 +50,7 @@ class InputOfGroup:
 
     Attributes:
         group: names of the layers.
-        number: number of the input, see :meth:`SharedInputs.number`.
+        number: identifies the input, see :meth:`SharedInputs.number`.
         recomputed: whether a recomputation made the calls.
     """
 
@@ -77,7 +77,7 @@ class SeenInput:
     """An input of a call whose gradient has arrived.
 
     Attributes:
-        number: number of the input.
+        number: identifies the input, see :meth:`SharedInputs.number`.
         alive: whether the gradient is not zero, a bool scalar on the device; None if this was not
             computed.
     """
@@ -133,8 +133,8 @@ class SharedInputs:
         return InputOfGroup(self._group[call.layer.name], call.input, call.rows.recomputed)
 
     def number(self, layer: str, x: Tensor) -> int:
-        """Return the number of a call's input. Calls with the same input have equal numbers in a
-        step."""
+        """Return the number that identifies a call's input. Calls with the same input have equal
+        numbers in a step."""
         if layer not in self._watched:
             return UNWATCHED
         # inputs are told apart by their memory, not by their Python object, because ZeRO-3 makes

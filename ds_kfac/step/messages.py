@@ -202,8 +202,8 @@ NONE_UNUSUAL: Sequence[Tensor | float] = (0.0,) * len(UNUSUAL)
 
 
 def unusual(scalars: Mapping[Hashable, Tensor]) -> Tensor | float:
-    """Return how many of this step's batches on all ranks are of each kind in :data:`UNUSUAL`, as
-    fp32 [3]. Return 0.0 if the ranks have not sent these numbers."""
+    """Return, for each kind in :data:`UNUSUAL`, how many of this step's batches on all ranks are of
+    that kind, fp32 [3]. Return 0.0 if the ranks have not sent these numbers."""
     numbers = [
         [scalars[name] for name in scalars if isinstance(name, tuple) and name[0] == kind]
         for kind in UNUSUAL
@@ -300,8 +300,8 @@ class Sharing:
     """Makes all ranks agree on what the captured batches show about layers.
 
     The first captured batch shows which layers share one A (see ``inputs``), and how many rows each
-    layer has on a rank. Before a factor uses that batch, the ranks agree on both for the whole run.
-    Later batches may show that too few ranks contribute to a factor.
+    layer has on an average rank. Before a factor uses that batch, the ranks agree on both for the
+    whole run. Later batches may show that too few ranks contribute to a factor.
     """
 
     def __init__(self, inputs: SharedInputs, channel: Channel) -> None:

@@ -126,7 +126,7 @@ class LayerGroup:
         layers, names: layers of the group, and their names.
         maps: number of matrices of each layer. It is the number of groups of a grouped convolution,
             otherwise 1.
-        n: number of matrices of all layers.
+        n: total number of matrices, summed over the group's layers.
         terms: fp32 [layers], number of loss terms in the last batch that updated each layer's
             factors, see :class:`LayerState`.
         moments: moments of all matrices, as tensors [n, O, I] and [n]; None: the update rule keeps

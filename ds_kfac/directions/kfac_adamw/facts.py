@@ -125,8 +125,8 @@ def _adam_factors(options: AdamConfig, layers: Sequence[LayerSpec], ratio: float
 
 
 def _workspace(plan: Plan, chunk: Sequence[Sequence[LayerSpec]]) -> int:
-    """Return the bytes of a chunk's directions, plus the temporary bytes of the stage that needs
-    more of them. There are two stages:
+    """Return the bytes of a chunk's directions, plus the temporary bytes of the larger of two
+    stages:
 
     - Adam's stage works on one group at a time. In addition to the tensor that becomes the group's
       direction, it needs two tensors of the same size: the gradient, and the gradient with one side

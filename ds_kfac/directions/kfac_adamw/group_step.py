@@ -100,7 +100,7 @@ class GroupStep:
         target: fp32 [layers x maps], norm or factor for each map, see ``normalized``.
         full: fp32 [layers x maps]. If ``normalized``, FULL times the square root of a map's number
             of elements; otherwise 1. If the norm of Adam's direction is below ``full``, the
-            normalized result is scaled down by their ratio.
+            normalized result is multiplied by norm / full.
         block_target, block_full: ``target`` and ``full`` of each of ``blocks``, fp32 [blocks, 1].
         x_nOI: fp32 [n, O, I], intermediate result that becomes the direction.
         columns: fp32 [n, I], 0 for columns of the direction that are only rounding errors, else 1,

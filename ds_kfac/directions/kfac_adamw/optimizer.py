@@ -136,8 +136,9 @@ class KFACAdamWStep:
     Attributes:
         slices: mapping from a parameter to its parts that belong to layers. The parameter may be a
             flat parameter that DeepSpeed made. A parameter without an entry does not decay. The
-            mapping is empty until K-FAC is attached, because before that DeepSpeed takes a step
-            with gradients of zero, to allocate states. None after K-FAC was detached.
+            mapping is empty until K-FAC is attached. Before that, DeepSpeed takes a step with zero
+            gradients to allocate states, and this step must not decay weights. None after K-FAC was
+            detached.
         used: fp32 [layers], 1 for each layer that the step uses, else 0. Must be set before each
             step.
         adam_ratio: adam_lr / lr. Parameter groups have no value of their own for adam_lr, because
