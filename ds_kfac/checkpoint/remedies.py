@@ -113,7 +113,7 @@ def _other_groups(engine: Any, load_dir: Path, folder: Path, error: Exception) -
         return None
     headline = (
         f"the optimizer state in {load_dir} has other parameter groups than this engine's "
-        f"{type(engine.basic_optimizer).__name__}; "
+        "optimizer; "
     )
     if other_stages:
         return (

@@ -344,7 +344,7 @@ def excluding(*layers: str) -> dict:
 
 
 SWAPPED = "has layer_a.weight where this model has layer_b.weight"
-OTHER_GROUPS = "has other parameter groups than this engine's KFACTorchAdamW"
+OTHER_GROUPS = "has other parameter groups than this engine's optimizer"
 OF_ANOTHER = "has layer_a.weight, layer_b.weight in other parameter groups"
 ANOTHER = [
     *((Place("KFACAdamW", at), {}, {"model": partial(Alike, "bac")}, SWAPPED) for at in (0, 2, 3)),

@@ -355,7 +355,7 @@ def test_a_line_has_few_numbers_failures_where_there_are_any_and_the_monitors_na
     assert silent.kfac.log_line() == silent.kfac.log_constants() == {}
     files = {path.stem: path for path in tmp_path.rglob("*.csv")}
     assert {key.replace("/", "_") for key in LINE | CONSTANTS | WRITTEN} <= files.keys()
-    lines = files["kfac_stepped"].read_text().splitlines()
+    lines = files["kfac_updated"].read_text().splitlines()
     assert len(lines) == 2, "a heading and one value"
 
 
