@@ -79,7 +79,7 @@ class _Copy:
     """A copy of a tensor that has a place.
 
     Attributes:
-        version: value of autograd's version counter when the copy was made.
+        version: value of the copy's autograd version counter when the copy was made.
         place: the place that the copy was made from; None if it was made from a frozen parameter.
     """
 

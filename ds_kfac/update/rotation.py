@@ -31,7 +31,7 @@ def chunk_budget(*, batched: bool, numel: int) -> int:
 
     Args:
         batched: whether layers of the same shape are processed in one batch, as on GPUs.
-        numel: number of elements of the largest layer.
+        numel: number of elements of the largest layer among those that are processed together.
     """
     if not batched:
         return AT_ONCE
