@@ -367,8 +367,8 @@ def refresh_offsets(
 
     The cost of capturing a factor with D columns is taken to be D^2. On every rank, the captures of
     a step may cost only a little more than the mean over steps. GPUs are an exception, because
-    there it takes longer to launch the kernels of a capture than to run them. On GPUs, all captures
-    are in the same steps, and all refreshes are in some of these steps.
+    there it takes longer to launch the kernels of a capture than to run them. On GPUs, all factors
+    are captured in the same steps, and all are refreshed in a subset of these steps.
 
     Factors of ``work`` that are not in ``factors`` are refreshed at step 0. Refreshes are spread
     over the first n steps of the refresh interval, where n is the interval's length, rounded down

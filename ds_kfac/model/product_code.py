@@ -615,7 +615,7 @@ def _run_by_forward(kind: Any) -> set[str]:
 
 
 class CodeProduct(NamedTuple):
-    """A product with a parameter in a class's code.
+    """A place in a class's source code where something is multiplied by a parameter.
 
     Attributes:
         weight: the parameter.

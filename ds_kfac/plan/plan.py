@@ -55,7 +55,8 @@ class Observations:
 
 @dataclass(frozen=True)
 class Plan:
-    """Assignment of tasks to ranks and steps, and all choices of a run. See the module's docstring.
+    """Which rank does each task in which step, and every setting that was chosen for the run.
+    See the module's docstring.
 
     Attributes:
         offsets: factor key -> number of steps by which the factor's schedule is displaced. Some
@@ -76,8 +77,8 @@ class Plan:
             products.
         answers: texts for the report that say which value replaced each null in the config.
         reasons: texts for the report that say why this plan was chosen.
-        first: the contributors to the first captured batch, before numbers of rows were known.
-            None: numbers of rows are not known yet, or all ranks contribute in any case.
+        first: the contributors to the first captured batch. None: this plan was made before the
+            numbers of rows were known, or all ranks contribute whatever these numbers are.
     """
 
     layers: tuple[LayerSpec, ...]

@@ -187,7 +187,7 @@ def pipeline_faults(micro_batches: int) -> tuple[str, ...]:
 
 
 def gather_faults(backend: str) -> tuple[str, ...]:
-    """Return descriptions of the faults of ZeRO-3 with gloo, which may finish gathers in any order.
+    """Return descriptions of the faults of ZeRO-3 with gloo. Gloo may finish gathers in any order.
     0.19.4 has such a fault, 0.19.8 does not. The function inspects DeepSpeed's source."""
     code = inspect.getsource(partition_parameters.Init._allgather_params_coalesced)
     if backend != "gloo" or "launch_handles[-1].wait()" not in code:

@@ -161,7 +161,7 @@ def parameter_names(layers: Sequence[LayerSpec]) -> list[str]:
 
 
 def parts_of(layers: Sequence[LayerSpec]) -> tuple[ParameterPart, ...]:
-    """Return the parts of parameters that belong to the layers, layer after layer. The parameters
+    """Return the parts of each layer's parameters, in the order of the layers. The parameters
     are numbered as in :func:`parameter_names`."""
     place = {name: index for index, name in enumerate(parameter_names(layers))}
     return tuple(

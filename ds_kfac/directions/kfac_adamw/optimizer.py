@@ -201,7 +201,8 @@ class KFACAdamWStep:
                 group["weight_decay"] = decay
 
     def _apply(self, group: dict[str, Any]) -> None:
-        """Update a parameter group of K-FAC's layers, whose gradients are finished directions."""
+        """Update a parameter group of K-FAC's layers. Each ``.grad`` already holds the final
+        direction, not the gradient."""
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         for parameter in parameters:
             # this also replaces zeros that DeepSpeed has read from a universal checkpoint
