@@ -305,11 +305,11 @@ def _names_by_group(
         return [
             [name for name in order if numbers[name] == index] for index in range(len(saved_groups))
         ]
-    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    names = {parameter: name for name, parameter in engine.module.named_parameters()}
     check_order(list(names.values()), list(module_weights), folder)
-    stepped = {id(parameter) for group in parameter_groups(engine.optimizer) for parameter in group}
+    updated = {parameter for group in parameter_groups(engine.optimizer) for parameter in group}
     given = getattr(engine.basic_optimizer, "users", engine.basic_optimizer).param_groups
-    return [[names[id(p)] for p in group["params"] if id(p) in stepped] for group in given]
+    return [[names[p] for p in group["params"] if p in updated] for group in given]
 
 
 @torch.no_grad()
@@ -322,11 +322,11 @@ def give(engine: Any, values: Values, saved: Mapping[str, Any]) -> None:
     Args:
         saved: the saved optimizer's state, from which the loss scale is taken.
     """
-    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    names = {parameter: name for name, parameter in engine.module.named_parameters()}
     state = dict(engine.optimizer.state_dict())
     moments: dict[int, dict[str, Any]] = {}
     for entry in _entries(state, parameter_groups(engine.optimizer)):
-        saved_values = [values(names[id(parameter)]) or {} for parameter in entry.members]
+        saved_values = [values(names[parameter]) or {} for parameter in entry.members]
         target = entry.members[0] if entry.weight is None else entry.weight
         target.data.copy_(_joined(WEIGHT, saved_values, entry.members, target))
         steps = [value[STEP] for value in saved_values if STEP in value]

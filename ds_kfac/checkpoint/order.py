@@ -31,10 +31,10 @@ def order_of(engine: Any) -> list[str]:
     empty with several pipeline stages, because all stages share one client_state."""
     if getattr(engine, "num_stages", 1) != 1:
         return []
-    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    names = {parameter: name for name, parameter in engine.module.named_parameters()}
     parameters = [parameter for group in parameter_groups(engine.optimizer) for parameter in group]
     # a parameter has no name if its layer has been replaced
-    return [names[id(parameter)] for parameter in parameters if id(parameter) in names]
+    return [names[parameter] for parameter in parameters if parameter in names]
 
 
 def groups_of(engine: Any, job: Job) -> dict[str, int]:
@@ -42,18 +42,18 @@ def groups_of(engine: Any, job: Job) -> dict[str, int]:
     the groups do not depend on which layers K-FAC has, or if there are several pipeline stages."""
     if job.preconditioners[0].rule.optimizer_type is None or getattr(engine, "num_stages", 1) > 1:
         return {}
-    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    names = {parameter: name for name, parameter in engine.module.named_parameters()}
     numbers = {}
     # at stage 0 in fp32 these groups have the model's parameters, including frozen ones. In other
     # modes they have DeepSpeed's copies, which have no names.
     for number, group in enumerate(engine.basic_optimizer.param_groups):
         for parameter in group["params"]:
-            if id(parameter) in names:
-                numbers[names[id(parameter)]] = number
+            if parameter in names:
+                numbers[names[parameter]] = number
     for kfac in job.preconditioners:
         layout = kfac.layout
         for parameter in (*layout.params, *kfac.engine_view.other_params):
-            numbers[names[id(parameter)]] = layout.group_index(parameter)
+            numbers[names[parameter]] = layout.group_index(parameter)
     return numbers
 
 

@@ -125,12 +125,12 @@ def _engine_view(
     keeps their gradients."""
     named = dict(engine.module.named_parameters())
     ours = [named[name] for name in parameter_names(layers)]
-    our_ids = {id(parameter) for parameter in ours}
+    our_params = set(ours)
     return EngineView(
         model=engine.module,
         layers=layers,
         layout=shard_layout(engine, ours, domain.group, parts_of(layers), seam),
-        other_params=tuple(p for p in domain.params if id(p) not in our_ids),
+        other_params=tuple(p for p in domain.params if p not in our_params),
         inner=engine.basic_optimizer,
         rule=rule,
         domain=domain,

@@ -139,12 +139,12 @@ class Subject:
         if self.rule.optimizer_type is not None:
             groups = [group["params"] for group in split_groups(model, self.scan, None)]
         name_of = {
-            id(parameter): name
+            parameter: name
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         }
         self.groups = [
-            [(name_of[id(p)], prod(parameter_shape(p))) for p in group if id(p) in name_of]
+            [(name_of[p], prod(parameter_shape(p))) for p in group if p in name_of]
             for group in groups
         ]
         inputs = {layer.name: self.trace.inputs.get(layer.module, ()) for layer in self.layers}

@@ -86,8 +86,8 @@ class Proving:
         self.layers = layers
         self.layout = layout
         self.channel = channel
-        names = {id(p): name for name, p in layout.engine.module.named_parameters()}
-        self._parameters = {names[id(p)]: p for p in layout.params}
+        names = {p: name for name, p in layout.engine.module.named_parameters()}
+        self._parameters = {names[p]: p for p in layout.params}
         self.load({})
 
     def load(self, state: Mapping[str, Any]) -> None:

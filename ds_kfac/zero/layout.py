@@ -48,7 +48,7 @@ class ShardLayout(ABC):
         averaged_over: number of ranks whose gradients are averaged.
         divisor: number by which DeepSpeed divides the sum of the ranks' gradients.
         groups: for each parameter group of the optimizer, the list of its parameters.
-        position: dict from a parameter's id to (index of its parameter group, index in this group).
+        position: dict from a parameter to (index of its parameter group, index in this group).
     """
 
     replicated = False
@@ -80,7 +80,7 @@ class ShardLayout(ABC):
         self.divisor = self.averaged_over / summed
         self.groups = parameter_groups(self.optimizer)
         self.position = {
-            id(p): (group, at) for group, ps in enumerate(self.groups) for at, p in enumerate(ps)
+            p: (group, at) for group, ps in enumerate(self.groups) for at, p in enumerate(ps)
         }
         self.of_parameters = ShardMap(
             self.world, tuple(self._numel(p) for p in self.params), tuple(self._shards())
@@ -154,7 +154,7 @@ class ShardLayout(ABC):
     def group_index(self, param: nn.Parameter) -> int:
         """Return the index of a parameter's group in the optimizer's ``param_groups``. Works for
         any parameter of the engine."""
-        return self.position[id(param)][0]
+        return self.position[param][0]
 
     @cached_property
     @abstractmethod
@@ -330,20 +330,20 @@ class Half(Replicated):
         return getattr(self.optimizer, "fp32_groups_flat", None)
 
     @cached_property
-    def _offsets(self) -> dict[int, int]:
-        """Dict from a parameter's id to the index of the parameter's first element in its group's
-        flat master. Only for FP16_Optimizer."""
-        offsets: dict[int, int] = {}
+    def _offsets(self) -> dict[nn.Parameter, int]:
+        """Dict from a parameter to the index of its first element in its group's flat master. Only
+        for FP16_Optimizer."""
+        offsets: dict[nn.Parameter, int] = {}
         for params in self.groups:
             starts = accumulate((param.numel() for param in params), initial=0)
-            offsets |= {id(param): start for param, start in zip(params, starts, strict=False)}
+            offsets |= dict(zip(params, starts, strict=False))
         return offsets
 
     def _offset(self, param: nn.Parameter) -> int:
-        return self._offsets[id(param)] if self._flat else 0
+        return self._offsets[param] if self._flat else 0
 
     def master(self, shard: Shard) -> Any:
-        group, place = self.position[id(self.params[self.parts[shard.param].param])]
+        group, place = self.position[self.params[self.parts[shard.param].param]]
         return self._flat[group] if self._flat else self.optimizer.fp32_groups[group][place]
 
     def end(self) -> None:

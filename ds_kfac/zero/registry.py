@@ -107,13 +107,13 @@ def domains(engine: Any, params: Sequence[nn.Parameter]) -> tuple[Domain, ...]:
     for p in trained:
         if is_moe_param(p):
             mixtures.setdefault(p.group_name, []).append(p)  # type: ignore[attr-defined]
-    names = {id(p): parameter for parameter, p in engine.module.named_parameters()}
+    names = {p: parameter for parameter, p in engine.module.named_parameters()}
 
     def make(name: str, params: Sequence[nn.Parameter], group: Any, **options: Any) -> Domain:
         return Domain(
             name,
             tuple(params),
-            frozenset(names[id(p)] for p in params if id(p) in names),
+            frozenset(names[p] for p in params if p in names),
             group,
             **options,
         )
@@ -124,7 +124,7 @@ def domains(engine: Any, params: Sequence[nn.Parameter]) -> tuple[Domain, ...]:
     for mixture, experts in mixtures.items():
         rank = expert_parallel_rank(mixture)
         group = expert_data_parallel_group(mixture)
-        first = _first_experts(engine.module, {id(p) for p in experts}, rank)
+        first = _first_experts(engine.module, set(experts), rank)
         every_domain.append(
             make(f"experts_{mixture}_rank_{rank}", experts, group, first_experts=first)
         )
@@ -143,19 +143,19 @@ def _dense_name(engine: Any, shard: tuple[int, int], *, has_experts: bool) -> st
     return ""
 
 
-def _first_experts(model: nn.Module, params: set[int], rank: int) -> dict[str, int]:
+def _first_experts(model: nn.Module, params: set[nn.Parameter], rank: int) -> dict[str, int]:
     stacks = {
         f"{name}.experts.{stack}".lstrip("."): rank * len(p)
         for name, module in model.named_modules()
         if is_autoep(module)
         for stack, p in module.experts.named_parameters(recurse=False)
-        if id(p) in params
+        if p in params
     }
     return stacks | {
         f"{name}.deepspeed_experts": rank * len(module.deepspeed_experts)
         for name, module in model.named_modules()
         if isinstance(getattr(module, "deepspeed_experts", None), nn.ModuleList)
-        and any(id(p) in params for p in module.parameters())
+        and any(p in params for p in module.parameters())
     }
 
 

@@ -113,10 +113,8 @@ class _Test:
     def __init__(self, exchange: GradientExchange) -> None:
         self.exchange = exchange
         self.layout = exchange.layout
-        self.names = {
-            id(param): name for name, param in self.layout.engine.module.named_parameters()
-        }
-        self.ours = {id(param) for param in self.layout.params}
+        self.names = {param: name for name, param in self.layout.engine.module.named_parameters()}
+        self.ours = set(self.layout.params)
         dtypes = {self.layout.dtype}
         if self.layout.replicated:
             dtypes |= {param.dtype for param in self.layout.params}
@@ -126,12 +124,12 @@ class _Test:
         """Return the known gradient of a parameter, fp32 [numel]. Its values cycle through 2, 4 ..
         226, beginning at a number that depends on the parameter's name. If the parameter is not in
         a K-FAC layer, each value is larger by 1."""
-        start = zlib.crc32(self.names[id(param)].encode()) % MODULUS
+        start = zlib.crc32(self.names[param].encode()) % MODULUS
         device = self.layout.engine.device
         values = torch.arange(self.layout._numel(param), device=device, dtype=torch.int32)
         # in place, because embeddings are large
         values = values.add_(start).remainder_(MODULUS).add_(1).mul_(2)
-        return values.add_(id(param) not in self.ours).float()
+        return values.add_(param not in self.ours).float()
 
     def exchanged(self, channel: Channel) -> list[str]:
         """Send gradients to their workers, and results back. Return descriptions of wrong gradients
@@ -155,7 +153,7 @@ class _Test:
                     expected = self.known(param).narrow(0, *layout.span(part))
                     if not torch.allclose(flat / factor, expected, rtol=0, atol=TOLERANCE):
                         problems.append(
-                            f"the gradient of {self.names[id(param)]} did not arrive at its worker"
+                            f"the gradient of {self.names[param]} did not arrive at its worker"
                         )
                 exchange.put([layer], [matrix + self.added * factor])
             (returned,) = deliver(

@@ -42,14 +42,14 @@ class BF16(ShardLayout):
 
     def _shards(self) -> list[Shard]:
         shards: list[Shard] = []
-        index = {id(param): number for number, param in enumerate(self.params)}
+        index = {param: number for number, param in enumerate(self.params)}
         for group, params in enumerate(self.groups):
             size = self.optimizer.fp32_groups_flat_partition[group].numel()
             offsets = accumulate((param.numel() for param in params), initial=0)
             for param, offset in zip(params, offsets, strict=False):
-                if id(param) in index:
+                if param in index:
                     shards += partition_flat(
-                        param.numel(), index[id(param)], group, offset, size, self.world
+                        param.numel(), index[param], group, offset, size, self.world
                     )
         return shards
 
@@ -190,7 +190,7 @@ class Stage12(ZeroLayout):
     def _shards(self) -> list[Shard]:
         optimizer = self.optimizer
         shards: list[Shard] = []
-        index = {id(param): number for number, param in enumerate(self.params)}
+        index = {param: number for number, param in enumerate(self.params)}
         # the attributes round_robin_bit16_* have the order of the flat buffer, even if
         # round_robin_gradients is off
         for group, params in enumerate(optimizer.round_robin_bit16_groups):
@@ -198,9 +198,9 @@ class Stage12(ZeroLayout):
             for param, offset in zip(
                 params, deepspeed_versions.offsets(optimizer, group), strict=True
             ):
-                if id(param) in index:
+                if param in index:
                     shards += partition_flat(
-                        param.numel(), index[id(param)], group, offset, size, self.world
+                        param.numel(), index[param], group, offset, size, self.world
                     )
         return shards
 
@@ -296,8 +296,7 @@ class Stage3(ZeroLayout):
         self._chunks: list[Tensor] = []  # gradients of the current step
         # where each chunk is in averaged_gradients: (sub-group, index)
         self._places = [
-            self.position[id(self.params[shard.param])]
-            for shard in self.of_parameters.on(self.rank)
+            self.position[self.params[shard.param]] for shard in self.of_parameters.on(self.rank)
         ]
 
     def _shards(self) -> list[Shard]:
@@ -305,7 +304,7 @@ class Stage3(ZeroLayout):
         for index, param in enumerate(self.params):
             offset = self._chunk_start(param)
             shards += partition_chunks(
-                param.ds_numel, index, self.position[id(param)][0], offset, self.world
+                param.ds_numel, index, self.position[param][0], offset, self.world
             )
         return shards
 
@@ -314,7 +313,7 @@ class Stage3(ZeroLayout):
         return self.optimizer.grad_position[self.optimizer.get_param_id(param)][1]
 
     def group_index(self, param: nn.Parameter) -> int:
-        return self.optimizer.sub_group_to_group_id[self.position[id(param)][0]]
+        return self.optimizer.sub_group_to_group_id[self.position[param][0]]
 
     def begin(self) -> None:
         super().begin()
@@ -332,7 +331,7 @@ class Stage3(ZeroLayout):
     def _entry(self, shard: Shard) -> tuple[list[Tensor], int, int]:
         param = self.params[self.parts[shard.param].param]
         entries = self.optimizer.averaged_gradients[shard.group]
-        return entries, self.position[id(param)][1], shard.offset - self._chunk_start(param)
+        return entries, self.position[param][1], shard.offset - self._chunk_start(param)
 
     @classmethod
     def is_waiting(cls, engine: Any) -> bool:
