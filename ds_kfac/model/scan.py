@@ -307,7 +307,13 @@ class _Scanner:
 
         Modules of one type that share weight and bias are one layer with several names.
         """
-        weight: Any = module.weight
+        weight: Any = getattr(module, "weight", None)
+        if weight is None:
+            raise TypeError(
+                f"ds_kfac: the layer type {kind} describes module {name or '(model)'} of class "
+                f"{type(module).__name__}, which has no weight. Call the parameters of the module "
+                "weight and bias, or let the type's refusal() leave out the module"
+            )
         users = self.users[weight]
         holders = [self.modules[user] for user in users]
         biases = {holder._parameters.get("bias") for holder in holders}
@@ -523,7 +529,7 @@ class _Scanner:
             for name, parameter in self.modules[layer.module].named_parameters(recurse=False):
                 if self.names[parameter] in covered:
                     continue
-                reason: str | None = LAYERS[layer.kind].without_bias
+                reason = LAYERS[layer.kind].without_bias if name == "bias" else None
                 if layer.product:
                     reason = "is not seen to multiply anything"
                 if parameter not in self.trained:

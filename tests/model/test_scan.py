@@ -7,6 +7,8 @@ from torch import nn
 from ds_kfac.curvature.factor import Side
 from ds_kfac.diagnostics.share import share_of
 from ds_kfac.directions.kfac_adamw.matrices import biases_of, other_matrices
+from ds_kfac.model.layers import Linear
+from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.scan import LayerChoice, scan
 from tests.model.recorder import Recorder
 from tests.model.written import module, written
@@ -311,3 +313,20 @@ def test_biases_of_matrices_are_found_by_their_module():
     matrices = {name for name, p in named.items() if p.ndim == 2}
     expected = {"gru.bias_ih_l0", "gru.bias_hh_l0", "normed.bias"}
     assert biases_of(matrices, named) == expected
+
+
+def test_a_layer_type_whose_module_has_no_weight_says_how_to_call_it(monkeypatch):
+    class Slope(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.slope = nn.Parameter(torch.ones(4))
+
+    class OfSlope(Linear):
+        kind = Slope
+
+        def refusal(self, module):
+            return None
+
+    monkeypatch.setitem(LAYERS, "Slope", OfSlope())
+    with pytest.raises(TypeError, match=r"type Slope describes module 0 .* has no weight. Call"):
+        scan(nn.Sequential(Slope()), LayerChoice(types=("Slope",)))
