@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
-from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +25,8 @@ from deepspeed.runtime.zero import partition_parameters, stage_1_and_2
 from deepspeed.utils import groups
 from packaging.version import Version
 from torch import Tensor
+
+from ds_kfac.zero.shards import gapless_starts
 
 OLDEST = "0.17"
 """Oldest version with which K-FAC can be attached. Older versions reduce gradients differently and
@@ -511,9 +512,7 @@ def offsets(optimizer: Any, group: int) -> Sequence[int]:
     stored = getattr(optimizer, "round_robin_bit16_offsets", None)
     if stored is not None:
         return stored[group]
-    return list(
-        accumulate((p.numel() for p in optimizer.round_robin_bit16_groups[group]), initial=0)
-    )[:-1]
+    return gapless_starts(optimizer.round_robin_bit16_groups[group])
 
 
 def wait_for_offload(optimizer: Any) -> None:

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial, reduce
-from itertools import accumulate
 from operator import attrgetter
 from types import MethodType
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from ds_kfac.zero import deepspeed_versions
 from ds_kfac.zero.seam import Seam
-from ds_kfac.zero.shards import ParameterPart, Shard, ShardMap
+from ds_kfac.zero.shards import ParameterPart, Shard, ShardMap, gapless_starts
 
 KnownGradient = Callable[[nn.Parameter], Tensor]
 """Function that returns a parameter's whole flat gradient, for the self-test."""
@@ -335,8 +334,7 @@ class Half(Replicated):
         for FP16_Optimizer."""
         offsets: dict[nn.Parameter, int] = {}
         for params in self.groups:
-            starts = accumulate((param.numel() for param in params), initial=0)
-            offsets |= dict(zip(params, starts, strict=False))
+            offsets |= dict(zip(params, gapless_starts(params), strict=True))
         return offsets
 
     def _offset(self, param: nn.Parameter) -> int:

@@ -10,11 +10,13 @@ plans. ``comm/message.py`` executes them.
     span    (start, number of elements) in a flattened part or parameter
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from operator import attrgetter
+
+from torch import Tensor
 
 from ds_kfac.comm.message import Move, RelayoutPlan
 from ds_kfac.model.layers import LayerSpec
@@ -126,6 +128,12 @@ class ShardMap:
                         Shard(number, start - first, stop - start, shard.rank, shard.group, offset)
                     )
         return ShardMap(self.world, tuple(numels), tuple(shards))
+
+
+def gapless_starts(params: Iterable[Tensor]) -> list[int]:
+    """Return the index of each tensor's first element in a flat buffer in which the tensors follow
+    each other without gaps."""
+    return list(accumulate((param.numel() for param in params), initial=0))[:-1]
 
 
 def partition_flat(

@@ -16,6 +16,7 @@ result stays in fp32.
 
 from abc import abstractmethod
 from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -25,11 +26,36 @@ from torch import Tensor, nn
 
 from ds_kfac.zero import deepspeed_versions
 from ds_kfac.zero.layout import KnownGradient, ShardLayout
-from ds_kfac.zero.shards import Shard, partition_chunks, partition_flat
+from ds_kfac.zero.shards import Shard, gapless_starts, partition_chunks, partition_flat
 
 NO_GRADIENTS = (
     "ds_kfac: engine.step() has no gradients: call engine.backward(loss) between two steps"
 )
+
+
+def _flat_shards(
+    layout: ShardLayout,
+    groups: Sequence[Sequence[nn.Parameter]],
+    sizes: Sequence[int],
+    offsets: Sequence[Iterable[int]],
+) -> list[Shard]:
+    """Return the shards of the layout's parameters in flat buffers, one buffer for each group.
+
+    Args:
+        layout: the layout whose parameters count.
+        groups: the parameters in each buffer.
+        sizes: number of elements of each buffer that one rank holds.
+        offsets: index in the buffer of the first element of each parameter.
+    """
+    index = {param: number for number, param in enumerate(layout.params)}
+    shards: list[Shard] = []
+    for group, (params, size, starts) in enumerate(zip(groups, sizes, offsets, strict=True)):
+        for param, start in zip(params, starts, strict=True):
+            if param in index:
+                shards += partition_flat(
+                    param.numel(), index[param], group, start, size, layout.world
+                )
+    return shards
 
 
 class BF16(ShardLayout):
@@ -41,17 +67,9 @@ class BF16(ShardLayout):
         return self.optimizer.grad_acc_dtype
 
     def _shards(self) -> list[Shard]:
-        shards: list[Shard] = []
-        index = {param: number for number, param in enumerate(self.params)}
-        for group, params in enumerate(self.groups):
-            size = self.optimizer.fp32_groups_flat_partition[group].numel()
-            offsets = accumulate((param.numel() for param in params), initial=0)
-            for param, offset in zip(params, offsets, strict=False):
-                if param in index:
-                    shards += partition_flat(
-                        param.numel(), index[param], group, offset, size, self.world
-                    )
-        return shards
+        sizes = [part.numel() for part in self.optimizer.fp32_groups_flat_partition]
+        offsets = [gapless_starts(params) for params in self.groups]
+        return _flat_shards(self, self.groups, sizes, offsets)
 
     def master(self, shard: Shard) -> Any:
         return self.optimizer.fp32_groups_flat_partition[shard.group]
@@ -189,20 +207,12 @@ class Stage12(ZeroLayout):
 
     def _shards(self) -> list[Shard]:
         optimizer = self.optimizer
-        shards: list[Shard] = []
-        index = {param: number for number, param in enumerate(self.params)}
         # the attributes round_robin_bit16_* have the order of the flat buffer, even if
         # round_robin_gradients is off
-        for group, params in enumerate(optimizer.round_robin_bit16_groups):
-            size = int(optimizer.partition_size[group])
-            for param, offset in zip(
-                params, deepspeed_versions.offsets(optimizer, group), strict=True
-            ):
-                if param in index:
-                    shards += partition_flat(
-                        param.numel(), index[param], group, offset, size, self.world
-                    )
-        return shards
+        groups = optimizer.round_robin_bit16_groups
+        sizes = [int(size) for size in optimizer.partition_size]
+        offsets = [deepspeed_versions.offsets(optimizer, group) for group in range(len(groups))]
+        return _flat_shards(self, groups, sizes, offsets)
 
     def begin(self) -> None:
         self._starts.clear()
