@@ -22,9 +22,25 @@ from tests.ranks import ROOT
 
 PACKAGE = Path(__file__).parent.parent / "ds_kfac"
 FLOORS = (
-    *("ops", "curvature", "schedule", "model", "update", "assignment", "comm", "zero"),
-    *("lr_schedulers", "config", "plan", "directions", "step", "diagnostics", "checkpoint"),
-    *("factors", "engine", "estimate", "integrations"),
+    "ops",
+    "curvature",
+    "schedule",
+    "model",
+    "update",
+    "assignment",
+    "comm",
+    "zero",
+    "lr_schedulers",
+    "config",
+    "plan",
+    "directions",
+    "step",
+    "diagnostics",
+    "checkpoint",
+    "factors",
+    "engine",
+    "estimate",
+    "integrations",
 )
 """Folders, lowest first: a file imports files of its own folder and of those before it."""
 ANYWHERE = {"log", "metrics"}

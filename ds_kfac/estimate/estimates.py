@@ -324,7 +324,7 @@ class Estimate:
             memory["eigenbases"] + [sum(map(basis_bytes, of_rank)) for of_rank in stacked] - copied
         )
         memory["history"] = (
-            2 * bool(plan.adaptive) * self._on_homes(lambda factor: FP32 * factor.side.numel)
+            2 * bool(plan.adaptive) * self._on_owners(lambda factor: FP32 * factor.side.numel)
         )
         device = "cuda" if self.costs.gpu else "cpu"
         layers = [[layer for group in of_rank for layer in group] for of_rank in groups]
@@ -378,7 +378,7 @@ class Estimate:
         new eigenbases are in use."""
         plan = self.plan
         keys = due.refresh
-        held = self._on_homes(lambda factor: self._basis[factor.key], keys)
+        held = self._on_owners(lambda factor: self._basis[factor.key], keys)
         peaks = [held]
         for message, brought in self._delivered(due.capture, keys):
             sent, both = self._buffers(message)
@@ -518,8 +518,8 @@ class Estimate:
             moved = travel(costs, traffic.payload[1:].sum(axis=0), traffic.calls[1:].sum())
             stages = (
                 self._captures(step.capture) / costs.syrk_flops,
-                reduce + self._on_homes(lambda factor: costs.fold(factor.side), step.capture),
-                self._on_homes(lambda factor: costs.decompose(factor.side, method), step.refresh),
+                reduce + self._on_owners(lambda factor: costs.fold(factor.side), step.capture),
+                self._on_owners(lambda factor: costs.decompose(factor.side, method), step.refresh),
                 moved + copies,
                 precondition,
             )
@@ -562,7 +562,7 @@ class Estimate:
         half = self._half
         return {
             "capture": self._captures(self.every),
-            "refresh": self._on_homes(lambda factor: rates.decompose_flops(factor.side, method)),
+            "refresh": self._on_owners(lambda factor: rates.decompose_flops(factor.side, method)),
             "precondition": self._on_workers(
                 lambda x: rates.precondition_flops(x, method) + facts.flops(config, x, half=half)
             ),
@@ -599,7 +599,7 @@ class Estimate:
             total[list(ranks)] += amount
         return total
 
-    def _on_homes(
+    def _on_owners(
         self, amount: Callable[[rates.FactorSpec], float], keys: Keys | set[str] | None = None
     ) -> np.ndarray:
         """Return an array [W] with the sum of ``amount`` over the factors of each owner. Only
