@@ -149,8 +149,8 @@ class Ramp(_Form, Generic[Number]):
 
 
 class Piecewise(_Form, Generic[Number]):
-    """Schedule of several numbers. ``steps`` are the steps at which the second, third, ... number
-    begins to apply."""
+    """Schedule of several numbers, of which one applies at a time. ``steps`` lists the steps at
+    which the second and all later numbers take effect."""
 
     schedule: str
     values: list[Number] = Field(min_length=1)

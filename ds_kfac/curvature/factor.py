@@ -330,9 +330,9 @@ def average_(
 
     Note: Spikes. If a gradient is a thousand times too large, its batch would add a million times
     the average to G, and G would need sixty updates to recover. So a batch is scaled down until its
-    trace is at most :data:`SPIKE` times that of the average. If second moments have really grown so
-    much, the average still follows. Each update multiplies the trace of the average by 1 + (1 - r)
-    (SPIKE - 1).
+    trace is at most :data:`SPIKE` times the trace of the average. If second moments have really
+    grown so much, the average still follows. Each update multiplies the trace of the average by 1 +
+    (1 - r) (SPIKE - 1).
 
     Args:
         factors: at least one.
